@@ -1,4 +1,4 @@
-"""Drafting between two diffusion heads that were trained here: what is kept, and how far what is drawn is from the target's law.
+"""Drafting between two diffusion heads that were trained here: what is kept, and how far what is drawn is from the target's distribution.
 
 The latents have two dimensions and three modes. The target's head is the larger one, the drafters' are smaller and learned for a
 shorter time, one of them from modes that are wider, as those of a drafter are which knows less. The same drafts are verified by the exact rule, by the same on trajectories that share no noise, and as published
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,9 +21,12 @@ from lanternpp.accept.exact import Cspd, Exact
 from lanternpp.engine.latents import DiffusionSampling
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.verify.latents import verify_trajectories
-from lanternpp.models.latents.denoiser import Denoiser, denoising_loss
+from lanternpp.models.latents import Denoiser
 from lanternpp.trees.chain import chain_tree
 from lanternpp.types import Draft
+
+sys.path.append(str(Path(__file__).parents[1] / "recipes" / "nature"))
+from losses import denoising_loss
 
 CELL, WIDE, PART = 0.4, 3.0, 50_000
 RULES: tuple[tuple[str, Acceptance, bool], ...] = (

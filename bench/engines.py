@@ -3,7 +3,7 @@
     python bench/engines.py [--shapes S,XL,3B] [--engines ...] [--rows 2,10,16,26] [--kind amx] [-o engines.json]
     python bench/engines.py --show engines.json [more.json] [--into docs/performance.md]
 
-A pass is the whole stack and the head over n rows (two branches of guidance with n / 2 nodes each) behind 256 filled slots of the KV cache. S
+A pass is the whole stack and the head over n rows (two branches of guidance with n / 2 nodes each) after 256 filled slots of the KV cache. S
 has nature-128's weights, XL and 3B random ones in LlamaGen's shapes (arXiv 2406.06525). Each engine has a process of its own; they take
 turns, and figures are medians. The roofline of a cell is the larger of weight bytes / bandwidth and 2 x rows x weights / rate, from
 what this machine reads and computes, measured in the same run with loops in C (engines/rates.c): bandwidth over as many bytes as the
@@ -42,8 +42,8 @@ ENGINES = {
     "openvino-int8": ("OpenVINO, W8A8 in groups of 64, head bf16", 1, 1.5),
     "llama.cpp": ("llama.cpp, BF16", 2, 0.2),
     "llama.cpp-int8": ("llama.cpp, Q8_0", 1, 1.2),
-    "ours": ("**ours, bf16**", 2, 2.2),
-    "ours-int8": ("**ours, int8**", 1, 4.5),
+    "ours": ("**ours, bf16**", 2, 2.5),
+    "ours-int8": ("**ours, int8**", 1, 1.5),
 }
 """Label, bytes of a weight as it is read, bytes of memory that it takes besides mapped files."""
 KINDS = {

@@ -4,7 +4,8 @@
 
 The tests marked `gpu`, then races and profiles of two models: --model, which needs an EAGLE drafter and a parallel one, and one of
 random weights in LlamaGen's shape. The costs of its steps are those of trained weights, while its acceptance, and so its speed-ups,
-say nothing about a trained drafter. The file is written when all is measured. The status is 1 where a test failed.
+say nothing about a trained drafter. The file is written in the end, also where a test or a race failed, which it says; the status is
+then 1. Without a GPU it is 2, unless --device names another device.
 """
 
 from __future__ import annotations
@@ -17,18 +18,22 @@ from tempfile import TemporaryDirectory
 
 from random_model import SIZES, random_model
 
+from lanternpp.errors import InputError
+from lanternpp.util.devices import pick_device
+from lanternpp.util.files import write_text
+
 FIELD = (
     "lantern++ proposer=tree tree=lantern-57, eagle tree=eagle-25, eagle tree=chain-4, parallel tree=chain-4"
 )
 
 
-def run(*command: object) -> tuple[int, str]:
-    """The status of a command, and what it printed; an error of it is printed here too."""
+def run(*command: object) -> tuple[int, str, str]:
+    """The status of a command, what it printed, and its errors, which are printed here too."""
     done = subprocess.run(
         [sys.executable, "-m", *map(str, command)], capture_output=True, text=True, check=False
     )
     print(done.stderr, end="", file=sys.stderr)
-    return done.returncode, done.stdout
+    return done.returncode, done.stdout, done.stderr
 
 
 def main() -> None:
@@ -46,12 +51,20 @@ def main() -> None:
     parser.add_argument("--tests", default="tests")
     parser.add_argument("--out", type=Path, default=Path("gpu.md"))
     given = parser.parse_args()
-    status, told = run("pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", given.tests)
+    try:
+        if pick_device(given.device).type == "cpu" and given.device == "auto":
+            raise InputError(
+                "this machine has no CUDA GPU that PyTorch sees; run it on one, or try it with --device cpu"
+            )
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    status, told, _ = run("pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", given.tests)
     # pytest's status 5: no test was found
     failed = status not in (0, 5)
-    parts = [
-        f"# Measured on a GPU\n\nTests marked `gpu`: {(told.strip().splitlines() or ['none'])[-1].strip('= ')}\n"
-    ]
+    faults = [line for line in told.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    last = (told.strip().splitlines() or ["none"])[-1].strip("= ")
+    parts = ["# Measured on a GPU\n", f"Tests marked `gpu`: {last}\n", *(f"* {line}\n" for line in faults)]
     with TemporaryDirectory() as room, random_model(given.random) as random:
         classes = Path(room) / "classes.txt"
         classes.write_text("207\n979\n")
@@ -72,7 +85,7 @@ def main() -> None:
                 folder,
             ]
             asked += ["--prompts", prompts] if prompts else []
-            status, told = run(
+            status, told, errors = run(
                 "lanternpp",
                 "bench",
                 *asked,
@@ -82,12 +95,15 @@ def main() -> None:
                 "--no-plots",
                 "--no-quality",
             )
-            if status:
-                sys.exit(status)
-            table = (folder / "table.md").read_text(encoding="utf-8")
-            parts.append(f"## {Path(model).name}\n\n{table}\n```\n{told}```\n")
-    given.out.write_text("\n".join(parts), encoding="utf-8")
-    print(given.out)
+            table = (
+                (folder / "table.md").read_text(encoding="utf-8")
+                if status == 0
+                else f"Failed, status {status}\n"
+            )
+            failed |= status != 0
+            parts.append(f"## {Path(model).name}\n\n{table}\n```\n{told}{errors if status else ''}```\n")
+    write_text(given.out, "\n".join(parts))
+    print(f"{given.out}: one file to send")
     sys.exit(1 if failed else 0)
 
 

@@ -1,16 +1,19 @@
 """What a draft-and-verify cycle costs on LlamaGen at full size, as a multiple of a plain step. Random weights.
 
-    python bench/llamagen_cost.py [--size XL] [--stage 1] [--tree lantern-57] [--runs 12] [--cfg 7.5]
+    python bench/llamagen_cost.py [--size XL] [--stage 1] [--tree lantern-57] [--dtype int8] [--kept 5.2] [--runs 12] [--cfg 7.5]
 
-Stage 1 draws 256 codes and stage 2 draws 1,024, of a text of 120 slots. Prints medians of interleaved steps, at
+A tree named chain-N is drafted by a parallel drafter, others by EAGLE's. LANTERNPP_KERNELS=0 gives PyTorch's plain steps. Stage 1 draws 256 codes and stage 2 draws 1,024, of a text of 120 slots. Prints medians of interleaved steps, at
 an eighth, a half and seven eighths of the picture, in a loop that is the one of `generate`. A cycle costs more
 the further its walk goes, and random weights agree on nothing, so there are two of them: one whose walk ends
-at the root, and one with a head of zeros, where drafter and target agree and every level is kept.
+at the root, and one with a head of zeros, where drafter and target agree and every level is kept (where a drafter in C takes
+the 1,000 most probable of equal codes, others than the target's are left, and none is kept). Seconds a picture follow from both
+cycles' mean and from --kept, the codes that a trained drafter's cycle keeps.
 """
 
 from __future__ import annotations
 
 import argparse
+import resource
 import statistics
 import time
 from dataclasses import dataclass
@@ -20,6 +23,7 @@ from torch import Tensor
 
 from lanternpp.accept.neighbours import LanternPlusPlus
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
+from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.proposer import Proposer
@@ -28,6 +32,7 @@ from lanternpp.models.llamagen import LlamaGenConfig, LlamaGenTarget
 from lanternpp.nn.backend import backend
 from lanternpp.nn.decoder import DecoderConfig
 from lanternpp.proposers.no_draft import NoDraft
+from lanternpp.proposers.parallel import Parallel
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees import build_tree
 from lanternpp.types import Prompt
@@ -46,7 +51,7 @@ class Bare(LlamaGenTarget):
         embeds = torch.randn(branches, SLOTS, like.shape[1], device=like.device).to(like)
         return Prompt(embeds, torch.full((branches,), SLOTS - WORDS, device=like.device))
 
-    def draw_weights(self, device: torch.device, dtype: torch.dtype) -> Bare:
+    def draw_weights(self, device: torch.device, dtype: torch.dtype, int8: bool) -> Bare:
         """Random weights of the size that trained ones have."""
         self.decoder.rotary_table = self.decoder.rotary_table.to(device)
         for module in self.modules():
@@ -54,7 +59,7 @@ class Bare(LlamaGenTarget):
                 made = torch.empty(weight.shape, dtype=dtype, device=device)
                 made = made.fill_(1) if weight.dim() == 1 else made.normal_(0, 0.02)
                 module.register_parameter(name, torch.nn.Parameter(made, requires_grad=False))
-        self.eval().pack()
+        backend().pack(self.eval(), int8)
         return self
 
 
@@ -74,7 +79,7 @@ class Case:
         engine.count.fill_(decided)
         engine.passes.fill_(1)
         engine.cache.used.fill_(SLOTS + decided - 1)
-        if isinstance(engine.proposer, TreeProposer):
+        if isinstance(engine.proposer, TreeProposer | Parallel):
             engine.proposer.cache.used.fill_(SLOTS + decided - 1)
         began = now()
         engine.step()
@@ -91,6 +96,8 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="XL")
     parser.add_argument("--stage", type=int, choices=(1, 2), default=1)
     parser.add_argument("--tree", default="lantern-57")
+    parser.add_argument("--dtype", choices=("auto", "int8"), default="auto")
+    parser.add_argument("--kept", type=float, default=5.2)
     parser.add_argument("--runs", type=int, default=12)
     parser.add_argument("--cfg", type=float, default=7.5)
     options = parser.parse_args()
@@ -99,12 +106,12 @@ def main() -> None:
     torch.manual_seed(0)
     dim, layers, heads, hidden = SIZES[options.size]
     grid = 16 * options.stage
-    config = LlamaGenConfig(dim, layers, heads, hidden, grid, caption_dim=2048, slots=SLOTS)
-    target = Bare.made(config).draw_weights(device, dtype)
+    config = LlamaGenConfig(dim, layers, heads, hidden, grid=grid, caption_dim=2048, slots=SLOTS)
+    target = Bare.made(config).draw_weights(device, dtype, options.dtype == "int8")
     cases = [case("plain step", target, NoDraft(), options.cfg)]
-    cases.append(case("cycle, nothing kept", target, eagle(target, options.tree), options.cfg))
+    cases.append(case("cycle, nothing kept", target, drafting(target, options.tree), options.cfg))
     flat = share(target)
-    cases.append(case("cycle, all kept", flat, eagle(flat, options.tree), options.cfg))
+    cases.append(case("cycle, all kept", flat, drafting(flat, options.tree), options.cfg))
     places = (1 / 8, 1 / 2, 7 / 8)
     for run in range(WARM + options.runs):
         for place in places:
@@ -114,7 +121,10 @@ def main() -> None:
     print(
         f"LlamaGen-{options.size}, stage {options.stage}: {target.length} codes, cfg {options.cfg}, {options.tree}"
     )
-    print(f"{device}, {dtype}, {threads} threads, torch {torch.__version__}, medians of {options.runs} steps")
+    kind = "int8" if options.dtype == "int8" else dtype
+    print(
+        f"{device}, {kind}, kernels {backend().name}, {threads} threads, torch {torch.__version__}, medians of {options.runs} steps"
+    )
     for place in places:
         plain = statistics.median(cases[0].seconds[place])
         for one in cases:
@@ -124,6 +134,14 @@ def main() -> None:
                 f"{place:5.3f} of the picture, {one.name:20} {1e3 * t:8.1f} ms = {t / plain:4.2f} plain steps, "
                 f"{kept:.1f} codes kept"
             )
+    plain, *cycles = (statistics.mean(map(statistics.median, one.seconds.values())) for one in cases)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    drafted = target.length / options.kept * statistics.mean(cycles)
+    print(
+        f"seconds a picture: {target.length * plain:.2f} plain, {drafted:.2f} with {options.kept} codes a cycle;",
+        end=" ",
+    )
+    print(f"peak memory {memory:.1f} GB")
 
 
 def share(target: Bare) -> Bare:
@@ -137,15 +155,17 @@ def share(target: Bare) -> Bare:
     return flat
 
 
-def eagle(target: LlamaGenTarget, tree: str) -> TreeProposer:
-    """A random drafter of the target's width."""
-    shape, like = target.config.decoder, target.codes_in.weight
-    drafter = EagleDrafter(
-        EagleConfig.like(DecoderConfig(shape.dim, 1, shape.heads, shape.hidden)), target.decoder.rotary_table
-    )
-    drafter.requires_grad_(False).eval().to(like.device, like.dtype)
-    backend().pack(drafter)
-    return TreeProposer(drafter, build_tree(tree))
+def drafting(target: LlamaGenTarget, tree: str) -> TreeProposer | Parallel:
+    """A random drafter of the target's width, with a layer as the target's."""
+    shape, like, table = target.config, target.codes_in.weight, target.decoder.rotary_table
+    layer, builder = DecoderConfig(shape.dim, 1, shape.heads, shape.hidden), build_tree(tree)
+    drafter: ParallelDrafter | EagleDrafter
+    if builder.chain:
+        drafter = ParallelDrafter(ParallelConfig.like(layer, queries=builder.depth - 1), table)
+    else:
+        drafter = EagleDrafter(EagleConfig.like(layer), table)
+    drafter.requires_grad_(False).eval().to(like.device, like.dtype).pack(target)
+    return (Parallel if builder.chain else TreeProposer)(drafter, builder)
 
 
 def case(name: str, target: LlamaGenTarget, proposer: Proposer, cfg: float) -> Case:

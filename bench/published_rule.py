@@ -1,4 +1,4 @@
-"""How far the published rule of continuous speculative decoding (arXiv 2411.11925) is from the target's law, in one dimension.
+"""How far the published rule of continuous speculative decoding (arXiv 2411.11925) is from the target's distribution, in one dimension.
 
 A target and a drafter are diffusion models of T steps whose denoisers are exact for two mixtures of Gaussians, so that the
 density that each draws from can be computed on a grid. Three rules verify the same drafts: the exact one on these densities; the
@@ -115,19 +115,19 @@ def exact(
 
 def variation(latents: Tensor, density: Tensor) -> float:
     """The total variation of drawn latents [n] from a density on `GRID`, over cells of 0.1."""
-    law = torch.zeros(len(CELLS) + 1).double()
-    law.index_add_(0, torch.bucketize(GRID, CELLS), density * (GRID[1] - GRID[0]))
-    counts = torch.bincount(torch.bucketize(latents, CELLS), minlength=len(law)) / len(latents)
-    return (counts - law).abs().sum().item() / 2
+    expected = torch.zeros(len(CELLS) + 1).double()
+    expected.index_add_(0, torch.bucketize(GRID, CELLS), density * (GRID[1] - GRID[0]))
+    counts = torch.bincount(torch.bucketize(latents, CELLS), minlength=len(expected)) / len(latents)
+    return (counts - expected).abs().sum().item() / 2
 
 
-def models(steps: int, apart: float, wide: float) -> tuple[Diffusion, Diffusion]:
-    """A target of two modes, and a drafter whose modes lie `apart` further to the right, and whose steps are wider."""
+def models(steps: int, shift: float, wide: float) -> tuple[Diffusion, Diffusion]:
+    """A target of two modes, and a drafter whose modes lie `shift` further to the right, and whose steps are wider."""
     angle = torch.linspace(0, 1, steps + 1, dtype=torch.float64)
     kept = ((angle + 0.1) / 1.1 * torch.pi / 2).cos().square()
     beta = (1 - kept[1:] / kept[:-1]).clamp(0.02, 0.98)
     weight, mean, std = torch.tensor([[0.6, 0.4], [-1.0, 1.2], [0.4, 0.3]], dtype=torch.float64)
-    drafter = Diffusion(weight.flip(0), mean + apart, std * 1.2, beta, wide)
+    drafter = Diffusion(weight.flip(0), mean + shift, std * 1.2, beta, wide)
     return Diffusion(weight, mean, std, beta, 1.0), drafter
 
 
@@ -138,8 +138,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     print("| steps | shift | width | rule | accepted | total variation |\n|--:|--:|--:|---|--:|--:|")
-    for steps, apart, wide in ((8, 0.1, 1.0), (8, 0.1, 1.05), (8, 0.4, 1.0), (25, 0.1, 1.0), (25, 0.1, 1.02)):
-        target, drafter = models(steps, apart, wide)
+    for steps, shift, wide in ((8, 0.1, 1.0), (8, 0.1, 1.05), (8, 0.4, 1.0), (25, 0.1, 1.0), (25, 0.1, 1.02)):
+        target, drafter = models(steps, shift, wide)
         p, q = target.density(), drafter.density()
         torch.manual_seed(options.seed)
         noise = torch.randn(steps + 1, options.draws, dtype=torch.float64)
@@ -152,7 +152,7 @@ def main() -> None:
         }
         for name, (latents, kept) in rows.items():
             share = "" if kept is None else f"{kept.double().mean():.3f}"
-            print(f"| {steps} | {apart} | {wide} | {name} | {share} | {variation(latents, p):.4f} |")
+            print(f"| {steps} | {shift} | {wide} | {name} | {share} | {variation(latents, p):.4f} |")
 
 
 if __name__ == "__main__":

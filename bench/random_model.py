@@ -16,7 +16,7 @@ from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
 from lanternpp.errors import InputError
 from lanternpp.models.llamagen import KIND, LlamaGenConfig, LlamaGenTarget
-from lanternpp.models.vq.llamagen import save_tokenizer
+from lanternpp.models.vq.layouts import save_tokenizer
 from lanternpp.models.vq.vqgan import VQGAN, VQGANConfig
 from lanternpp.nn.checkpoints import save
 from lanternpp.nn.sources import blank
@@ -55,10 +55,10 @@ def write_random(folder: Path, name: str) -> None:
     """Write the model of a size of SIZES."""
     dim, layers, heads, hidden, grid, codes = SIZES[name]
     torch.manual_seed(0)
-    config = LlamaGenConfig(dim, layers, heads, hidden, grid, vocab=codes, classes=CLASSES)
+    config = LlamaGenConfig(dim, layers, heads, hidden, grid=grid, vocab=codes, classes=CLASSES)
     target = LlamaGenTarget.made(config)
-    shape, table = config.decoder, target.decoder.rotary_table
-    eagle, parallel = EagleConfig.like(shape), ParallelConfig.like(shape)
+    table = target.decoder.rotary_table
+    eagle, parallel = EagleConfig.like(config), ParallelConfig.like(config)
     small: dict[str, Any] = {} if name != "tiny" else {"channels": 32, "latent": 32, "blocks": 1}
     with blank():
         vq = VQGAN(VQGANConfig(grid, codes, **small))

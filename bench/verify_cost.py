@@ -25,8 +25,7 @@ from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify.choose import with_native
 from lanternpp.engine.verify.tokenwise import verify_tokenwise
 from lanternpp.nn.backend import backend
-from lanternpp.nn.decoder import Decoder, DecoderConfig
-from lanternpp.nn.rope import grid_table
+from lanternpp.nn.decoder import Decoder, DecoderConfig, grid_table
 from lanternpp.trees.shapes import SHAPES
 from lanternpp.trees.static import StaticTree
 from lanternpp.types import Draft, Frontier
@@ -61,7 +60,7 @@ def main() -> None:
     rules: dict[str, Acceptance] = {"exact": Exact(), "lantern++ (1000, 2)": LanternPlusPlus(table, 2.0)}
     seconds: dict[str, list[float]] = {name: [] for name in ("pass", *rules)}
     kept: dict[str, list[int]] = {name: [] for name in rules}
-    walk = with_native(verify_tokenwise, backend().verifier())
+    walk = with_native(verify_tokenwise, backend())
     with torch.inference_mode():
         for run in range(options.runs + 5):
             noise = Noise(torch.tensor([run], device=device), torch.tensor([1], device=device))

@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "nn": set(),
     "accept": set(),
     "trees": set(),
-    "kernels": {"nn", "models.base", "engine.decode", "engine.proposer", "engine.verify"},
+    "kernels": {"nn", "models.base", "engine.cache", "engine.decode", "engine.verify", "trees.chain"},
     "models": {"nn"},
     "drafters": {"nn", "models.base", "models.latents"},
     "engine": {"accept.base", "accept.variation", "trees.base", "models.base", "models.latents", "nn"},
@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "api": LIBRARY | {""},
     "jobs": LIBRARY | {""},
     "evaluation": LIBRARY,
-    "training": {*LIBRARY, "evaluation.prompts"},
+    "training": {*LIBRARY, "evaluation.prompts", "evaluation.pictures"},
     "tuning": LIBRARY | {"evaluation"},
     "serve": {*LIBRARY, "evaluation.prompts", "jobs.cluster"},
     "cli": LIBRARY | {"training", "evaluation", "tuning", "jobs", "serve", ""},
@@ -59,10 +59,11 @@ ONLY_TORCH = {"accept", "trees"}
 # Files besides kernels/ that may name them, the sources in C, or ctypes.
 NAMES_KERNELS = {
     "nn.backend": "lanternpp.kernels",
-    "serve.fresh_thread": "ctypes",  # of Python's own threads
+    "serve.new_thread": "ctypes",  # of Python's own threads
 }
 # Rooms and modules that are loaded before help is shown.
 QUICK = {"cli", "errors", "util", "api.options", "serve.config", "training.options", "tuning.options"}
+QUICK |= {"evaluation.papers"}
 SLOW = {"util.devices"}
 HEAVY = {"torch", "transformers", "numpy", "PIL", "safetensors", "huggingface_hub"}
 
@@ -86,7 +87,7 @@ def where(name: str, node: ast.AST) -> str:
 
 
 def imports(name: str, body: ast.AST | None = None) -> Iterator[tuple[ast.AST, str]]:
-    """Each import statement of a module and a full name it reaches, such as `lanternpp.nn.rope` or `torch`."""
+    """Each import statement of a module and a full name it reaches, such as `lanternpp.nn.decoder` or `torch`."""
     for node in ast.walk(body or TREES_OF[name]):
         if isinstance(node, ast.Import):
             yield from ((node, alias.name) for alias in node.names)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 import typing
 from collections.abc import Callable
 from dataclasses import fields
@@ -14,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.models import LENGTH, SIDE, write_model
+from helpers.models import LENGTH, SIDE
+from helpers.processes import python
+from helpers.refusals import rejects
 
-from lanternpp import InputError, Pipeline
+from lanternpp import Pipeline
 from lanternpp.accept.base import Acceptance
 from lanternpp.api.options import (
     DIALS,
@@ -33,16 +33,6 @@ from lanternpp.engine.proposer import Proposer
 from lanternpp.trees.base import TreeBuilder
 
 PROMPT = "a red tulip"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("calls") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def pipe(folder: Path) -> Pipeline:
-    return Pipeline.from_pretrained(folder, device="cpu", dtype="float32")
 
 
 def test_every_dial_is_a_keyword_of_its_type() -> None:
@@ -89,7 +79,7 @@ def test_a_type_checker_takes_a_typed_use_and_refuses_a_misspelt_dial(tmp_path: 
     skipped = "torch.*,transformers.*,safetensors.*,huggingface_hub.*,tokenizers.*,PIL.*,rich.*"
     config.write_text(f"[mypy]\n[mypy-{skipped}]\nfollow_imports = skip\nignore_missing_imports = true\n")
     options = ["--config-file", config, "--cache-dir", tmp_path / "cache", "--no-error-summary"]
-    run = subprocess.run([sys.executable, "-m", "mypy", *options, script], capture_output=True, text=True)
+    run = python("-m", "mypy", *options, script)
     lines = [line.removeprefix(f"{script}:") for line in run.stdout.splitlines()]
     assert [("ndarray" in line, "list[" in line) for line in lines if "Revealed" in line] == REVEALED
     errors = [line for line in lines if " error: " in line]
@@ -143,8 +133,8 @@ def test_a_stream_gives_what_is_known_and_ends_with_the_result(pipe: Pipeline) -
     assert result.stats.accepted_per_pass == expected.stats.accepted_per_pass
 
 
-def test_other_calls_draw_between_two_pictures_of_a_stream(folder: Path) -> None:
-    pipe = Pipeline.from_pretrained(folder, device="cpu", dtype="float32")
+def test_other_calls_draw_between_two_pictures_of_a_stream(model: Path) -> None:
+    pipe = Pipeline.from_pretrained(model, device="cpu", dtype="float32")
     alone = [pipe(PROMPT, seed=seed, method="eagle").codes for seed in (1, 2)]
     first, second = (pipe.stream(PROMPT, seed=seed, method="eagle") for seed in (1, 2))
     next(first)
@@ -184,12 +174,12 @@ def test_pictures_are_returned_as_what_is_asked_for(pipe: Pipeline) -> None:
     assert codes.images == [] and torch.equal(codes.codes, usual.codes)
 
 
-def test_a_pipeline_moves_to_another_dtype_and_back(folder: Path) -> None:
-    pipe = Pipeline.from_pretrained(folder, device="cpu", dtype="float32")
+def test_a_pipeline_moves_to_another_dtype_and_back(model: Path) -> None:
+    pipe = Pipeline.from_pretrained(model, device="cpu", dtype="float32")
     way = {"method": "lantern++", "lam": 3.0}
     usual, weights = pipe(PROMPT, **way).codes, pipe.target.decoder.norm.weight
     assert pipe.to("cpu").to("cpu", torch.float32).target.decoder.norm.weight is weights  # nothing to do
-    wide = Pipeline.from_pretrained(folder, device="cpu", dtype="float64")(PROMPT, **way).codes
+    wide = Pipeline.from_pretrained(model, device="cpu", dtype="float64")(PROMPT, **way).codes
     stream = pipe.stream(PROMPT, **way)
     next(stream)
     assert pipe.to(torch.float64) is pipe and pipe.dtype == "float64" and pipe.device.type == "cpu"
@@ -197,8 +187,7 @@ def test_a_pipeline_moves_to_another_dtype_and_back(folder: Path) -> None:
     assert torch.equal(last.result.codes, usual) and torch.equal(pipe(PROMPT, **way).codes, wide)
     narrow = pipe.to(dtype="bfloat16").to(dtype="float32")
     assert torch.equal(narrow(PROMPT, **way).codes, usual)
-    with pytest.raises(InputError, match="dtype 'float23' is unknown"):
-        pipe.to("cpu", "float23")
+    rejects("dtype 'float23' is unknown", pipe.to, "cpu", "float23")
     assert pipe.dtype == "float32"
 
 
@@ -217,5 +206,4 @@ def test_a_pipeline_moves_to_another_dtype_and_back(folder: Path) -> None:
 def test_what_cannot_be_done_is_one_sentence(
     pipe: Pipeline, call: Callable[[Pipeline], Any], says: str
 ) -> None:
-    with pytest.raises(InputError, match=says):
-        call(pipe)
+    rejects(says, call, pipe)

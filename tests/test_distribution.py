@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,18 @@ from typing import Any
 import pytest
 import torch
 from helpers.distributions import two_samples
+from helpers.models import save_words
 from torch import Tensor
 
 from lanternpp import Pipeline
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
-from lanternpp.kernels.chain import NativeChain
+from lanternpp.kernels import Kernels
 from lanternpp.kernels.decoder import KernelDecoder
-from lanternpp.kernels.linear import NativeHead
-from lanternpp.kernels.sampling import NativeSampling, NativeVerifier
-from lanternpp.kernels.step import NativeStep
-from lanternpp.models.vq.model import VQ, VQConfig
+from lanternpp.kernels.drafter import KernelDrafter
+from lanternpp.kernels.linear import KernelLinear
+from lanternpp.kernels.step import KernelStep
+from lanternpp.models.vq.autoencoder import VQ, VQConfig
 from lanternpp.models.words import WordsConfig, WordsTarget
 from lanternpp.nn import checkpoints
 from lanternpp.nn.decoder import DecoderConfig
@@ -58,14 +59,14 @@ Draw = Callable[[dict[str, Any], int], tuple[Tensor, float]]
 
 def words(vq: VQ, dim: int, layers: int, liked: Tensor) -> WordsTarget:
     """A random target that depends on what it has drawn; liked: the channel 0 of its head, [V]."""
-    config = WordsConfig(("red", "tulip"), ("tulip",), dim, layers, 2, 2 * dim, GRID, 4, 0.0, VOCAB, 4)
+    config = WordsConfig(("red", "tulip"), ("tulip",), dim, layers, 2, 2 * dim, GRID, 4, 0.0, VOCAB)
     target = WordsTarget(config, vq)
     for weight in target.decoder.parameters():
         if weight.dim() == 2:
             weight.normal_(std=weight.shape[1] ** -0.5)
-    for table in (target.codes_in.table, target.word_table, target.slot_table, target.null_prefix):
-        table.normal_()[:, 0] = CONSTANT / (1 if table is target.codes_in.table else 2)
-    target.codes_out.table.normal_(std=0.5 * dim**-0.5)[:, 0] = liked
+    for table in (target.codes_in.weight, target.word_table, target.slot_table, target.null_prefix):
+        table.normal_()[:, 0] = CONSTANT / (1 if table is target.codes_in.weight else 2)
+    target.codes_out.weight.normal_(std=0.5 * dim**-0.5)[:, 0] = liked
     return target
 
 
@@ -73,12 +74,13 @@ def words(vq: VQ, dim: int, layers: int, liked: Tensor) -> WordsTarget:
 def write(folder: Path) -> Path:
     """The model, with drafters of each kind that agree with it now and then."""
     torch.manual_seed(0)
-    shape = VQConfig(4 * GRID, VOCAB, 4, channels=(16, 16), encoder_blocks=(1, 1), decoder_blocks=(1, 1))
+    shape = VQConfig(
+        4 * GRID, 4, codes=VOCAB, channels=(16, 16), encoder_blocks=(1, 1), decoder_blocks=(1, 1)
+    )
     vq, liked = VQ(shape), -0.6 * (torch.randperm(VOCAB) >= FAVOURITES)
     for where, dim, layers in ((folder / "independent", 32, 1), (folder, 64, 2)):
         target = words(vq, dim, layers, liked)
-        checkpoints.save(where / "tokenizer", {"kind": "vq", **asdict(shape)}, vq.weights())
-        checkpoints.save(where / "target", {"kind": "words", **asdict(target.config)}, target.folded()[1])
+        save_words(where, target)
     like, table = DecoderConfig(64, 1, 2, 128), target.decoder.rotary_table
     eagle = EagleDrafter(EagleConfig.like(like), table)
     parallel = ParallelDrafter(ParallelConfig.like(like, queries=5, turn=32, confidence=True), table)
@@ -110,25 +112,19 @@ def plain(draw: Draw) -> Tensor:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> dict[type, list[bool]]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[bool]]:
     """Of each kind of kernel, whether it computed what it was asked to."""
-    seen: dict[type, list[bool]] = {}
-    kinds = dict.fromkeys((KernelDecoder, NativeHead, NativeChain, NativeVerifier), "__call__")
-    for kind, name in (kinds | {NativeSampling: "probs"}).items():
+    seen: dict[str, list[bool]] = {}
+    kinds = {"sample": KernelDrafter, "verify": Kernels, "probs": Kernels, "run": KernelStep}
+    for name, kind in {"__call__": KernelDecoder, "product": KernelLinear, **kinds}.items():
         plain = getattr(kind, name)
 
-        def call(self: Any, *given: Any, kind: Any = kind, plain: Any = plain) -> Any:
-            found = plain(self, *given)
-            seen.setdefault(kind, []).append(found is not None and found is not False)
+        def call(self: Any, *given: Any, name: str = name, plain: Any = plain, **named: Any) -> Any:
+            found = plain(self, *given, **named)
+            seen.setdefault(name, []).append(name == "run" or (found is not None and found is not False))
             return found
 
         monkeypatch.setattr(kind, name, call)
-
-    def run(self: Any, *stages: int, run: Any = NativeStep.run) -> None:
-        seen.setdefault(NativeStep, []).append(True)
-        run(self, *stages)
-
-    monkeypatch.setattr(NativeStep, "run", run)
     return seen
 
 
@@ -161,34 +157,30 @@ def differ(name: str, codes: Tensor, plain: Tensor, per_pass: float) -> bool:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_first_codes_follow_the_distribution_of_plain_decoding(
-    draw: Draw, plain: Tensor, asked: dict[type, list[bool]], name: str
+    draw: Draw, plain: Tensor, asked: dict[str, list[bool]], name: str
 ) -> None:
     method, turn = METHODS[name], 1 + list(METHODS).index(name)
     codes, per_pass = draw(method, turn)
     assert not differ(name, codes, plain, per_pass)
     assert per_pass == 1 if method["method"] == "ar" else per_pass > 1.5
     whole = method["method"] in ("ar", "parallel") and "min_survival" not in method
-    expected = {KernelDecoder, NativeHead, NativeSampling, NativeStep if whole else NativeVerifier}
-    assert expected <= asked.keys() and (NativeChain in asked) == (
-        method["method"] == "parallel" and not whole
-    )
+    expected = {"__call__", "product", "probs", "run" if whole else "verify"}
+    assert expected <= asked.keys() and ("sample" in asked) == (method["method"] == "parallel" and not whole)
     assert all(map(all, asked.values()))
 
 
-def with_wrong_residual(
-    call: Callable[..., tuple[Verdict, Tensor]],
-) -> Callable[..., tuple[Verdict, Tensor]]:
+def with_wrong_residual(call: Callable[..., Verdict]) -> Callable[..., Verdict]:
     """The verifier's call, but what follows a refusal is drawn from the target's distribution and not from the residual."""
 
-    def wrong(*given: Any) -> tuple[Verdict, Tensor]:
-        (verdict, known), logits, last = call(*given), given[2], given[7]
+    def wrong(*given: Any) -> Verdict:
+        verdict, logits, last = call(*given), given[2], given[-1]
         end = (verdict.kept - 1)[:, None]
         at = verdict.path.gather(1, end)[..., None].expand(-1, -1, VOCAB)
         top = logits.gather(1, at)[:, 0].topk(TOP_K)
         rank = (top.values.softmax(-1).cumsum(-1) < last).sum(-1, keepdim=True).clamp(max=TOP_K - 1)
         bonus = top.indices.gather(1, rank)
         codes = verdict.next_codes.scatter(1, end, bonus)
-        return replace(verdict, bonus=bonus[:, 0], next_codes=codes), known
+        return replace(verdict, bonus=bonus[:, 0], next_codes=codes)
 
     return wrong
 
@@ -197,7 +189,7 @@ def with_wrong_residual(
 def test_a_wrong_residual_is_seen(
     draw: Draw, plain: Tensor, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(NativeVerifier, "__call__", with_wrong_residual(NativeVerifier.__call__))
+    monkeypatch.setattr(Kernels, "verify", with_wrong_residual(Kernels.verify))
     codes, per_pass = draw(METHODS[name], 20)
     assert differ(f"wrong residual: {name}", codes, plain, per_pass)
 

@@ -69,7 +69,7 @@ def test_the_release_makes_every_link_of_the_first_page_absolute(tmp_path: Path)
     steps = [step["run"] for step in workflow["jobs"]["sdist"]["steps"] if "README.md" in step.get("run", "")]
     (tmp_path / "README.md").write_text((ROOT / "README.md").read_text())
     where = {"GITHUB_REPOSITORY": "owner/name", "GITHUB_REF_NAME": "v9"}
-    subprocess.run(["bash", "-ec", steps[0]], cwd=tmp_path, check=True, env=os.environ | where)
+    subprocess.run(["bash", "-ec", steps[0]], cwd=tmp_path, check=True, env=os.environ | where, timeout=60)
     pictures = re.findall(r"!\[[^]]*\]\(([^()]+)\)", (tmp_path / "README.md").read_text())
     assert pictures == ["https://raw.githubusercontent.com/owner/name/v9/docs/demo.png"]
     pages = set(LINK.findall((tmp_path / "README.md").read_text())) - set(pictures)

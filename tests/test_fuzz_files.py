@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import struct
 import warnings
 from collections.abc import Callable
@@ -17,14 +18,14 @@ from typing import Any
 import pytest
 import torch
 from helpers.classifiers import write_classifier
-from helpers.families import write_chameleon, write_emu3, write_janus
+from helpers.families import PUBLISHED
 from helpers.models import write_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lanternpp import InputError, Pipeline
+from lanternpp import InputError, Pipeline, models
+from lanternpp.api.defaults import Defaults
 from lanternpp.api.model import read_target
-from lanternpp.api.tuned import Tuned
 from lanternpp.evaluation.classifier import read_classifier
 from lanternpp.nn import checkpoints
 from lanternpp.nn.sources import SAME, Source, blank
@@ -112,7 +113,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_classifier(folder)
     pipe = Pipeline.from_pretrained(str(folder), dtype="float32")
     where = pipe.conditions(pipe.settings("lantern++", batch_size=1))
-    Tuned.read(folder).add("lantern++", where, {"tree": "[[0],[1]]", "lam": 3.0})
+    Defaults.read(folder).add_tuned("lantern++", where, {"tree": "[[0],[1]]", "lam": 3.0})
     return folder
 
 
@@ -143,9 +144,6 @@ def test_a_config_of_ours(ours: Path, name: str, data: st.DataObject) -> None:
         path.write_text(kept)
 
 
-PUBLISHED = {"anole": write_chameleon, "janus": write_janus, "emu3": write_emu3}
-
-
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny checkpoint of each family that has a config.json."""
@@ -155,36 +153,8 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-READ = (
-    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"),
-    *("rms_norm_eps", "vocab_size", "max_position_embeddings", "rope_parameters", "rope_theta", "hidden_act"),
-    *(
-        "vq_config",
-        "vision_config",
-        "text_config",
-        "head_dim",
-        "size",
-        "swin_norm",
-        "architectures",
-        "model_type",
-    ),
-    *(
-        "embed_dim",
-        "codebook_size",
-        "num_embeddings",
-        "base_channels",
-        "channel_multiplier",
-        "num_res_blocks",
-    ),
-    *(
-        "latent_channels",
-        "image_size",
-        "patch_size",
-        "resolution",
-        "attn_resolutions",
-        "temporal_downsample_factor",
-    ),
-)
+MODELS = Path(models.__file__).parent
+READ = {name for path in MODELS.rglob("*.py") for name in re.findall(r"\w+", path.read_text())}
 
 
 def only_read(document: Any) -> Any:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.models import write_model
 
 from lanternpp.api.options import METHODS
 from lanternpp.api.pipeline import Pipeline
@@ -21,13 +20,8 @@ PROMPTS = ["a red tulip", "a tulip"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("gpu") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def pipe(folder: Path) -> Pipeline:
-    return Pipeline.from_pretrained(folder, device="cuda")
+def pipe(model: Path) -> Pipeline:
+    return Pipeline.from_pretrained(model, device="cuda")
 
 
 @pytest.fixture
@@ -38,10 +32,10 @@ def no_synchronisation() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_codes_in_float64_are_those_of_a_cpu(folder, method):
+def test_codes_in_float64_are_those_of_a_cpu(model, method):
     drawn = []
     for device in ("cpu", "cuda"):
-        pipe = Pipeline.from_pretrained(folder, device=device, dtype="float64")
+        pipe = Pipeline.from_pretrained(model, device=device, dtype="float64")
         drawn.append(pipe(PROMPTS, seed=3, method=method, batch_size=2).codes)
     assert torch.equal(*drawn)
 
@@ -58,9 +52,9 @@ def test_a_step_does_not_wait_for_the_device(pipe, no_synchronisation, method):
 
 
 @pytest.mark.parametrize("method", ["ar", "parallel", "lantern++"])
-def test_compiled_steps_are_cuda_graphs_and_draw_the_same_codes(folder, method, tmp_path, monkeypatch):
+def test_compiled_steps_are_cuda_graphs_and_draw_the_same_codes(model, method, tmp_path, monkeypatch):
     monkeypatch.setenv(compiled.FOLDER, str(tmp_path))
-    pipe = Pipeline.from_pretrained(folder, device="cuda", dtype="float64")
+    pipe = Pipeline.from_pretrained(model, device="cuda", dtype="float64")
     drawn = [pipe(PROMPTS, seed=3, method=method, batch_size=2, compile=flag).codes for flag in (False, True)]
     assert torch.equal(*drawn)
     assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0

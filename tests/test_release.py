@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import sysconfig
 import tarfile
 import tomllib
@@ -17,6 +16,8 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 from helpers.models import write_model
+from helpers.photos import draw
+from helpers.processes import SECONDS, commands, python
 from packaging.requirements import Requirement
 from PIL import Image
 
@@ -28,25 +29,12 @@ FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in")  #
 SOURCES = shutil.ignore_patterns("__pycache__", "*.egg-info", "lib")
 SIZED = ("README.md", "docs/quickstart.md")  # pages that say how large the wheel is
 EXTRAS = ("serve", "tune")  # verbs with an extra of their own
-VERBS = """
-import contextlib, io, json, sys
-from lanternpp.cli import main
-found = []
-for args in json.load(sys.stdin):
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-        try:
-            main(args)
-        except SystemExit as end:
-            found.append((args[0], end.code, said.getvalue()))
-print(json.dumps({"verbs": found, "from": sys.modules["lanternpp"].__file__}))
-"""
 
 
 def build(kind: str, source: Path, out: Path) -> Path:
     """An sdist or a wheel of a source folder, by the project's own build backend."""
     code = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(out)!r}))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True)
+    done = python("-c", code, cwd=source)
     assert done.returncode == 0, done.stderr
     return out / done.stdout.split()[-1]
 
@@ -93,20 +81,22 @@ def test_the_wheel_of_the_sdist_works_in_an_environment_without_extras(tmp_path:
     home = tmp_path / "elsewhere"
     home.mkdir()
     packages = fresh_environment(tmp_path / "fresh")
-    python = tmp_path / "fresh" / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-compile"]
+    fresh = tmp_path / "fresh" / "bin" / "python"
+    pip = ["-m", "pip", "--python", fresh, "install", "--quiet", "--no-compile"]
     clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")}
     clean |= {"XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], check=True, env=clean, cwd=home)
+    done = python(*pip, "--no-deps", "--no-index", wheel, env=clean, cwd=home)
+    assert done.returncode == 0, done.stderr
     assert not any((packages / name).exists() for name in ("fastapi", "ray", "matplotlib", "torchao"))
 
-    command = [str(python.parent / "lanternpp"), "--version"]
-    said = subprocess.run(command, capture_output=True, text=True, env=clean, cwd=home)
+    command = [str(fresh.parent / "lanternpp"), "--version"]
+    said = subprocess.run(command, capture_output=True, text=True, env=clean, cwd=home, timeout=SECONDS)
     assert (said.returncode, said.stdout) == (0, f"lanternpp {lanternpp.__version__}\n"), said.stderr
 
-    ran = run_verbs(python, home, clean)
-    assert Path(ran["from"]).is_relative_to(tmp_path / "fresh")
-    for verb, status, error in ran["verbs"]:
+    requested = verbs(home)
+    package, ended = commands(requested, home, fresh, clean)
+    assert package.is_relative_to(tmp_path / "fresh")
+    for (verb, *_), (status, _, error) in zip(requested, ended, strict=True):
         if verb in EXTRAS:
             assert status == 2 and f"lanternpp[{verb}]" in error, f"{verb}: {error}"
         else:
@@ -140,20 +130,15 @@ def check_contents(wheel: Path, source: Path) -> None:
         assert f"\nProvides-Extra: {name}\n" in typed
 
 
-def run_verbs(python: Path, home: Path, env: dict[str, str]) -> dict:
-    """Every verb in one process of the fresh environment: `generate` on the model that ships, the others on tiny ones."""
+def verbs(home: Path) -> list[list[str]]:
+    """Every verb: `generate` on the model that ships, the others on a tiny one in a folder."""
     model = str(write_model(home / "tiny"))
     (home / "prompts.txt").write_text("a red tulip\na tulip\n")
-    for split, count in (("train", 8), ("val", 4)):
-        (home / "data" / split).mkdir(parents=True)
-        rows = []
-        for i in range(count):
-            Image.new("RGB", (16, 16), ("red", "white")[i % 2]).save(home / "data" / split / f"{i}.png")
-            rows.append({"file_name": f"{i}.png", "text": "a red tulip", "label": ("red", "white")[i % 2]})
-        (home / "data" / split / "metadata.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    draw(home / "data" / "train", 8, "tulip")
+    draw(home / "data" / "val", 4, "tulip")
     prompts = ["--prompts", "prompts.txt"]
     learn = ["--data", "data", "--model", model, "--steps", "1", "--checks", "1", "--batch-size", "4"]
-    commands = [
+    return [
         ["generate", "a photo of a red tulip", "-o", "tulip.png"],
         ["models"],
         ["compare", "a red tulip", "--model", model, "--runs", "1"],
@@ -161,30 +146,6 @@ def run_verbs(python: Path, home: Path, env: dict[str, str]) -> dict:
         ["generate", "--model", model, *prompts, "-o", "many", "-n", "2"],
         ["models", "convert", model, "copy"],
         ["tune", "--model", model, *prompts],
-        [
-            "bench",
-            "--model",
-            model,
-            *prompts,
-            "--methods",
-            "eagle",
-            "-n",
-            "1",
-            "--batch-sizes",
-            "1",
-            "-o",
-            "batches",
-        ],
         ["train", *learn],
         ["serve"],
     ]
-    done = subprocess.run(
-        [str(python), "-c", VERBS],
-        input=json.dumps(commands),
-        capture_output=True,
-        text=True,
-        env=env,
-        cwd=home,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)

@@ -98,7 +98,7 @@ class LlamaCpp:
         self.forward(torch.randn(BRANCHES, FILLED, config.dim), 0)
 
     def forward(self, x: Tensor, filled: int) -> np.ndarray:
-        """x [2, N, D] behind so many slots -> logits [2, N, V] in float32, which the next pass overwrites."""
+        """x [2, N, D] after so many slots -> logits [2, N, V] in float32, which the next pass overwrites."""
         for branch in range(BRANCHES):
             self.api.llama_memory_seq_rm(self.memory, branch, filled, -1)
         batch = self.batch(x.shape[1], x.shape[2], filled)

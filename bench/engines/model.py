@@ -9,8 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lanternpp import Pipeline
-from lanternpp.nn.decoder import Decoder, DecoderConfig
-from lanternpp.nn.rope import line_table
+from lanternpp.nn.decoder import Decoder, DecoderConfig, line_table
 
 FILLED = 256  # slots of the KV cache that hold keys and values of earlier positions
 BRANCHES = 2  # of guidance; a pass of n rows has n / 2 nodes in each
@@ -42,9 +41,9 @@ def weights_file(shape: str, folder: Path) -> Path:
         target = Pipeline.from_pretrained("nature-128", dtype="float32").target
         if target.decoder.config != config:
             raise UnavailableError("nature-128 has another shape than SHAPES says")
-        tensors = {**target.decoder.state_dict(), "head": target.codes_out.table}
+        tensors = {**target.decoder.state_dict(), "head": target.codes_out.weight}
         table = target.decoder.rotary_table
-        # Passes are timed behind the last position too.
+        # Passes are timed after the last position too.
         more = table[-1:].expand(2 * FILLED - len(table), -1, -1)
         tensors["rotary_table"] = torch.cat((table, more))
     else:

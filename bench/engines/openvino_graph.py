@@ -181,7 +181,7 @@ class OpenVINO:
         return [tensor.contiguous() for tensor in (cos[None, None], sin[None, None], mask)]
 
     def forward(self, x: Tensor, filled: int) -> np.ndarray:
-        """x [2, N, D] in float32 behind so many slots -> logits [2, N, V] in float32, which the next pass overwrites."""
+        """x [2, N, D] in float32 after so many slots -> logits [2, N, V] in float32, which the next pass overwrites."""
         key = x.shape[1], filled
         if key not in self.inputs:
             self.inputs[key] = self.chain(*key)
@@ -192,7 +192,7 @@ class OpenVINO:
         return request.get_output_tensor(0).data
 
     def store(self, count: int, filled: int) -> None:
-        """Put the keys and values of the last pass behind the first `filled` slots."""
+        """Put the keys and values of the last pass after the first `filled` slots."""
         for i, kept in enumerate(self.kv):
             new = torch.from_numpy(self.request(count).get_output_tensor(1 + i).data)
             kept[:, :, filled : filled + count] = new.to(kept.dtype)

@@ -2,8 +2,8 @@
 
     python bench/engines/worker.py ENGINE SHAPE FOLDER THREADS KIND
 
-A pass is the decoder's layers and its head over the nodes of two branches, behind FILLED slots of a KV cache. The keys and values of its
-nodes go to the slots behind these.
+A pass is the decoder's layers and its head over the nodes of two branches, after FILLED slots of a KV cache. The keys and values of its
+nodes go to the slots after these.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class PyTorch:
 
     @torch.no_grad()
     def forward(self, x: Tensor, filled: int) -> Tensor:
-        """x [2, N, D] in float32 behind so many slots -> logits [2, N, V]."""
+        """x [2, N, D] in float32 after so many slots -> logits [2, N, V]."""
         key = x.shape[1], filled
         if key not in self.nodes:
             self.nodes[key] = self.chain(*key)
@@ -79,19 +79,25 @@ class PyTorch:
 
     def step(self, x: Tensor, nodes: Nodes) -> Tensor:
         """x [2, N, D] in the engine's dtype -> logits [2, N, V]."""
-        logits: Tensor = self.head(self.decoder(x, nodes, self.cache))
+        return self.logits(self.decoder(x, nodes, self.cache))
+
+    def logits(self, features: Tensor) -> Tensor:
+        """features [2, N, D] -> logits [2, N, V]."""
+        logits: Tensor = self.head(features)
         return logits
 
 
 class Layers:
-    """Keys and values of each layer as tensors of their own, behind the indices of `Cache.kv`."""
+    """Keys and values of each layer as tensors of their own, indexed as `Cache.kv`."""
 
     def __init__(self, kv: Tensor):
         self.layers = [[part.clone() for part in layer] for layer in kv]
 
-    def __getitem__(self, index: Any) -> Any:
-        """Keys and values of a layer, or one of them."""
-        return self.layers[index[0]][index[1]] if isinstance(index, tuple) else self.layers[index]
+    def __getitem__(self, index: tuple[Any, ...]) -> Any:
+        """Keys and values of a layer, or one of them, at the rest of the index."""
+        layer, kind, *rest = index
+        parts = self.layers[layer]
+        return [part[..., *rest] for part in parts] if kind is ... else parts[kind][tuple(rest)]
 
 
 class Compiled(PyTorch):
@@ -113,10 +119,16 @@ class Ours(PyTorch):
         super().__init__(weights)
         kernels = backend()
         kernels.pack(self.decoder, int8=dtype == "int8")
-        logits = kernels.head(self.head)
-        if self.decoder.native is None or logits is None:
+        packed = kernels.head(self.head)
+        if self.decoder.native is None or packed is None:
             raise UnavailableError("our kernels do not serve this decoder, or are not installed")
-        self.head = partial(logits, scale=1.0, branches=1)
+        self.packed = packed
+
+    def logits(self, features: Tensor) -> Tensor:
+        """As in PyTorch."""
+        found = self.packed(features, 1.0, 1)
+        assert found is not None
+        return found
 
 
 ENGINES: dict[str, Callable[..., Any]] = {
@@ -133,7 +145,7 @@ ENGINES: dict[str, Callable[..., Any]] = {
 
 
 def timed(engine: Any, x: Tensor, seconds: float) -> list[float]:
-    """Milliseconds of passes behind FILLED slots, for at least that long and at least three."""
+    """Milliseconds of passes after FILLED slots, for at least that long and at least three."""
     taken: list[float] = []
     while len(taken) < 3 or sum(taken) < 1e3 * seconds:
         began = time.perf_counter()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lanternpp.errors import InputError
-from lanternpp.models.prompted import SILENT, PromptedTarget
+from lanternpp.models.words import SILENT, PromptedTarget
 from lanternpp.training.codes import Codes, Split
 
 

@@ -1,4 +1,4 @@
-"""Trains a classifier of pictures: labels and caption words, of photos and of what the tokenizer makes of them.
+"""Trains a classifier of pictures: labels and caption words, of photos, and of photos that the tokenizer reconstructs.
 
 python recipes/nature/classifier.py --data photos --model my-model --minutes 20
 """
@@ -11,40 +11,28 @@ from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
 
-from common import (
-    Data,
-    Decay,
-    Limit,
-    Model,
-    Rate,
-    Seed,
-    Training,
-    Warmup,
-    fraction,
-    options_of,
-    script,
-    tokenizer_of,
-    verb,
-)
+from common import Data, Limit, Model, Training, fraction, options_of, script, tokenizer_of
 from labelled import LabelledPictures, augment, label_pictures, vocabulary
 from lanternpp.api.picture import Panel, comparison
+from lanternpp.cli.options import verb
 from lanternpp.errors import InputError
 from lanternpp.evaluation.classifier import (
     CLASSIFIER,
     Classifier,
     ClassifierConfig,
-    read_classifier,
     write_reference,
 )
-from lanternpp.evaluation.pictures import Gallery, Item, squares
-from lanternpp.models.vq.model import channels_last
+from lanternpp.evaluation.features import ClassifierFeatures, extract
+from lanternpp.evaluation.pictures import Gallery, Item
+from lanternpp.models.vq.autoencoder import channels_last
 from lanternpp.nn import checkpoints
-from lanternpp.nn.stores import Store, pack, unpack
+from lanternpp.nn.checkpoints import SCALE, Store, dequantised, is_quantised, pack
 from lanternpp.training.codes import Sampler
-from lanternpp.training.loop import autocast, run, team
-from lanternpp.training.options import TrainingOptions, check_options
+from lanternpp.training.loop import run, team
+from lanternpp.training.options import Decay, Rate, Seed, TrainingOptions, Warmup, check_options
 from lanternpp.training.pictures import read_rows
 from lanternpp.training.state import Task, averaged
 from lanternpp.util import files
@@ -101,11 +89,12 @@ class ClassifierTask(Task):
         }
         self.model: Classifier = channels_last(Classifier(config).to(device)).train()
         self.average: Classifier = averaged(self.model)
-        shrinking = [p for p in self.model.parameters() if p.ndim > 1]
-        free = [p for p in self.model.parameters() if p.ndim <= 1]
         groups = [
-            {"params": shrinking, "weight_decay": settings.weight_decay},
-            {"params": free, "weight_decay": 0.0},
+            {
+                "params": [p for p in self.model.parameters() if (p.ndim > 1) == matrices],
+                "weight_decay": decay,
+            }
+            for matrices, decay in ((True, settings.weight_decay), (False, 0.0))
         ]
         self.optimizers = {"adamw": torch.optim.AdamW(groups, settings.lr, (0.9, 0.99))}
         again = min(round(settings.share * settings.batch_size), len(splits["redrawn"]))
@@ -125,7 +114,7 @@ class ClassifierTask(Task):
             parts.append(augment(split.pictures.random(generator, index), generator, side))
             labels.append(split.labels[index])
             words.append(split.words[index])
-        with autocast(self.device):
+        with team().autocast(self.device):
             scores, word_logits = self.model(torch.cat(parts))
         loss = F.cross_entropy(scores.float(), torch.cat(labels))
         naming = binary(word_logits.float(), torch.cat(words))
@@ -138,7 +127,7 @@ class ClassifierTask(Task):
     @torch.no_grad()
     def predict(self, classifier: Classifier, split: LabelledPictures) -> tuple[Tensor, Tensor]:
         """Logits of labels [M, L] and words [M, W] at the centres of all pictures."""
-        with autocast(self.device):
+        with team().autocast(self.device):
             seen = [classifier(images) for images in split.pictures.centres(64)]
         scores, words = (torch.cat(parts).float() for parts in zip(*seen, strict=True))
         return scores, words
@@ -164,8 +153,10 @@ class ClassifierTask(Task):
     def final(self) -> dict[str, Any]:
         """The figures of the weights as they will lie on disk, and how many pictures they come from."""
         stored = averaged(self.average)
-        tensors = unpack(pack(stored.state_dict(), self.store))
-        stored.load_state_dict(tensors)
+        packed = pack(stored.state_dict(), self.store)
+        for name, tensor in stored.state_dict().items():
+            narrow = is_quantised(name, packed)
+            tensor.copy_(dequantised(packed[name], packed[name + SCALE]) if narrow else packed[name])
         scores, _ = self.predict(stored, self.splits["val"])
         right = scores.argmax(-1) == self.splits["val"].labels
         each = {
@@ -192,20 +183,17 @@ class ClassifierTask(Task):
         panels = []
         for i, pixels in zip(worst.tolist(), images, strict=True):
             taken, truth = (self.config.labels[int(x)] for x in (scores[i].argmax(), split.labels[i]))
-            panels.append(Panel([as_image(pixels)], taken, [f"is {truth}", f"{100 * sure[i]:.0f} % sure"]))
+            panels.append(
+                Panel(
+                    [Image.fromarray(pixels.numpy())], taken, [f"is {truth}", f"{100 * sure[i]:.0f} % sure"]
+                )
+            )
         with files.replacing(path) as temporary:
-            comparison("Taken for, and what it is", panels, 192).save(temporary, format="PNG")
+            comparison("Predicted labels, and the true ones", panels, 192).save(temporary, format="PNG")
 
     def export(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The averaged classifier."""
         return {"kind": CLASSIFIER, **asdict(self.config)}, self.average.state_dict()
-
-
-def as_image(pixels: Tensor) -> Any:
-    """[H, W, 3] uint8 -> a PIL image."""
-    from PIL import Image
-
-    return Image.fromarray(pixels.numpy())
 
 
 def binary(logits: Tensor, truth: Tensor) -> Tensor:
@@ -223,8 +211,8 @@ def train(
 ) -> bool:
     """Train `model/classifier` on the labelled pictures of `data`; False if interrupted. `shape`: channels, blocks.
 
-    It looks at pictures of the tokenizer's size. At the end the features of the validation photos are
-    written beside it: what pictures are compared with by default.
+    It sees pictures of the tokenizer's size. At the end the features of the validation photos are
+    written beside it: the default reference of Fréchet distances.
     """
     check_options(settings)
     tokenizer = checkpoints.load_config(tokenizer_of(model))
@@ -255,12 +243,9 @@ def train(
 
 def write_features(model: Path, val: Pictures) -> None:
     """Write the reference of a trained classifier: its features of some pictures, and their captions."""
-    classifier = read_classifier(model)
-    photos = Gallery(model, [Item(path, text) for path, text in zip(val.files, val.texts, strict=True)])
-    parts = [
-        classifier.features(part.float() / 127.5 - 1) for part in squares(photos, classifier.config.size, 64)
-    ]
-    write_reference(model, classifier, torch.cat(parts), list(val.texts))
+    features = ClassifierFeatures(model, torch.device("cpu"))
+    photos = Gallery(model, [Item(path, None) for path in val.files])
+    write_reference(model, features.classifier, extract(features, photos, batch=64), val.texts)
 
 
 @verb

@@ -1,4 +1,4 @@
-"""What the scripts of the stages share: options, codes of pictures, and how a script ends."""
+"""Shared parts of the scripts: options, codes of pictures, and how a script ends."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ import torch
 from cyclopts import App, CycloptsError
 
 from lanternpp.cli import sentence
-from lanternpp.cli.options import Without, verb
-from lanternpp.cli.output import writable_folder
+from lanternpp.cli.options import Without, writable_folder
 from lanternpp.cli.terminal import one_line_warnings, say
 from lanternpp.errors import InputError
-from lanternpp.models.vq.folder import read_tokenizer
+from lanternpp.models.vq.autoencoder import Autoencoder, read_tokenizer
 from lanternpp.nn.checkpoints import CONFIG
 from lanternpp.training.codes import Codes, PictureCodes
+from lanternpp.training.loop import compute_dtype
 from lanternpp.training.options import TrainingOptions
-from lanternpp.util.devices import half_width
 from lanternpp.util.options import Option
 
 Training = Annotated[TrainingOptions, Without(("folder", "log_steps", "stop_after"))]
@@ -29,11 +28,7 @@ Data = Annotated[Path, Option("Imagefolder with train/ and val/, each with metad
 Model = Annotated[Path, Option("Model folder to write to.", metavar="DIR")]
 Limit = Annotated[int | None, Option("Use only this many pictures of each split.", ge=1)]
 Crops = Annotated[int, Option("Crops of each training picture, each also mirrored; encoded once.", ge=1)]
-Rate = Annotated[float, Option("Peak learning rate.", gt=0, le=1)]
-Batch = Annotated[int, Option("Pictures a step.", ge=1)]
-Decay = Annotated[float, Option("Of the moving average of the weights, per step.", ge=0, le=1)]
-Warmup = Annotated[int, Option("Steps of linear warm-up.", ge=1)]
-Seed = Annotated[int, Option("Seed of weights, data order and noise.", ge=0, le=2**32)]
+Cooldown = Annotated[float, Option("Last share of the budget, over which rates fall to zero.", gt=0, le=1)]
 
 
 def fraction(about: str) -> Option:
@@ -53,8 +48,8 @@ def tokenizer_of(model: Path) -> Path:
 
 def read_codes(data: Path, model: Path, crops: int, device: torch.device, limit: int | None = None) -> Codes:
     """The codes of `data` under the tokenizer of `model`, from `model/codes` or encoded now into it."""
-    dtype = torch.bfloat16 if half_width(device) is torch.bfloat16 else torch.float32
-    reader = read_tokenizer(tokenizer_of(model), dtype).to(device).reader()
+    dtype = compute_dtype(device)
+    reader = read_tokenizer(tokenizer_of(model), dtype, kind=Autoencoder).to(device).reader()
     return PictureCodes(data, reader, model / "codes", crops, limit).build()
 
 
@@ -75,6 +70,3 @@ def options_of(training: TrainingOptions, folder: Path) -> TrainingOptions:
     """The options of a training that writes to `folder`. InputError where there is no budget, or it cannot be a folder."""
     training.check()
     return replace(training, folder=writable_folder(folder))
-
-
-__all__ = ["verb"]

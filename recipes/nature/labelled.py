@@ -19,7 +19,7 @@ COMMON = 0.01  # a word is learned where at least this share of the captions say
 
 @dataclass(frozen=True)
 class LabelledPictures:
-    """Pictures [M, 3, H, W], what they show: labels [M] and words [M, W] (0 or 1); captions."""
+    """Pictures [M, 3, H, W], their labels [M] and words [M, W] (0 or 1); captions."""
 
     pictures: Pictures
     labels: Tensor
@@ -41,7 +41,7 @@ def vocabulary(texts: list[str], labels: list[str]) -> tuple[str, ...]:
 
 
 def label_pictures(pictures: Pictures, config: ClassifierConfig) -> LabelledPictures:
-    """Pictures and what their captions and labels say. Raises InputError where a label is not known."""
+    """Pictures with the words of their captions and their labels. Raises InputError where a label is not known."""
     texts, labels = pictures.texts, pictures.labels
     unknown = sorted(set(labels) - set(config.labels))
     if unknown:

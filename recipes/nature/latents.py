@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lanternpp.engine.latents import GaussianMixture
-from lanternpp.models.latents.denoiser import denoising_loss, variational_bound
-from lanternpp.models.latents.target import (
+from lanternpp.models.latents import (
     CONTINUOUS,
     DIFFUSION,
     ContinuousConfig,
@@ -19,8 +18,9 @@ from lanternpp.models.latents.target import (
     DiffusionTarget,
     LatentTarget,
 )
-from lanternpp.models.prompted import PromptedTarget
-from lanternpp.models.vq.kl import KL
+from lanternpp.models.vq.autoencoder import KL
+from lanternpp.models.words import PromptedTarget
+from losses import denoising_loss, variational_bound
 from weights import begin_target, init_weights, same_codes
 from words import TargetTask, code_logits
 
@@ -69,7 +69,7 @@ class LatentTask(TargetTask):
 
     @abstractmethod
     def nats(self, params: Tensor, latents: Tensor) -> Tensor:
-        """What the average's head gives [B, length, P], latents [B, length, C] -> nats per number, [B, length]."""
+        """Output of the average's head [B, length, P], latents [B, length, C] -> nats per number, [B, length]."""
 
     def cost(self, params: Tensor, latents: Tensor) -> Tensor:
         """The loss of the model, from the same, [B, length]; nats unless a head learns by something else."""

@@ -1,8 +1,9 @@
 """Losses of a tokenizer: on pixels, in a classifier's features (LPIPS, arXiv 1801.03924), and of a patch discriminator
-(PatchGAN, arXiv 1611.07004; its adaptive weight: VQGAN, arXiv 2012.09841, eq. 7)."""
+(PatchGAN, arXiv 1611.07004; its adaptive weight: VQGAN, arXiv 2012.09841, eq. 7). Losses of a diffusion head."""
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lanternpp.evaluation.classifier import Block, Classifier
+from lanternpp.models.latents import Denoiser, noisy, posterior, step_distribution
 
 
 def pixel_differences(images: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,7 +37,7 @@ def psnr(images: Tensor, truth: Tensor) -> Tensor:
 
 
 def detail(images: Tensor) -> Tensor:
-    """Energy [B] of the finest detail of images [B, 3, H, W]: what is left of them without a version of half the size."""
+    """Energy [B] of the finest detail of images [B, 3, H, W]: the difference from a version of half the size."""
     coarse = F.interpolate(F.avg_pool2d(images, 2), scale_factor=2.0, mode="bilinear")
     return (images - coarse).square().flatten(1).mean(1)
 
@@ -78,10 +80,16 @@ def unit(features: Tensor) -> Tensor:
 
 
 class Discriminator(nn.Module):
-    """Images [B, 3, H, W] -> a score per patch [B, 1, H/8, W/8], and the features of every layer."""
+    """Images [B, 3, H, W] -> a score per patch [B, 1, H/8, W/8], and the features of every layer.
+
+    since: the progress at which it began to learn, NaN before.
+    """
+
+    since: Tensor
 
     def __init__(self, channels: tuple[int, ...] = (64, 128, 256)):
         super().__init__()
+        self.register_buffer("since", torch.tensor(torch.nan, dtype=torch.float64))
         self.stem = nn.Conv2d(3, channels[0], 4, 2, 1)
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Conv2d(i, o, 4, 2, 1), nn.GroupNorm(o // 16, o)) for i, o in pairwise(channels)
@@ -116,3 +124,41 @@ def feature_matching(fake: list[Tensor], real: list[Tensor]) -> Tensor:
 def adaptive_weight(first: Tensor, second: Tensor, cap: float = 1e4) -> Tensor:
     """How much to scale gradient `second` so that it is as long as `first`."""
     return (first.norm() / (second.norm() + 1e-8)).clamp_max(cap)
+
+
+def denoising_loss(denoiser: Denoiser, features: Tensor, latents: Tensor, times: int) -> Tensor:
+    """The training loss at latents [..., C] under features [..., D], a number for each place, [...].
+
+    The squared error of v, and the negative log likelihood of its error, through which the mean learns nothing. Each place is
+    seen at so many random times, one in each of as many equal parts of (0, 1].
+    """
+    shape = (*latents.shape[:-1], times)
+    t = (torch.arange(times, device=latents.device) + torch.rand(shape, device=latents.device)) / times
+    clean = latents.float()[..., None, :].expand(*shape, -1)
+    x, true = noisy(clean, torch.randn(clean.shape, device=clean.device), t[..., None])
+    v, log_std = denoiser(x, t, denoiser.conditions(features)[..., None, :])
+    error = (v - true).square()
+    return (error / 2 + error.detach() * (-2 * log_std).exp() / 2 + log_std).mean((-1, -2))
+
+
+def variational_bound(
+    denoiser: Denoiser, features: Tensor, latents: Tensor, steps: int, generator: torch.Generator
+) -> Tensor:
+    """An upper bound, in expectation, of -log p(latents) in nats a number under so many steps: [...] of latents [..., C].
+
+    The sum of the divergences of all steps but the last, and the last one's -log density (arXiv 2006.11239, equation 5). Noise
+    is drawn from a generator of the CPU.
+    """
+    latents, conditions = latents.float(), denoiser.conditions(features)
+    nats = torch.zeros_like(latents)
+    for step in range(steps, 0, -1):
+        t, s = step / steps, (step - 1) / steps
+        x, _ = noisy(latents, torch.randn(latents.shape, generator=generator).to(latents.device), t)
+        v, log_std = denoiser(x, x.new_full((), t), conditions)
+        mean, std = step_distribution(x, v, log_std, t, s)
+        of_x, of_latent, variance = posterior(t, s)
+        true = of_x * x + of_latent * latents
+        spread = ((true - mean).square() + variance) / std.square()
+        constant = math.log(2 * math.pi) if step == 1 else -1 - math.log(variance)
+        nats += (spread + constant) / 2 + std.log()
+    return nats.mean(-1)

@@ -2,66 +2,49 @@
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
 
-from lanternpp.errors import InputError
-from lanternpp.training.codes import CORRUPT, DataWarning, evenly_spaced
-from lanternpp.training.pictures import decode, read_rows, to_pixels
+from lanternpp.evaluation.pictures import to_pixels
+from lanternpp.training.codes import evenly_spaced
+from lanternpp.training.pictures import read_rows
 from lanternpp.util.files import digest, replacing
 
 
+@dataclass(frozen=True)
 class Pictures:
     """A split in memory: pixels [M, 3, H, W] uint8, padded; sizes [M, 2] (height, width); M captions and labels."""
 
-    def __init__(
-        self,
-        pixels: Tensor,
-        sizes: Tensor,
-        size: int,
-        key: str,
-        texts: tuple[str, ...] = (),
-        labels: tuple[str, ...] = (),
-        files: tuple[Path, ...] = (),
-        skipped: tuple[str, ...] = (),
-    ):
-        self.pixels, self.sizes, self.size = pixels, sizes, size
-        self.key = key  # a hash of the split's file list
-        self.texts, self.labels, self.files, self.skipped = texts, labels, files, skipped
+    pixels: Tensor
+    sizes: Tensor
+    size: int
+    key: str  # a hash of the split's file list
+    texts: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
+    files: tuple[Path, ...] = ()
+    skipped: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, data: str | Path, split: str, size: int, limit: int | None = None) -> Pictures:
         """Decode a split in a thread pool. Unreadable pictures are named in a warning and left out. InputError where they are many."""
         rows = read_rows(data, split, limit)
-        with ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as pool:
-            images = list(pool.map(lambda name: decode(rows.root / name, size), rows.files))
-        bad = {name: why for name, why in zip(rows.files, images, strict=True) if isinstance(why, str)}
-        first = "; ".join(f"{name} ({why})" for name, why in list(bad.items())[:5])
-        if len(bad) > CORRUPT * len(images):
-            raise InputError(
-                f"{len(bad)} of {len(images)} pictures in {rows.root} are unreadable, e.g. {first}: "
-                "repair them or take their lines out of metadata.jsonl."
-            )
-        if bad:
-            said = f"{len(bad)} of {len(images)} pictures skipped in {rows.root}: {first}"
-            warnings.warn(said, DataWarning, stacklevel=2)
-        good = [i for i, image in enumerate(images) if not isinstance(image, str)]
-        kept = [to_pixels(images[i]) for i in good]
+        images = rows.decode(range(len(rows.files)), size)
+        rows.warn()
+        kept = [to_pixels(image) for image in images.values()]
         sizes = torch.tensor([picture.shape[1:] for picture in kept])
         pixels = torch.zeros(len(kept), 3, *sizes.amax(0).tolist(), dtype=torch.uint8)
         for row, picture in zip(pixels, kept, strict=True):
             row[:, : picture.shape[1], : picture.shape[2]] = picture
-        texts, labels = (tuple(each[i] for i in good) for each in (rows.texts, rows.labels))
-        files = tuple(rows.root / rows.files[i] for i in good)
-        return cls(pixels, sizes, size, rows.key, texts, labels, files, tuple(bad))
+        texts, labels = (tuple(each[i] for i in images) for each in (rows.texts, rows.labels))
+        files = tuple(rows.root / rows.files[i] for i in images)
+        return cls(pixels, sizes, size, rows.key, texts, labels, files, tuple(rows.bad))
 
     def __len__(self) -> int:
         return self.pixels.shape[0]
@@ -132,8 +115,6 @@ def to_bytes(images: Tensor) -> Tensor:
 
 def sheet(images: Tensor, columns: int, path: Path) -> None:
     """Images [B, 3, H, W] in rows of `columns` as one PNG."""
-    from PIL import Image
-
     pixels = to_bytes(images)
     pixels = pixels[: len(pixels) // columns * columns]
     _, height, width, _ = pixels.shape

@@ -12,25 +12,13 @@ from typing import Annotated, Any, Literal
 import torch
 
 from captions import vocabulary
-from common import (
-    Crops,
-    Data,
-    Limit,
-    Model,
-    Training,
-    fraction,
-    options_of,
-    read_codes,
-    script,
-    tokenizer_of,
-    verb,
-)
+from common import Crops, Data, Limit, Model, Training, fraction, options_of, read_codes, script, tokenizer_of
 from lanternpp.api.model import model_folder, read_target
+from lanternpp.cli.options import verb
 from lanternpp.errors import InputError
-from lanternpp.models.latents.target import ContinuousConfig, DiffusionConfig
-from lanternpp.models.prompted import PromptedTarget
-from lanternpp.models.vq.folder import read_kl, read_vq
-from lanternpp.models.words import WordsConfig, WordsTarget
+from lanternpp.models.latents import ContinuousConfig, DiffusionConfig
+from lanternpp.models.vq.autoencoder import read_kl, read_vq
+from lanternpp.models.words import PromptedTarget, WordsConfig, WordsTarget
 from lanternpp.training.loop import run, team
 from lanternpp.training.options import TrainingOptions, check_options
 from lanternpp.util.options import Option
@@ -38,6 +26,11 @@ from latents import ContinuousTask, DiffusionTask
 from words import TargetSettings, TargetTask
 
 SLOTS = 8  # words of a caption that a target reads, at least
+HEADS: dict[str, tuple[Any, Any]] = {
+    "softmax": (WordsConfig, TargetTask),
+    "mixture": (ContinuousConfig, ContinuousTask),
+    "diffusion": (DiffusionConfig, DiffusionTask),
+}
 OF_HEAD = {
     "components": "mixture",
     "denoising_steps": "diffusion",
@@ -67,7 +60,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Head:
-    """What predicts a latent."""
+    """The head that predicts a latent."""
 
     components: Annotated[int | None, Option("mixture: Gaussians at every place. [default: 16]", ge=1)] = None
     denoising_steps: Annotated[
@@ -112,7 +105,7 @@ def train(
         raise InputError(
             f"corrupt {settings.corrupt} replaces codes, and this head reads latents: leave it out."
         )
-    config: Any = {"softmax": WordsConfig, "mixture": ContinuousConfig, "diffusion": DiffusionConfig}[head]
+    config, task = HEADS[head]
     start: PromptedTarget | None = None
     if weights_of is not None:
         found = read_target(weights_of, torch.float32)
@@ -121,17 +114,11 @@ def train(
             raise InputError(f"{weights_of} is not {what} that this script trains.")
         start = found
     place = tokenizer_of(model)
-    vq: Any
-    fields = {**asdict(shape), **given}
-    if of_codes:
-        vq = read_vq(place)
-        fields |= {"vocab": vq.config.codes, "code_dim": vq.config.dim, "factored": True}
-    else:
-        vq = read_kl(place)
-        fields |= {"channels": vq.config.dim}
+    vq: Any = read_vq(place) if of_codes else read_kl(place)
+    fields = asdict(shape) | given
+    fields |= {"vocab": vq.config.codes} if of_codes else {"channels": vq.config.dim}
     device = team().device(options.device)
     codes = read_codes(data, model, crops, device, limit)
-    task: Any = {"softmax": TargetTask, "mixture": ContinuousTask, "diffusion": DiffusionTask}[head]
     made = config(**fields, **vocabulary(codes, SLOTS), grid=vq.config.grid)
     return run(task(made, settings, codes, vq, device, start), options)
 

@@ -7,39 +7,32 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
-from common import (
-    Batch,
-    Data,
-    Decay,
-    Limit,
-    Model,
-    Rate,
-    Seed,
-    Training,
-    Warmup,
-    fraction,
-    options_of,
-    script,
-    tokenizer_of,
-    verb,
-)
+from autoencoders import TrainedKL, TrainedVQ, redraw, weights
+from common import Cooldown, Data, Limit, Model, Training, fraction, options_of, script, tokenizer_of
 from lanternpp.api.model import model_folder
+from lanternpp.cli.options import verb
 from lanternpp.errors import InputError
 from lanternpp.evaluation.classifier import Classifier, fingerprint, has_classifier, read_classifier
-from lanternpp.models.vq.folder import KIND, read_tokenizer, read_vq
-from lanternpp.models.vq.kl import KL, KLConfig
-from lanternpp.models.vq.model import VQ, Autoencoder, Stacks, VQConfig, channels_last
-from lanternpp.nn.checkpoints import checksum
+from lanternpp.models.vq.autoencoder import (
+    KIND,
+    Autoencoder,
+    KLConfig,
+    Stacks,
+    VQConfig,
+    channels_last,
+    read_tokenizer,
+    read_vq,
+)
+from lanternpp.nn.checkpoints import checksum_of
 from lanternpp.training.codes import Sampler
-from lanternpp.training.loop import autocast, run, team
-from lanternpp.training.options import TrainingOptions, check_options
+from lanternpp.training.loop import run, team
+from lanternpp.training.options import Batch, Decay, Rate, Seed, TrainingOptions, Warmup, check_options
 from lanternpp.training.state import Task, averaged
-from lanternpp.util.files import digest
 from lanternpp.util.jsonfile import read_object
 from lanternpp.util.options import Option
 from losses import (
@@ -55,28 +48,12 @@ from losses import (
 from pictures import Pictures, describe, sheet
 from weights import begin_tokenizer
 
-
-class StageFields(TypedDict):
-    """Fields of `Stacks`."""
-
-    channels: tuple[int, ...]
-    encoder_blocks: tuple[int, ...]
-    decoder_blocks: tuple[int, ...]
-
-
-# by the pixels of an image's side per code
-STAGES: dict[int, StageFields] = {
+# Fields of `Stacks`, by the pixels of an image's side per code.
+STAGES: dict[int, dict[str, Any]] = {
     4: {"channels": (32, 128), "encoder_blocks": (1, 2), "decoder_blocks": (2, 3)},
     8: {"channels": (32, 128, 256), "encoder_blocks": (1, 1, 2), "decoder_blocks": (1, 2, 3)},
     16: {"channels": (32, 128, 256, 256), "encoder_blocks": (1, 1, 1, 2), "decoder_blocks": (1, 1, 2, 3)},
 }
-
-
-def stages(down: int) -> StageFields:
-    """The stacks of a tokenizer with so many pixels of an image's side per code. InputError."""
-    if down not in STAGES:
-        raise InputError(f"{down} pixels a code: a tokenizer has {', '.join(map(str, STAGES))}.")
-    return STAGES[down]
 
 
 def usage(codes: Tensor, vocab: int) -> tuple[float, float]:
@@ -106,9 +83,7 @@ class TokenizerSettings:
     perceptual: Annotated[float, Option("Weight of the distance in a classifier's features.", ge=0)] = 0.1
     decay: Decay = 0.999
     warmup: Warmup = 200
-    cooldown: Annotated[
-        float, Option("Last share of the budget, over which the rate falls to zero.", gt=0, le=1)
-    ] = 0.2
+    cooldown: Cooldown = 0.2
     seed: Seed = 0
 
 
@@ -146,38 +121,25 @@ class TokenizerTask(Task):
         self.decay, self.warmup, self.cooldown = settings.decay, settings.warmup, settings.cooldown
         self.distance = Perceptual(channels_last(classifier.to(device))) if classifier else None
         self.discriminator = channels_last(Discriminator().to(device))
-        fused = device.type == "cuda"
+        self.since = self.discriminator.since
+        more: dict[str, Any] = {"weight_decay": 1e-4, "fused": device.type == "cuda"}
         self.optimizers = {
-            "model": torch.optim.AdamW(
-                self.model.parameters(), settings.lr, (0.9, 0.99), weight_decay=1e-4, fused=fused
-            ),
-            "discriminator": torch.optim.AdamW(
-                self.discriminator.parameters(),
-                settings.discriminator_lr,
-                (0.5, 0.9),
-                weight_decay=1e-4,
-                fused=fused,
-            ),
+            name: torch.optim.AdamW(module.parameters(), rate, betas, **more)
+            for name, module, rate, betas in (
+                ("model", self.model, settings.lr, (0.9, 0.99)),
+                ("discriminator", self.discriminator, settings.discriminator_lr, (0.5, 0.9)),
+            )
         }
         self.sampler = Sampler(len(train), 1, settings.batch_size, settings.seed)
-        self.since: float | None = None  # progress at which the adversarial part began
 
     def make(self) -> Autoencoder:
         """The tokenizer, with first weights."""
         assert isinstance(self.config, VQConfig)
-        return VQ(self.config)
+        return TrainedVQ(self.config)
 
     def modules(self) -> dict[str, torch.nn.Module]:
         """Model, average and discriminator."""
         return {**super().modules(), "discriminator": self.discriminator}
-
-    def extra(self) -> dict[str, Any]:
-        """The progress at which the adversarial part began."""
-        return {"since": self.since}
-
-    def restore(self, extra: dict[str, Any]) -> None:
-        """The progress at which the adversarial part began."""
-        self.since = extra["since"]
 
     def speed_up(self) -> None:
         """Compile the two convolutional stacks; the quantiser between them stays as it is."""
@@ -190,14 +152,14 @@ class TokenizerTask(Task):
         images = self.train.random(generator, index)
         if not self.hparams.adversarial or progress < self.hparams.adversarial_start:
             return self.reconstruction_step(images)
-        if self.since is None:
-            self.since = progress
+        if self.since.isnan():
+            self.since.fill_(progress)
             self.model.load_state_dict(self.average.state_dict())  # its codes are final
-        return self.adversarial_step(images, min((progress - self.since) / 0.05, 1.0))
+        return self.adversarial_step(images, min((progress - self.since.item()) / 0.05, 1.0))
 
     def reconstruction_step(self, images: Tensor) -> dict[str, Tensor]:
         """Encoder, codebook and decoder together; or the decoder alone, where the codes are kept."""
-        with autocast(self.device):
+        with team().autocast(self.device):
             if self.keep_codes:
                 output, commitment = self.model.render(self.quantised(images)), images.new_zeros(())
             else:
@@ -211,13 +173,13 @@ class TokenizerTask(Task):
         loss = reconstruction(output, images)
         if self.distance is None:
             return loss, {"loss": loss}
-        with autocast(self.device):
+        with team().autocast(self.device):
             perceptual = self.distance(output, images)
         return loss + self.hparams.perceptual * perceptual, {"loss": loss, "perceptual": perceptual}
 
     def adversarial_step(self, images: Tensor, ramp: float) -> dict[str, Tensor]:
         """One update of decoder and discriminator; the two gradients are balanced by their norms on the pixels (2012.09841)."""
-        with autocast(self.device):
+        with team().autocast(self.device):
             output = self.model.render(self.quantised(images))
             pixels = output.detach().requires_grad_()
             loss, figures = self.reconstruction_loss(pixels, images)
@@ -227,16 +189,13 @@ class TokenizerTask(Task):
             scores, features = self.discriminator(pixels)
             fooling = -scores.mean() + self.hparams.matching * feature_matching(features, real_features)
             (adversarial_gradient,) = torch.autograd.grad(fooling, pixels)
-        weight = (
-            ramp
-            * self.hparams.adversarial_weight
-            * adaptive_weight(reconstruction_gradient, adversarial_gradient)
-        )
+        balance = adaptive_weight(reconstruction_gradient, adversarial_gradient)
+        weight = ramp * self.hparams.adversarial_weight * balance
         self.optimizers["model"].zero_grad()
         output.backward(reconstruction_gradient + weight * adversarial_gradient)
         torch.nn.utils.clip_grad_norm_(self.model.decoder.parameters(), 1.0)
         self.optimizers["model"].step()
-        with autocast(self.device):
+        with team().autocast(self.device):
             discriminator_loss = hinge_loss(
                 self.discriminator(images)[0], self.discriminator(pixels.detach())[0]
             )
@@ -263,10 +222,10 @@ class TokenizerTask(Task):
         detail: contrast of the finest detail, as a share of the pictures'; blurred ones have less than 1.
         """
         ratios, codes, fine = [], [], torch.zeros(2)
-        with autocast(self.device):
+        with team().autocast(self.device):
             for images in self.val.centres(64, CHECK_PICTURES):
                 codes.append(self.average.encode(images))
-                drawn = self.average.redraw(codes[-1])
+                drawn = redraw(self.average, codes[-1])
                 ratios.append(psnr(drawn, images))
                 fine += torch.stack([detail(x.float()).sum().cpu() for x in (drawn, images)])
         contrast = (fine[0] / fine[1]).sqrt().item()
@@ -275,8 +234,8 @@ class TokenizerTask(Task):
 
     @torch.no_grad()
     def final(self) -> dict[str, Any]:
-        """What `describe` says of some training pictures."""
-        with autocast(self.device):
+        """The figures of `describe` for some training pictures."""
+        with team().autocast(self.device):
             codes = torch.cat(
                 [self.average.encode(images) for images in self.train.centres(64, USAGE_PICTURES)]
             )
@@ -291,17 +250,15 @@ class TokenizerTask(Task):
     @torch.no_grad()
     def sample(self, path: Path) -> None:
         """Sixteen validation pictures in rows of eight, each row above its reconstruction."""
-        index = torch.linspace(0, len(self.val) - 1, min(16, len(self.val))).long()
         rows = []
-        for part in index.split(8):
-            images = self.val.centre(part)
-            with autocast(self.device):
-                rows += [images, self.average.redraw(self.average.encode(images))]
-        sheet(torch.cat(rows), min(8, len(index)), path)
+        for images in self.val.centres(8, 16):
+            with team().autocast(self.device):
+                rows += [images, redraw(self.average, self.average.encode(images))]
+        sheet(torch.cat(rows), min(8, len(self.val)), path)
 
     def export(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The averaged tokenizer."""
-        return {"kind": "vq", **vars(self.config)}, self.average.weights()
+        return {"kind": "vq", **vars(self.config)}, weights(self.average)
 
 
 class KLTask(TokenizerTask):
@@ -309,10 +266,10 @@ class KLTask(TokenizerTask):
 
     regulariser = "divergence"
 
-    def make(self) -> KL:
+    def make(self) -> TrainedKL:
         """The tokenizer, with first weights."""
         assert isinstance(self.config, KLConfig)
-        return KL(self.config)
+        return TrainedKL(self.config)
 
     def describe(self, codes: Tensor) -> dict[str, float]:
         """Standard deviations of moments [M, length, 2 C]: `spread`, of the means over places; `noise`, at a place."""
@@ -324,7 +281,7 @@ class KLTask(TokenizerTask):
 
     def export(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The averaged tokenizer."""
-        return {"kind": KIND, **vars(self.config)}, self.average.weights()
+        return {"kind": KIND, **vars(self.config)}, weights(self.average)
 
 
 def train(
@@ -355,29 +312,14 @@ def train(
         start = vq = read_vq(tokenizer_of(codes_of))
         config = replace(vq.config, size=config.size)
     elif weights_of is not None:
-        start = read_tokenizer(tokenizer_of(weights_of))
+        start = read_tokenizer(tokenizer_of(weights_of), kind=Autoencoder)
     pictures, val = (Pictures.read(data, split, config.size, limit) for split in ("train", "val"))
     facts = describe(pictures, val, data)
     if codes_of is not None:
         facts["codes_of"] = short_provenance(codes_of / "tokenizer")
     task = KLTask if isinstance(config, KLConfig) else TokenizerTask
-    made = task(
-        config,
-        settings,
-        pictures,
-        val,
-        facts,
-        team().device(options.device),
-        start,
-        classifier,
-        codes_of is not None,
-    )
-    return run(made, options)
-
-
-def checksum_of(model: torch.nn.Module) -> str:
-    """A hash of a model's weights."""
-    return digest(map(checksum, model.state_dict().values()))
+    device, kept = team().device(options.device), codes_of is not None
+    return run(task(config, settings, pictures, val, facts, device, start, classifier, kept), options)
 
 
 def short_provenance(folder: Path) -> dict[str, Any]:
@@ -423,7 +365,9 @@ def main(
         raise InputError(
             "--codes-of keeps all weights of its model but the decoder's: leave --weights-of out."
         )
-    shape = stages(8 if down is None else down)
+    if down is not None and down not in STAGES:
+        raise InputError(f"{down} pixels a code: a tokenizer has {', '.join(map(str, STAGES))}.")
+    shape = STAGES[8 if down is None else down]
     config: Stacks
     if kind == "kl":
         if codes is not None or codes_of is not None:
@@ -432,15 +376,15 @@ def main(
     elif channels is not None:
         raise InputError(f"--channels {channels} is of tokenizers of --kind kl: leave it out.")
     elif codes_of is None:
-        config = VQConfig(size or 128, codes or 4096, **shape)
+        config = VQConfig(size or 128, codes=codes or 4096, **shape)
     else:
         known = read_vq(tokenizer_of(model_folder(codes_of))).config
         config = known if size is None else replace(known, size=size)
     options = options_of(training, model / "tokenizer")
     kept = None if codes_of is None else model_folder(codes_of)
     start = None if weights_of is None else model_folder(weights_of)
-    judged = model_folder(classifier_of) if settings.perceptual else None
-    return train(data, config, settings, options, limit, kept, start, judged)
+    measured_by = model_folder(classifier_of) if settings.perceptual else None
+    return train(data, config, settings, options, limit, kept, start, measured_by)
 
 
 if __name__ == "__main__":

@@ -8,25 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from autoencoders import TrainedVQ
 from lanternpp.errors import InputError
-from lanternpp.models.prompted import PromptedConfig, PromptedTarget
-from lanternpp.models.vq.model import Autoencoder
-from lanternpp.models.words import WordsTarget
+from lanternpp.models.vq.autoencoder import VQ, Autoencoder
+from lanternpp.models.words import PromptedConfig, PromptedTarget
 
 STACKS = ("channels", "encoder_blocks", "decoder_blocks", "thin")
 PROMPTS = ("word_table", "slot_table", "null_prefix")
-
-
-def init_tables(model: WordsTarget) -> None:
-    """First values: similar codes begin with similar vectors.
-
-    The free tables start small beside the map of the codebook, so that what is learned of one code serves
-    its neighbours from the first step; the logits start near zero.
-    """
-    for table, basis, free in ((model.codes_in, 0.3, 0.02), (model.codes_out, 0.02, 0.002)):
-        nn.init.normal_(table.table, std=free)
-        if table.basis is not None:
-            nn.init.normal_(table.basis, std=basis)
 
 
 def init_weights(model: PromptedTarget) -> None:
@@ -40,9 +28,9 @@ def init_weights(model: PromptedTarget) -> None:
 
 @torch.no_grad()
 def take_over(model: nn.Module, tensors: Mapping[str, Tensor], *more: str) -> str:
-    """Give a model those of the tensors that have the name and the shape of one of its own -> what is taken and what is new.
+    """Give a model those of the tensors that have the name and the shape of one of its own -> a sentence on the parts taken and the new ones.
 
-    more: what else was taken, for that sentence. InputError where nothing fits.
+    more: other parts that were taken, for that sentence. InputError where nothing fits.
     """
     own = model.state_dict()
     fits = {name: own[name].shape == tensor.shape for name, tensor in tensors.items() if name in own}
@@ -61,7 +49,7 @@ def take_over(model: nn.Module, tensors: Mapping[str, Tensor], *more: str) -> st
 
 
 def begin_tokenizer(model: Autoencoder, start: Autoencoder) -> str:
-    """Begin with the weights of another tokenizer: what `take_over` says.
+    """Begin with the weights of another tokenizer; the sentence of `take_over`.
 
     The two convolutions at the latent are new where one of the tokenizers has codes and the other one latents, or their latents
     have another width. InputError where the stages differ.
@@ -72,23 +60,25 @@ def begin_tokenizer(model: Autoencoder, start: Autoencoder) -> str:
             f"the tokenizer to begin with has {start.config.down} pixels a code or latent and stages of {theirs[0]} channels, "
             f"this one {model.config.down} and {mine[0]}: give --down {start.config.down}"
         )
-    alike = type(model) is type(start) and model.config.dim == start.config.dim
+    alike = isinstance(model, VQ) == isinstance(start, VQ) and model.config.dim == start.config.dim
     latent = () if alike else (f"encoder.{len(start.encoder) - 1}.", "decoder.0.")
-    return take_over(
-        model, {name: x for name, x in start.state_dict().items() if not name.startswith(latent)}
-    )
+    tensors = {name: x for name, x in start.state_dict().items() if not name.startswith(latent)}
+    said = take_over(model, tensors)
+    if isinstance(model, TrainedVQ):
+        model.quantiser.restart()
+    return said
 
 
 @torch.no_grad()
 def begin_target(model: PromptedTarget, start: PromptedTarget) -> str:
     """Begin with the weights of another target: its layers, the vectors of words that both know, and, where both have the same codes
-    or latents, its tables or its head. What `take_over` says; InputError where the layers differ in number or width."""
+    or latents, its tables or its head. The sentence of `take_over`; InputError where the layers differ in number or width."""
     if model.decoder.config != replace(start.decoder.config, dropout=model.decoder.config.dropout):
         raise InputError(
             f"the weights to begin with have the shape {shape_of(start.config)}; give the same shape"
         )
     same = same_codes(model, start)
-    tensors = start.folded()[1]
+    tensors = start.state_dict()
     fits = [name for name in tensors if name.startswith("decoder.") or (same and name not in PROMPTS)]
     ids = {word: i + 1 for i, word in enumerate(start.config.words)}
     known = [(i + 1, ids[word]) for i, word in enumerate(model.config.words) if word in ids]
@@ -96,10 +86,10 @@ def begin_target(model: PromptedTarget, start: PromptedTarget) -> str:
         model.word_table[mine] = start.word_table[theirs]
     slots = min(model.slots, start.slots)
     model.slot_table[:slots], model.null_prefix[:slots] = start.slot_table[:slots], start.null_prefix[:slots]
-    if same and isinstance(model, WordsTarget):
-        for table in (model.codes_in, model.codes_out):
-            if table.basis is not None:
-                table.basis.zero_()
+    for name, parameter in model.named_parameters():
+        # the vectors of codes are those of the other model alone
+        if same and name.endswith(".basis"):
+            parameter.zero_()
     words = f"{len(known)} of {len(model.config.words)} words"
     return take_over(model, {name: tensors[name] for name in fits}, words)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,29 +13,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from captions import one_per_subject, word_ids
-from common import Batch, Decay, Seed, Warmup, fraction
+from common import Cooldown, fraction
 from lanternpp.accept.exact import Exact
 from lanternpp.api.model import pack_target
 from lanternpp.engine.batching import generate
 from lanternpp.engine.decode import engine_class
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
-from lanternpp.models.prompted import PromptedConfig, PromptedTarget
-from lanternpp.models.vq.model import VQ, Autoencoder
-from lanternpp.models.words import WordsConfig, WordsTarget
-from lanternpp.nn.checkpoints import checksum
+from lanternpp.models.vq.autoencoder import VQ, Autoencoder
+from lanternpp.models.words import PromptedConfig, PromptedTarget, WordsConfig, WordsTarget
+from lanternpp.nn.checkpoints import checksum_of
 from lanternpp.nn.decoder import causal_mask
 from lanternpp.proposers.no_draft import NoDraft
-from lanternpp.training.codes import Codes, Sampler, evenly_spaced
-from lanternpp.training.loop import autocast, muon_and_adamw
-from lanternpp.training.state import Task, averaged
-from lanternpp.util.devices import half_width
-from lanternpp.util.files import digest
+from lanternpp.training.codes import Codes, CodesTask, Sampler
+from lanternpp.training.loop import compute_dtype, muon_and_adamw, team
+from lanternpp.training.options import Batch, Decay, Seed, Warmup
+from lanternpp.training.state import averaged
 from lanternpp.util.options import Option
 from pictures import sheet
-from weights import begin_target, init_tables, init_weights
+from weights import begin_target, init_weights
 
-CHECK_PICTURES = 256  # validation pictures measured at a check; at the end all are
 SAMPLE_PICTURES = 4  # pictures drawn at a check
 
 
@@ -50,16 +47,60 @@ class TargetSettings:
     drop_captions: Annotated[float, fraction("Share of the captions that are hidden, for guidance.")] = 0.1
     decay: Decay = 0.995
     warmup: Warmup = 100
-    cooldown: Annotated[
-        float, Option("Last share of the budget, over which the rates fall to zero.", gt=0, le=1)
-    ] = 0.2
+    cooldown: Cooldown = 0.2
     cfg: Annotated[float, Option("Guidance of the sample pictures.", ge=1)] = 2.5
     seed: Seed = 0
 
 
-class TargetTask(Task):
+class FactoredTable(nn.Module):
+    """One vector per code, [V, D]: a free one plus a linear map of the code's latent."""
+
+    def __init__(self, vocab: int, dim: int, code_dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(nn.init.normal_(torch.empty(vocab, dim), std=0.02))
+        self.basis = nn.Parameter(nn.init.normal_(torch.empty(code_dim, dim), std=0.1))
+
+    def matrix(self, codebook: Tensor) -> Tensor:
+        """The vectors of all codes, [V, D], from their latents [V, C]."""
+        return self.weight + codebook.to(self.weight.dtype) @ self.basis
+
+
+class FactoredWords(WordsTarget):
+    """A target as it is trained: what is learned of one code serves its neighbours from the first step."""
+
+    def add_tables(self) -> None:
+        """A table of codes for the input and one for the output."""
+        sizes = self.config.vocab, self.config.dim, self.vq.codebook.shape[1]
+        self.codes_in, self.codes_out = FactoredTable(*sizes), FactoredTable(*sizes)  # type: ignore[assignment]
+
+    def tables(self) -> dict[str, FactoredTable]:
+        """The tables by their names."""
+        return {"codes_in": self.codes_in, "codes_out": self.codes_out}  # type: ignore[dict-item]
+
+    def embed(self, codes: Tensor) -> Tensor:
+        """codes [R, N] -> [R, N, D]."""
+        return self.tables()["codes_in"].matrix(self.vq.codebook)[codes]
+
+    def head(self, features: Tensor) -> Tensor:
+        """features [..., D] -> logits [..., V]."""
+        return F.linear(features, self.tables()["codes_out"].matrix(self.vq.codebook))
+
+
+def plain(model: PromptedTarget) -> tuple[type[PromptedTarget], PromptedConfig, dict[str, Tensor]]:
+    """The same model as it draws, and as a model folder holds it, with plain tables of codes: its class, config and tensors."""
+    kind, tensors = type(model), model.state_dict()
+    if isinstance(model, FactoredWords):
+        kind = WordsTarget
+        for name, table in model.tables().items():
+            del tensors[f"{name}.basis"]
+            tensors[f"{name}.weight"] = table.matrix(model.vq.codebook).detach()
+    return kind, replace(model.config, dropout=0.0), tensors
+
+
+class TargetTask(CodesTask):
     """A words target on cached codes."""
 
+    check_pictures = 256
     name = "target"
     keep = "nll"
     kind = "words"  # in the config
@@ -80,20 +121,15 @@ class TargetTask(Task):
         self.config, self.hparams, self.codes, self.device = config, settings, codes, device
         self.data = codes.data
         self.decay, self.warmup, self.cooldown = settings.decay, settings.warmup, settings.cooldown
-        begun = start and digest(map(checksum, start.state_dict().values()))
-        self.settings = {
-            **asdict(config),
-            **asdict(settings),
-            "weights_of": begun,
-            "data": codes.data["codes"],
-        }
+        known = {"weights_of": start and checksum_of(start), "data": codes.key}
+        self.settings = {**asdict(config), **asdict(settings), **known}
         self.vq = vq.to(device)
         model = self.make()
         if start is not None:
             self.first_weights = self.begin(model, start)
         self.model = model.to(device).train()
         self.average = averaged(self.model)
-        self.dtype = torch.bfloat16 if half_width(device) else torch.float32
+        self.dtype = compute_dtype(device)
         matrices = [p for p in self.model.decoder.blocks.parameters() if p.ndim == 2]
         self.optimizers = muon_and_adamw(self.model, matrices, settings.muon_lr, settings.lr, decay=0.1)
         self.others = self.optimizers["adamw"].param_groups[0]["params"]
@@ -108,8 +144,11 @@ class TargetTask(Task):
     def make(self) -> PromptedTarget:
         """The target, with first weights."""
         assert isinstance(self.config, WordsConfig) and isinstance(self.vq, VQ)
-        model = WordsTarget(self.config, self.vq)
-        init_tables(model)
+        model = FactoredWords(self.config, self.vq)
+        for table, basis, free in zip(model.tables().values(), (0.3, 0.02), (0.02, 0.002), strict=True):
+            # similar codes begin with similar vectors, and the logits near zero
+            nn.init.normal_(table.weight, std=free)
+            nn.init.normal_(table.basis, std=basis)
         init_weights(model)
         return model
 
@@ -135,7 +174,7 @@ class TargetTask(Task):
         null = torch.rand(len(index), generator=generator) < self.hparams.drop_captions
         input_codes = corrupt_codes(codes, self.hparams.corrupt, self.model.vocab, generator)
         batch = [x.to(self.device) for x in (self.words[index], null, input_codes, codes)]
-        with autocast(self.device):
+        with team().autocast(self.device):
             loss = self.loss(*batch)
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
@@ -149,17 +188,6 @@ class TargetTask(Task):
         """Mean nats per code: words [B, T], null [B] bool, input_codes and codes [B, length]."""
         logits = code_logits(self.model, words, null, input_codes, self.dtype)
         return F.cross_entropy(logits.flatten(0, 1).float(), codes.flatten())
-
-    @torch.no_grad()
-    def validate(self) -> dict[str, float]:
-        """Nats per code beside those of the code frequencies, and how ambiguous the choice of a code is."""
-        return self.validate_on(evenly_spaced(len(self.codes.val), CHECK_PICTURES))
-
-    @torch.no_grad()
-    def final(self) -> dict[str, Any]:
-        """The same on every validation picture."""
-        figures = self.validate_on(torch.arange(len(self.codes.val)))
-        return {**figures, "validation_pictures": len(self.codes.val)}
 
     def validate_on(self, index: Tensor) -> dict[str, float]:
         """Figures of the average on validation pictures [M], captions given, no guidance."""
@@ -183,7 +211,7 @@ class TargetTask(Task):
             found = self.codes.val.pick(part).to(self.device)
             codes = self.average.from_cache(found, generator)
             null = torch.zeros(len(part), dtype=torch.bool, device=self.device)
-            with autocast(self.device):
+            with team().autocast(self.device):
                 logits = code_logits(
                     self.average, self.val_words[part].to(self.device), null, codes, self.dtype
                 )
@@ -193,8 +221,8 @@ class TargetTask(Task):
     def sample(self, path: Path) -> None:
         """Four prompts of different subjects, drawn by plain AR with guidance."""
         prompts = one_per_subject(self.prompts, self.config.subjects, SAMPLE_PICTURES)
-        config, tensors = self.average.folded()
-        target = type(self.average)(config, self.vq)
+        kind, config, tensors = plain(self.average)
+        target = kind(config, self.vq)
         target.load_state_dict(tensors)
         target.to(device=self.device, dtype=self.dtype).eval().requires_grad_(False)
         pack_target(target)
@@ -205,7 +233,7 @@ class TargetTask(Task):
 
     def export(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The averaged target with plain code tables."""
-        config, tensors = self.average.folded()
+        _, config, tensors = plain(self.average)
         return {"kind": self.kind, **asdict(config)}, tensors
 
 

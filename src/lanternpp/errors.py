@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 MOST = 2000  # characters of a sentence
 
 
@@ -14,6 +16,16 @@ class InputError(ValueError):
 
     def __init__(self, message: object = ""):
         super().__init__(one_line(str(message)))
+
+
+def reason(error: BaseException) -> str:
+    """The first line of a library's error, and the second after a colon; advice to let a file run code is not repeated."""
+    text = str(error).strip()
+    advice = "weights_only" in text or "trust_remote_code" in text
+    if advice or isinstance(error, pickle.UnpicklingError):
+        return "a file of it is damaged, or would run code"
+    first, *rest = text.splitlines() or [type(error).__name__]
+    return " ".join((first, *(line.strip() for line in rest[: first.endswith(":")])))
 
 
 def one_line(text: str, most: int = MOST) -> str:

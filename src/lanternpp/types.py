@@ -6,6 +6,7 @@ D features, T prompt slots, S cache slots, W frontier width, K children.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -97,9 +98,8 @@ class Verdict:
 class NeighbourBudget:
     """A rule whose candidate gets the probability of its nearest codes, as numbers, for verification outside of PyTorch."""
 
-    table: (
-        Tensor | None
-    )  # [V, k] int32 the nearest codes of every code, nearest first; None: no mass is moved
+    # [V, k] int32: the nearest codes of every code, nearest first; None: no mass is moved.
+    table: Tensor | None
     limits: tuple[tuple[float, float], ...]
     """(a, b) of every level: at most a + b p is moved to a code of probability p."""
     optimal: bool  # whether the residual is the optimal one
@@ -132,6 +132,20 @@ class Prompt:
 
     embeds: Tensor  # [R, T, D]
     start: Tensor  # [R] int64 the first slot that counts (left padding)
+
+
+class Depicted(str):
+    """A prompt that shows pictures beside its text."""
+
+    pictures: Sequence[Tensor] = ()  # codes [rows, columns] of each
+    digests = ""  # of their pixels, for the notes of a PNG
+    tokens: Sequence[int] = ()  # of the prompt, where they are made with the pictures
+    shape: Hashable = None  # as `Target.shaped` takes it; None: the target's own
+
+
+def shape_of(prompt: str | None) -> Hashable:
+    """The shape of the picture that a prompt draws; None: the target's own."""
+    return prompt.shape if isinstance(prompt, Depicted) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A dial is declared once: one line in `api/options.py` puts it everywhere."""
+"""A dial is declared once: one line in `api/options.py` puts it everywhere, as `docs/extending.md` shows."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
+
+from helpers.documents import DOCS, blocks
+from helpers.processes import python
 
 import lanternpp
 
-DIAL = (
-    '    grain: Annotated[float | None, Dial("How coarse.", ge=0, le=1, label="Grain", slider=(0, 1, 0.1))]\n'
-)
-LOOK = """
+DIAL, RULE = (block.text for block in blocks(DOCS / "extending.md", "py"))
+LOOK = f"""
 import inspect, json, sys
 from dataclasses import asdict
 from lanternpp import Pipeline
@@ -22,45 +22,38 @@ from lanternpp.accept.exact import Exact
 from lanternpp.api.options import names, DraftDials, RuleDials, METHODS
 from lanternpp.api.settings import build_rule, resolve
 from lanternpp.errors import InputError
-from lanternpp.serve.page import routes
+from lanternpp.serve.page.routes import DIALS, row
 from lanternpp.serve.schemas import ImagesRequest
 
-class Grainy(Exact):
-    dials = frozenset({"grain"})
+{RULE}
 
-    @classmethod
-    def build(cls, dials):
-        made = super().build(dials)
-        made.grain = dials.grain
-        return made
-
-settings = resolve("eagle", {}, {"accept": Grainy, "grain": 0.5})
+settings = resolve("eagle", {{}}, {{"accept": Grainy, "grain": 0.5}})
 try:
-    resolve("eagle", {}, {"accept": Grainy, "grain": 2})
+    resolve("eagle", {{}}, {{"accept": Grainy, "grain": 2}})
 except InputError as error:
     refused = str(error)
-print(json.dumps({
+print(json.dumps({{
     "keyword": str(inspect.signature(Pipeline.__call__).parameters["grain"]),
     "schema": ImagesRequest.model_json_schema()["properties"]["grain"],
-    "page": [routes.row(dial) for dial in routes.DIALS if dial.name == "grain"],
+    "page": [row(dial) for dial in DIALS if dial.name == "grain"],
     "settings": asdict(settings)["grain"],
     "part": build_rule(settings, lambda k: None).grain,
     "refused": refused,
-}))
+}}))
 """
 
 
 def test_a_dial_in_one_place_is_an_option_everywhere(tmp_path: Path) -> None:
     package = Path(lanternpp.__file__).parent
     copy = tmp_path / "lanternpp"
-    shutil.copytree(package, copy, ignore=shutil.ignore_patterns("assets", "lib", "__pycache__"))
+    shutil.copytree(package, copy, ignore=shutil.ignore_patterns("nature-*", "lib", "__pycache__"))
     declared = copy / "api" / "options.py"
     before, rule, after = declared.read_text().partition('    """The dials of an acceptance rule."""\n\n')
-    declared.write_text(before + rule + DIAL + after)
+    declared.write_text(f"{before}{rule}    {DIAL}{after}")
 
     def run(*args: str) -> subprocess.CompletedProcess[str]:
         environment = os.environ | {"PYTHONPATH": str(tmp_path), "LANTERNPP_KERNELS": "0"}
-        return subprocess.run([sys.executable, *args], capture_output=True, text=True, env=environment)
+        return python(*args, env=environment)
 
     assert "--grain FLOAT" in run("-m", "lanternpp", "generate", "--help").stdout
     wrong = run("-m", "lanternpp", "generate", "x", "--grain", "2")

@@ -22,7 +22,6 @@ from lanternpp.api.picture import (
     save_png,
     wrap,
 )
-from lanternpp.errors import InputError
 
 SIDES = [("ar", "", (1.0, 0.25)), ("lantern++", "2x", (0.5, 1.0))]
 
@@ -99,9 +98,3 @@ def test_a_png_is_written_whole_with_its_notes(tmp_path: Path) -> None:
     with Image.open(path) as image:
         assert image.text["prompt"] == "a tulip, élan 花"
     assert [p.name for p in path.parent.iterdir()] == ["x.png"]
-
-
-def test_a_png_that_cannot_be_written_says_so(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot be written"):
-        save_png(plain(1)[0], tmp_path / "file" / "x.png", {})

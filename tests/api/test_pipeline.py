@@ -12,13 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.models import write_model
+from helpers.processes import SECONDS
+from helpers.refusals import rejects
 
 import lanternpp
 from lanternpp import InputError, Pipeline
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.scaled import Cool
 from lanternpp.engine.batching import drawing, generate
+from lanternpp.engine.compiled import tensor_bytes
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.trees.dynamic import DynamicTree
 from lanternpp.trees.static import StaticTree
@@ -33,24 +35,14 @@ WAYS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("pipeline") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def pipe(folder: Path) -> Pipeline:
-    return Pipeline.from_pretrained(folder, device="cpu", dtype="float32")
-
-
 class StopError(Exception):
     """What a progress bar of the tests raises."""
 
 
-def test_eight_threads_draw_what_each_would_draw_alone(folder: Path, pipe: Pipeline) -> None:
+def test_eight_threads_draw_what_each_would_draw_alone(model: Path, pipe: Pipeline) -> None:
     requested = list(product(range(10), WAYS))
     alone = [pipe(PROMPT, seed=seed, **way) for seed, way in requested]
-    shared = Pipeline.from_pretrained(folder, device="cpu", dtype="float32")
+    shared = Pipeline.from_pretrained(model, device="cpu", dtype="float32")
     together = threading.Barrier(8)
 
     def stop(done: int, total: int) -> None:
@@ -59,7 +51,7 @@ def test_eight_threads_draw_what_each_would_draw_alone(folder: Path, pipe: Pipel
 
     def draw(thread: int) -> int:
         torch.set_num_threads(1)
-        together.wait()
+        together.wait(SECONDS)
         for turn in range(25):
             place = (7 * thread + turn) % len(requested)
             seed, way = requested[place]
@@ -104,24 +96,29 @@ def test_two_generators_of_one_engine_are_refused_and_of_two_are_sound(pipe: Pip
     assert torch.equal(generate(first, [PROMPT], [5])[0].codes, alone[0])
 
 
-def test_engines_are_kept_up_to_a_number_of_bytes(folder: Path) -> None:
-    pipe = Pipeline.from_pretrained(folder, device="cpu", dtype="float32")
+def kept_bytes(pipe: Pipeline) -> int:
+    return tensor_bytes(list(pipe._kept.values()))
+
+
+def test_engines_are_kept_up_to_a_number_of_bytes(model: Path) -> None:
+    pipe = Pipeline.from_pretrained(model, device="cpu", dtype="float32")
     pipe(PROMPT, method="ar", temperature=0.5)
-    one = pipe._engines.bytes  # of an engine that has drawn
+    one = kept_bytes(pipe)  # of an engine that has drawn
     assert one > 0
-    small = Pipeline.from_pretrained(folder, device="cpu", dtype="float32", engine_bytes=3 * one)
+    small = Pipeline.from_pretrained(model, device="cpu", dtype="float32", engine_bytes=3 * one)
     for step in range(12):
         small(PROMPT, method="ar", temperature=0.5 + step / 100)
-        assert 0 < small._engines.bytes <= 3 * one
-    assert len(small._engines) == 3
+        assert 0 < kept_bytes(small) <= 3 * one
+    assert len(small._kept) == 3
     latest = small.settings("ar", batch_size=1, temperature=0.61)
-    engine = small.engine(latest)
+    engine = small._take(latest)
+    small._keep(latest, engine)
     small(PROMPT, method="ar", temperature=0.61)
-    assert small.engine(latest) is engine  # what was used last is still there
+    assert small._take(latest) is engine  # what was used last is still there
     small(PROMPT, n=8, method="eagle")  # larger than the bound alone
-    assert len(small._engines) == 1
+    assert len(small._kept) == 1
     small.release()
-    assert small._engines.bytes == 0
+    assert kept_bytes(small) == 0
 
 
 def test_progress_adds_no_host_read(pipe: Pipeline) -> None:
@@ -144,7 +141,7 @@ def test_progress_adds_no_host_read(pipe: Pipeline) -> None:
     assert counted[0] == counted[1] and seen[-1] == (48, 48)
 
 
-def test_what_means_a_number_a_name_or_a_tree_is_taken(pipe: Pipeline, folder: Path) -> None:
+def test_what_means_a_number_a_name_or_a_tree_is_taken(pipe: Pipeline, model: Path) -> None:
     usual = pipe(PROMPT, n=2, seed=3, method="eagle", cfg=3.0, tree="[[0]]")
     others = [
         {"seed": np.int64(3), "n": np.int32(2), "cfg": 3, "tree": [[0]]},
@@ -156,7 +153,7 @@ def test_what_means_a_number_a_name_or_a_tree_is_taken(pipe: Pipeline, folder: P
         assert torch.equal(drawn.codes, usual.codes)
         json.dumps(drawn.stats.to_json())
     assert torch.equal(pipe(PROMPT, n=None, seed=None, method=None).codes, pipe(PROMPT).codes)
-    placed = Pipeline.from_pretrained(folder, folder / "drafter", "cpu", torch.float32)
+    placed = Pipeline.from_pretrained(model, model / "drafter", "cpu", torch.float32)
     assert placed.name == "tiny" and placed.settings("eagle").tree == "eagle-25"
 
 
@@ -167,16 +164,13 @@ def test_what_means_a_number_a_name_or_a_tree_is_taken(pipe: Pipeline, folder: P
         ({"prompt": [PROMPT, 3]}, "prompt 3 is no text"),
         ({"prompt": []}, "the prompt is empty"),
         ({"n": "2"}, "n '2' is no whole number"),
-        ({"n": 1.5}, r"n 1\.5 is no whole number"),
         ({"n": True}, "n True is no whole number"),
-        ({"seed": "3"}, "seed '3' is no whole number"),
         ({"seed": [1, 2]}, "2 seeds do not go with 1 prompts"),
         ({"seed": [None]}, "seed None is no whole number"),
         ({"seed": -1}, "seed -1 is out of range"),
         ({"cfg": "3"}, "cfg '3' is no number"),
         ({"lam": [2.0]}, "lambda .* is no number"),
         ({"top_k": 2.5}, r"top_k 2\.5 is no whole number"),
-        ({"batch_size": "8"}, "batch_size '8' is no whole number"),
         ({"batch_size": 0}, "batch_size 0 is out of range"),
         ({"batch_size": 10**9}, "batch_size 1000000000 is out of range"),
         ({"method": "cactus", "delta": 1e308}, r"delta 1e\+308 is out of range"),
@@ -191,8 +185,7 @@ def test_what_means_a_number_a_name_or_a_tree_is_taken(pipe: Pipeline, folder: P
     ],
 )
 def test_what_means_nothing_is_one_sentence(given: dict, says: str, pipe: Pipeline) -> None:
-    with pytest.raises(InputError, match=says):
-        pipe(**{"prompt": PROMPT} | given)
+    rejects(says, pipe, **{"prompt": PROMPT} | given)
 
 
 def test_a_large_batch_has_at_most_a_slot_for_each_picture(pipe: Pipeline) -> None:
@@ -212,16 +205,15 @@ def test_a_batch_without_memory_for_it_is_refused_with_the_figures(
     settings = pipe.settings(method, batch_size=100)
     one = pipe.new_engine(replace(settings, batch_size=1)).cache.kv.nbytes
     monkeypatch.setattr(devices, "free_memory", lambda device: 100 * one - 1)
-    with pytest.raises(InputError, match=r"needs [\d.]+ GB of memory, and [\d.]+ GB are free on cpu"):
-        pipe.new_engine(settings)
+    rejects(r"needs [\d.]+ GB of memory, and [\d.]+ GB are free on cpu", pipe.new_engine, settings)
 
 
 @pytest.mark.parametrize(
     "given", [{"model": 3}, {"drafter": 4}, {"size": 1.5}, {"device": 3}, {"dtype": None}]
 )
-def test_what_no_model_can_be_read_from_is_one_sentence(given: dict, folder: Path) -> None:
+def test_what_no_model_can_be_read_from_is_one_sentence(given: dict, model: Path) -> None:
     with pytest.raises(InputError):
-        Pipeline.from_pretrained(**{"model": folder} | given)
+        Pipeline.from_pretrained(**{"model": model} | given)
 
 
 class Scaled(Acceptance):
@@ -255,8 +247,7 @@ def test_a_rule_may_be_a_class_or_an_object(pipe: Pipeline) -> None:
     assert type(made.stats.settings["accept"]) is str
     known = pipe(PROMPT, method="eagle", accept=Cool, delta=2.0)
     assert torch.equal(known.codes, pipe(PROMPT, method="eagle", accept="cool", delta=2.0).codes)
-    with pytest.raises(InputError, match=r"delta 0\.5 would change nothing"):
-        pipe(PROMPT, method="eagle", accept=Scaled(0.9), delta=0.5)
+    rejects(r"delta 0\.5 would change nothing", pipe, PROMPT, method="eagle", accept=Scaled(0.9), delta=0.5)
     grown = pipe(PROMPT, method="eagle", tree=DynamicTree(3, 2, 8), accept=Scaled(0.9))
     assert grown.stats.codes == 16
 

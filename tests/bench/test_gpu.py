@@ -2,37 +2,79 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import importlib
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+import torch
 from helpers.models import write_model
 
-SCRIPT = Path(__file__).parents[2] / "bench" / "gpu.py"
+from lanternpp.cli import main
+from lanternpp.evaluation import profile
+
+BENCH = Path(__file__).parents[2] / "bench"
 
 
-def test_one_file_has_the_tests_and_the_races_and_profiles_of_both_models(tmp_path: Path) -> None:
+@pytest.fixture
+def status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., int]:
+    """Runs the script in a folder with a test; its status. `lanternpp` runs in this process, and measures the machine on little."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(BENCH)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(profile, "COPIED", 1 << 16)
+    monkeypatch.setattr(profile, "SIDE", 32)
+    script = importlib.import_module("gpu")
+    in_a_process = script.run
+
+    def run(program: str, *args: object) -> tuple[int, str, str]:
+        if program != "lanternpp":
+            return in_a_process(program, *args)
+        with pytest.raises(SystemExit) as end:
+            main([str(arg) for arg in args])
+        said = capsys.readouterr()
+        return end.value.code, said.out, said.err
+
+    monkeypatch.setattr(script, "run", run)
+
+    def measured(*asked: object) -> int:
+        monkeypatch.setattr("sys.argv", ["gpu.py", *map(str, asked)])
+        with pytest.raises(SystemExit) as end:
+            script.main()
+        return end.value.code
+
+    return measured
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda", "gpu"])
+def test_without_a_gpu_it_says_so_and_writes_nothing(
+    status: Callable[..., int], device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status("--device", device) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def test_one_file_has_the_tests_and_the_races_and_profiles_of_both_models(
+    status: Callable[..., int], tmp_path: Path
+) -> None:
     model = write_model(tmp_path / "tiny")
     (tmp_path / "p.txt").write_text("a red tulip\n")
     (tmp_path / "test_one.py").write_text("import pytest\n@pytest.mark.gpu\ndef test_one(): assert False\n")
-    asked = ["--model", model, "--random", "tiny", "--batch-sizes", "1,2", "-n", "1", "--prompts", "p.txt"]
+    asked = ["--model", model, "--random", "tiny", "--batch-sizes", "2", "-n", "1", "--prompts", "p.txt"]
     asked += ["--device", "cpu", "--dtype", "float32", "--tests", "test_one.py"]
-    done = subprocess.run(
-        [sys.executable, SCRIPT, *asked],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-        env=os.environ
-        | {
-            "PYTHONPATH": str(Path(sys.modules["lanternpp"].__file__).parents[1]),
-            "XDG_CACHE_HOME": str(tmp_path),
-        },
-    )
-    assert done.returncode == 1, f"a test failed, and the rest is measured: {done.stderr}"
+    assert status(*asked) == 1, "a test failed, and the rest is measured"
     text = (tmp_path / "gpu.md").read_text()
-    assert "1 failed" in text and text.count("\n## ") == 2
-    for size in (1, 2):
-        assert text.count(f"| `eagle tree=chain-4` | {size} | `chain-4` |") == 2
+    assert "1 failed" in text and "FAILED test_one.py::test_one" in text and text.count("\n## ") == 2
+    assert text.count("| `eagle tree=chain-4` |") == 2
     assert text.count("of memory bandwidth, %") >= 2
+
+
+def test_the_file_says_which_race_failed(status: Callable[..., int], tmp_path: Path) -> None:
+    (tmp_path / "test_none.py").write_text("")
+    asked = ("--device", "cpu", "--dtype", "float33", "--tests", "test_none.py", "--random", "tiny")
+    assert status(*asked) == 1
+    assert (tmp_path / "gpu.md").read_text().count("dtype 'float33' is unknown") == 2

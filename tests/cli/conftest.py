@@ -6,17 +6,15 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from helpers.models import SMALLER, write_model, write_smaller
-from PIL import Image
+from helpers.models import SMALLER, save_words, write_model
 
 from lanternpp.cli import main
-from lanternpp.models.vq.folder import read_vq
-from lanternpp.models.vq.model import VQ, VQConfig
-from lanternpp.models.words import WordsConfig
+from lanternpp.models.vq.autoencoder import VQ, VQConfig, read_vq
+from lanternpp.models.words import WordsConfig, WordsTarget
 
 
 @dataclass(frozen=True)
@@ -26,6 +24,25 @@ class Outcome:
     code: int
     out: str
     err: str
+    made: frozenset[Path]  # files that the current folder has since
+
+    @property
+    def json(self) -> Any:
+        """What a command printed that ended well and said nothing else."""
+        assert (self.code, self.err) == (0, ""), self.err
+        return json.loads(self.out)
+
+    def refused(self, *said: str) -> None:
+        """Status 2, one line, which says this, and no new file."""
+        self.failed(*said)
+        assert not self.made
+
+    def failed(self, *said: str) -> None:
+        """Status 2, and one line, which says this."""
+        assert (self.code, self.out, self.err.count("\n")) == (2, "", 1), self
+        assert self.err.startswith("lanternpp: error: ")
+        for words in said:
+            assert words in self.err, self.err
 
 
 Run = Callable[..., Outcome]
@@ -47,19 +64,14 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     """Runs `lanternpp` with these arguments."""
 
     def command(*args: object) -> Outcome:
+        before = set(Path().rglob("*"))
         with pytest.raises(SystemExit) as end:
             main([str(arg) for arg in args])
         captured = capsys.readouterr()
         assert isinstance(end.value.code, int)
-        return Outcome(end.value.code, captured.out, captured.err)
+        return Outcome(end.value.code, captured.out, captured.err, frozenset(Path().rglob("*")) - before)
 
     return command
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model's folder."""
-    return write_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture
@@ -69,10 +81,11 @@ def smaller(tmp_path: Path) -> Callable[..., Path]:
     def write(tokenizer: Path | None = None, **shape: object) -> Path:
         words = WordsConfig(**{**SMALLER, **shape})
         if tokenizer is None:
-            vq = VQ(VQConfig(4 * words.grid, words.vocab, 4, (16, 16), (1, 1), (1, 1)))
+            vq = VQ(VQConfig(4 * words.grid, 4, (16, 16), (1, 1), (1, 1), codes=words.vocab))
         else:
             vq = read_vq(tokenizer, torch.float32)
-        return write_smaller(tmp_path / "other", words, vq)
+        save_words(tmp_path / "other", WordsTarget(words, vq))
+        return tmp_path / "other"
 
     return write
 
@@ -81,18 +94,3 @@ def smaller(tmp_path: Path) -> Callable[..., Path]:
 def broken(tmp_path: Path) -> Path:
     """A copy of the tiny model, for breaking."""
     return write_model(tmp_path / "broken")
-
-
-@pytest.fixture
-def photos(elsewhere: Path) -> Path:
-    """Four photos to train on and two to validate."""
-    random = np.random.default_rng(0)
-    for split, count in (("train", 4), ("val", 2)):
-        (elsewhere / "photos" / split).mkdir(parents=True)
-        rows = []
-        for i in range(count):
-            pixels = random.integers(0, 255, (34, 34, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(elsewhere / "photos" / split / f"{i}.png")
-            rows.append(json.dumps({"file_name": f"{i}.png", "text": "a photo of a red tulip"}))
-        (elsewhere / "photos" / split / "metadata.jsonl").write_text("\n".join(rows))
-    return elsewhere / "photos"

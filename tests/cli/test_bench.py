@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import shutil
@@ -16,6 +17,9 @@ from PIL import Image
 from lanternpp import Pipeline
 from lanternpp.api.model import ASSETS
 from lanternpp.api.picture import save_png
+from lanternpp.evaluation import profile
+
+TWO = ("--prompts", "prompts.txt")
 
 
 @pytest.fixture
@@ -25,11 +29,24 @@ def prompts(elsewhere: Path) -> Path:
     return file
 
 
-def test_a_bench_writes_figures_plots_and_pictures(run, model, prompts):
-    requested = ("--prompts", prompts, "--methods", "eagle, lantern++ lambda=3", "-n", 2, "-o", "b")
-    outcome = run("bench", "--model", model, *requested, "--json")
-    assert outcome.code == 0, outcome.err
-    reported = json.loads(outcome.out)
+@pytest.fixture
+def bench(run, model, prompts):
+    """Runs `bench` of these methods and options, for the prompts, to the folder b."""
+
+    def command(methods: str, *options: object, of: Path = model, to: str = "b"):
+        return run("bench", "--model", of, *TWO, "--methods", methods, "-o", to, *options)
+
+    return command
+
+
+@pytest.fixture
+def own(model, tmp_path) -> Path:
+    """A copy of the tiny model with a classifier."""
+    return write_classifier(Path(shutil.copytree(model, tmp_path / "own")))
+
+
+def test_a_bench_writes_figures_plots_and_pictures(bench):
+    reported = bench("eagle, lantern++ lambda=3", "-n", 2, "--json").json
     assert reported == json.loads(Path("b/bench.json").read_text())
     assert [row["method"] for row in reported["methods"]] == ["ar", "eagle", "lantern++ lambda=3"]
     assert reported["prompts"] == ["a red tulip", "a tulip"]
@@ -45,21 +62,46 @@ def test_a_bench_writes_figures_plots_and_pictures(run, model, prompts):
             assert image.width > 400 and len(image.convert("L").getcolors()) > 8
 
 
-def test_without_matplotlib_there_are_figures_and_no_plots(run, model, prompts, monkeypatch):
+def test_a_paper_gives_the_settings_of_the_pictures_and_the_columns_of_its_table(bench, own):
+    (own / "defaults.json").write_text('{"cfg": 5.0, "methods": {"eagle": {"tree": "chain-3"}}}')
+    asked = ("--paper", "lantern++-lumina", "-n", 2, "--no-plots", "--no-measure-tv", "--top-k", 0)
+    reported = bench("eagle, lantern++ k=5 lambda=10", *asked, "--json", of=own).json
+    assert "2502.06352" in reported["paper"] and "2502.06352" in Path("b/paper.md").read_text()
+    drawn = {}
+    for slug in ("ar", "eagle", "lantern++_k=5_lambda=10"):
+        captions = Path(f"b/pictures/{slug}/metadata.jsonl").read_text().splitlines()
+        first, *_ = rows = [json.loads(row) for row in captions]
+        assert [row["text"] for row in rows] == ["a red tulip"] * 2 + ["a tulip"] * 2
+        with Image.open(f"b/pictures/{slug}/{first['file_name']}") as image:
+            assert image.info["prompt"] == first["text"]
+            drawn[slug] = json.loads(image.info["settings"])
+    # --top-k goes before the paper's, the paper's before the model's defaults
+    assert all((each["cfg"], each["top_k"], each["fit"]) == (3.0, 0, False) for each in drawn.values())
+    eagle, relaxed = list(drawn.values())[1:]
+    assert eagle["tree"] == "eagle-25" and eagle["verify"] == relaxed["verify"] == "token"
+    assert (relaxed["tree"], relaxed["neighbours"], relaxed["lam"]) == ("lantern-57", 5, 10.0)
+    rows = list(csv.DictReader(Path("b/paper.csv").read_text().splitlines()))
+    assert [float(row["latency"]) for row in rows] == [row["latency"] for row in reported["methods"]]
+    assert "frechet" in rows[0]
+    shown = bench("eagle, lantern++ k=5 lambda=10", *asked, "--resume", of=own).out
+    assert "step compression" in shown and "codes per pass" not in shown
+
+
+def test_without_matplotlib_there_are_figures_and_no_plots(bench, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    requested = ("bench", "--model", model, "--prompts", prompts, "--methods", "ar", "-n", 1, "-o", "b")
-    refused = run(*requested, "--plots")
-    assert refused.code == 2 and "install lanternpp[eval]" in refused.err and not Path("b").exists()
-    outcome = run(*requested)
+    bench("ar", "-n", 1, "--plots").refused("install lanternpp[eval]")
+    assert not Path("b").exists()
+    outcome = bench("ar", "-n", 1)
     assert outcome.code == 0 and outcome.err.count("\n") == 1 and "need matplotlib" in outcome.err
     assert Path("b/table.md").exists() and not list(Path("b").glob("*.png"))
 
 
-def test_a_profile_of_each_method_has_the_phases_and_the_operations_of_its_steps(run, model, prompts):
-    requested = ("bench", "--model", model, "--prompts", prompts, "--methods", "eagle, lantern++ lambda=3")
-    requested += ("-n", 1, "-o", "b", "--no-plots", "--no-measure-tv")
-    assert run(*requested).code == 0 and not list(Path("b").glob("profile-*"))
-    outcome = run(*requested, "--resume", "--profile")
+def test_a_profile_of_each_method_has_the_phases_and_the_operations_of_its_steps(bench, monkeypatch):
+    monkeypatch.setattr(profile, "COPIED", 1 << 16)  # the machine is measured on little
+    monkeypatch.setattr(profile, "SIDE", 32)
+    requested = ("eagle, lantern++ lambda=3", "-n", 1, "--no-plots", "--no-measure-tv")
+    assert bench(*requested).code == 0 and not list(Path("b").glob("profile-*"))
+    outcome = bench(*requested, "--resume", "--profile")
     assert outcome.code == 0 and outcome.err == "" and "b/profile-*" in outcome.out
     assert "pass " in outcome.out.partition("most self time, %")[2]
     assert "of memory bandwidth, %" in outcome.out and "of arithmetic, %" in outcome.out
@@ -74,37 +116,21 @@ def test_a_profile_of_each_method_has_the_phases_and_the_operations_of_its_steps
                 began[event["name"]].append(event["ts"])
         steps = len(began["pass"])
         assert began.keys() == phases and len(began["verify"]) == steps
-        assert steps == 15 if name == "ar" else 0 < steps < 15, (
-            "a picture has 16 codes, one of them the prefill's"
-        )
+        # a picture has 16 codes, one of them the prefill's
+        assert steps == 15 if name == "ar" else 0 < steps < 15
         assert sorted(began["pass"] + began["verify"])[::2] == sorted(began["pass"]), "in turn"
-        assert len(re.findall(rf"^ *{re.escape(name.replace('_', ' '))}(?:  |$)", outcome.out, re.M)) == 2, (
-            "two tables"
-        )
-    told = run(*requested, "--resume", "--profile", "--json")
-    assert json.loads(told.out) == json.loads(Path("b/bench.json").read_text())
+        rows = re.findall(rf"^ *{re.escape(name.replace('_', ' '))}(?:  |$)", outcome.out, re.M)
+        assert len(rows) == 2, "two tables"
+    told = bench(*requested, "--resume", "--profile", "--json").json
+    assert told == json.loads(Path("b/bench.json").read_text())
 
 
-def test_a_finished_bench_is_told_again_by_resume_and_never_overwritten(run, model, prompts):
-    requested = (
-        "bench",
-        "--model",
-        model,
-        "--prompts",
-        prompts,
-        "--methods",
-        "ar",
-        "-n",
-        1,
-        "-o",
-        "b",
-        "--no-plots",
-    )
-    first = run(*requested, "--json")
-    again = run(*requested)
-    assert again.code == 2 and "--resume" in again.err and again.err.count("\n") == 1
-    assert json.loads(run(*requested, "--resume", "--json").out) == json.loads(first.out)
-    assert "table.md" in run(*requested, "--resume").out
+def test_a_finished_bench_is_told_again_by_resume_and_never_overwritten(bench):
+    requested = ("ar", "-n", 1, "--no-plots")
+    first = bench(*requested, "--json").json
+    bench(*requested).refused("--resume")
+    assert bench(*requested, "--resume", "--json").json == first
+    assert "table.md" in bench(*requested, "--resume").out
 
 
 @pytest.mark.parametrize(
@@ -113,52 +139,44 @@ def test_a_finished_bench_is_told_again_by_resume_and_never_overwritten(run, mod
         (("--prompts", "absent.txt"), "absent.txt"),
         (("--prompts", "empty.txt"), "empty.txt"),
         ((), "--prompts FILE"),
-        (("--methods", "ar,warp"), "warp"),
-        (("--prompts", "prompts.txt", "-n", 3, "--batch-size", 2), "batches of 2"),
-        (("--prompts", "prompts.txt", "--reference", "nowhere"), "nowhere"),
-        (("--prompts", "prompts.txt", "--methods", "eagle tree=oak"), "oak"),
+        ((*TWO, "-n", 3, "--batch-size", 2), "batches of 2"),
+        ((*TWO, "--reference", "nowhere"), "nowhere"),
+        ((*TWO, "--batch-sizes", "1,x"), "'1,x'"),
+        ((*TWO, "--batch-sizes", "0,2"), "'0,2'"),
+        ((*TWO, "--batch-sizes", ""), "''"),
+        ((*TWO, "--batch-sizes", "1", "--batch-size", 2), "--batch-sizes"),
+        ((*TWO, "--features", "inceptoin"), "did you mean 'inception'?"),
+        ((*TWO, "--quality", "--methods", "ar"), "has no classifier"),
+        ((*TWO, "--equal-tv", "much"), "'much' must be numbers"),
+        ((*TWO, "--equal-tv", "0.1,1"), "above 0 and below 1"),
+        ((*TWO, "--equal-tv", "0.1", "--methods", "eagle"), "has the rule 'exact'"),
+        ((*TWO, "--equal-tv", "0.1", "--methods", "lantern++ lambda=2"), "leave it out"),
+        ((*TWO, "--paper", "lantern++-anol"), "did you mean 'lantern++-anole'?"),
+        ((*TWO, "--paper", "sjd-lumina", "--equal-tv", "0.1"), "leave one out"),
+        (("--pictures", "none"), "none is no folder"),
+        (("--pictures", "mine", "--methods", "ar"), "draws nothing"),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_anything_is_drawn(run, model, prompts, options, named):
     Path("empty.txt").write_text("\n# nothing\n")
-    outcome = run("bench", "--model", model, "-o", "b", *options)
-    assert outcome.code == 2 and outcome.err.count("\n") == 1 and named in outcome.err
-    assert not Path("b").exists()
+    saved(Path("mine"), splashes("red", 3))
+    run("bench", "--model", model, "-o", "b", *options).refused(named)
 
 
-def test_pictures_too_few_to_measure_are_refused_if_asked_for_and_else_only_timed(
-    run, model, prompts, tmp_path
-):
-    own = write_classifier(Path(shutil.copytree(model, tmp_path / "own")))
-    requested = (
-        "--model",
-        own,
-        "--prompts",
-        prompts,
-        "--methods",
-        "ar",
-        "--no-plots",
-        "--no-measure-tv",
-    )
+def test_pictures_too_few_to_measure_are_refused_if_asked_for_and_else_only_timed(bench, own, tmp_path):
+    quick = ("ar", "--no-plots", "--no-measure-tv", "-n")
     (tmp_path / "red").mkdir()
-    refused = run("bench", *requested, "-n", 1, "-o", "few", "--reference", tmp_path / "red")
-    assert refused.code == 2 and "2 pictures of each method are too few" in refused.err
-    assert not Path("few").exists()
-    few, enough = (
-        json.loads(run("bench", *requested, "-n", n, "-o", f"b{n}", "--json").out)["methods"][0]
-        for n in (1, 2)
-    )
+    bench(*quick, 1, "--reference", tmp_path / "red", of=own).refused("2 pictures of each method are too few")
+    assert not Path("b").exists()
+    few, enough = (bench(*quick, n, "--json", of=own, to=f"b{n}").json["methods"][0] for n in (1, 2))
     assert "frechet" not in few
     assert enough["frechet"] > 0 and {"precision", "recall", "prompt_accuracy"} <= enough.keys()
 
 
-def test_rules_race_at_the_strengths_that_spend_the_same(run, model, prompts):
-    field = "eagle accept=mixture, lantern++ k=5"
-    asked = ("bench", "--model", model, "--prompts", prompts, "-n", 1, "-o", "b", "--no-plots", "--json")
-    asked += ("--methods", field, "--equal-tv", "0.05,0.01", "--equal-pictures", 2, "--dtype", "float32")
-    outcome = run(*asked)
-    assert outcome.code == 0, outcome.err
-    plain, *rows = json.loads(outcome.out)["methods"]
+def test_rules_race_at_the_strengths_that_spend_the_same(bench):
+    asked = ("eagle accept=mixture, lantern++ k=5", "--equal-tv", "0.05,0.01", "--equal-pictures", 2)
+    asked += ("-n", 1, "--dtype", "float32", "--no-plots", "--json")
+    plain, *rows = bench(*asked).json["methods"]
     assert plain["method"] == "ar" and "tv_per_code" not in plain
     assert [row["tv_budget"] for row in rows] == [0.01, 0.01, 0.05, 0.05]
     for row in rows:
@@ -170,74 +188,30 @@ def test_rules_race_at_the_strengths_that_spend_the_same(run, model, prompts):
     assert 0 < small < less < 1 < great < more
     assert f"lantern++ k=5 lambda={great:.8g}" in [row["method"] for row in rows]
     assert "TV per code" in Path("b/table.md").read_text()
-    assert run(*asked).code == 2, "the folder holds a run"
+    bench(*asked).refused("holds a run")
     lines = Path("b/strengths/tv.jsonl").read_text()
-    assert run(*asked, "--resume").code == 0
+    assert bench(*asked, "--resume").code == 0
     assert Path("b/strengths/tv.jsonl").read_text() == lines, "nothing is measured twice"
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (("--equal-tv", "much"), "'much' must be numbers"),
-        (("--equal-tv", "0.1,1"), "above 0 and below 1"),
-        (("--equal-tv", "0.1", "--methods", "eagle"), "has the rule 'exact'"),
-        (("--equal-tv", "0.1", "--methods", "lantern++ lambda=2"), "leave it out"),
-    ],
-)
-def test_what_has_no_strength_to_find_is_refused(run, model, prompts, options, named):
-    outcome = run("bench", "--model", model, "--prompts", prompts, "-n", 1, "-o", "b", *options)
-    assert outcome.code == 2 and outcome.err.count("\n") == 1 and named in outcome.err
-
-
-def test_methods_race_at_every_batch_size_and_a_stop_loses_one_turn(run, model, prompts):
-    requested = ("bench", "--model", model, "--prompts", prompts, "--batch-sizes", "2,1", "-n", 2, "-o", "b")
-    requested += ("--methods", "parallel tree=chain-3", "--dtype", "float32", "--no-measure-tv", "--json")
-    outcome = run(*requested)
-    assert outcome.code == 0, outcome.err
-    rows = json.loads(outcome.out)["methods"]
+def test_methods_race_at_every_batch_size(bench):
+    requested = ("parallel tree=chain-3", "--batch-sizes", "2,1", "-n", 2)
+    requested += ("--dtype", "float32", "--no-measure-tv", "--json")
+    rows = bench(*requested).json["methods"]
     assert [(row["batch_size"], row["method"]) for row in rows] == [
         (size, method) for size in (1, 2) for method in ("ar", "parallel tree=chain-3")
     ]
     for row in rows:
         assert row["images"] == 2 * 2 * row["batch_size"], "twice as many as the batch has, each turn"
         assert row["pictures_per_second"] == pytest.approx(row["images"] / row["seconds"])
-        assert row["draft"] == ("none" if row["method"] == "ar" else "chain-3")
+        assert row["draft"] == ("none" if row["method"] == "ar" else "a chain of 3")
     table = Path("b/table.md").read_text().splitlines()
-    assert table[0].startswith("| method | batch | draft | pictures per s |") and "| `chain-3` |" in table[-3]
+    assert (
+        table[0].startswith("| method | batch | draft | pictures per s |") and "| a chain of 3 |" in table[-3]
+    )
     with Image.open("b/throughput.png") as image:
         assert image.width > 800
-    log = Path("b/batch-2/turns.jsonl")
-    lines = log.read_text().splitlines(keepends=True)
-    log.write_text("".join(lines[:-1]) + lines[-1][:20])
-    assert run(*requested).code == 2, "the folder holds a run"
-    assert run(*requested, "--resume").code == 0
-    assert log.read_text().splitlines(keepends=True)[:-1] == lines[:-1]
-    assert len(log.read_text().splitlines()) == len(lines)
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (("--batch-sizes", "1,x"), "'1,x'"),
-        (("--batch-sizes", "0,2"), "'0,2'"),
-        (("--batch-sizes", ""), "''"),
-        (("--batch-sizes", "1", "--batch-size", 2), "--batch-sizes"),
-        (("--pictures", "none"), "none is no folder"),
-        (("--pictures", "mine"), "holds 3 pictures; at least 4 are needed"),
-        (("--pictures", "mine", "--methods", "ar"), "draws nothing"),
-        (("--pictures", "mine", "--features", "inceptoin"), "holds 3 pictures"),
-        (("--features", "inceptoin"), "did you mean 'inception'?"),
-        (("--quality", "--methods", "ar"), "has no classifier"),
-    ],
-)
-def test_sizes_and_pictures_that_cannot_be_measured_are_refused(run, model, prompts, options, named):
-    saved(Path("mine"), splashes("red", 3))
-    outcome = run("bench", "--model", model, "--prompts", prompts, "-o", "b", *options)
-    if "--pictures" in options:
-        outcome = run("bench", "--model", model, "-o", "b", *options)
-    assert outcome.code == 2 and outcome.err.count("\n") == 1 and named in outcome.err
-    assert not Path("b").exists()
+    bench(*requested).refused("holds a run")
 
 
 def saved(folder: Path, images: list[Image.Image], **notes: str) -> Path:
@@ -246,33 +220,16 @@ def saved(folder: Path, images: list[Image.Image], **notes: str) -> Path:
     return folder
 
 
-def test_a_folder_of_pictures_is_measured_without_drawing(run, model, tmp_path, elsewhere, monkeypatch):
-    own = write_classifier(Path(shutil.copytree(model, tmp_path / "own")))
+def test_a_folder_of_pictures_is_measured_without_drawing(run, own, elsewhere, monkeypatch):
     monkeypatch.setattr(Pipeline, "from_pretrained", lambda **_: pytest.fail("a model was read"))
     saved(elsewhere / "mine", splashes("red", 6), prompt="a red tulip")
-    outcome = run("bench", "--pictures", "mine", "--model", own, "--json")
-    assert (outcome.code, outcome.err) == (0, "")
-    row = json.loads(outcome.out)
+    row = run("bench", "--pictures", "mine", "--model", own, "--json").json
     assert row["images"] == 6 and row["folder"] == "mine" and row["prompt_accuracy"] == 1
     assert row["features"] == "classifier" and row["reference_images"] == 24
     assert row["frechet"] >= 0 and 0 <= row["precision"] <= 1 and 0 <= row["recall"] <= 1
-    table = run("bench", "--pictures", "mine", "--model", own)
+    saved(elsewhere / "photos/val", splashes("red", 6))
+    table = run("bench", "--pictures", "mine", "--model", own, "--reference", "photos")
     assert table.code == 0 and "Fréchet" in table.out and "100 %" in table.out
-    for name in ("blue", "photos/val"):
-        saved(elsewhere / name, splashes("blue", 6))
-    same = ("--pictures", "blue", "--model", own, "--reference", "photos", "--json")
-    row = json.loads(run("bench", *same).out)
-    assert row["frechet"] == pytest.approx(0, abs=1e-6) and row["precision"] == row["recall"] == 1
-    assert row["reference"] == "photos/val" and "prompt_accuracy" not in row
-
-
-@pytest.mark.parametrize(
-    ("verb", "now"),
-    [("eval", "bench --quality"), ("throughput", "bench --batch-sizes"), ("gpu-report", "make gpu")],
-)
-def test_verbs_that_are_now_options_are_named(run, verb, now):
-    outcome = run(verb, "x")
-    assert outcome.code == 2 and outcome.err == f"lanternpp: error: `{verb}` is now `{now}`\n"
 
 
 @pytest.mark.skipif(
@@ -282,18 +239,18 @@ def test_the_shipped_classifier_knows_what_the_shipped_model_drew(run, prompts):
     prompts.write_text(
         "a photo of a sunflower under a blue sky\na photo of the sea at sunset\na photo of a forest\n"
     )
-    asked = (
-        "--methods",
-        "lantern++",
-        "-n",
-        2,
-        "--prompts",
-        prompts,
-        "--no-measure-tv",
-        "--no-plots",
-        "--json",
-    )
-    outcome = run("bench", *asked)
-    assert (outcome.code, outcome.err) == (0, "")
-    for row in json.loads(outcome.out)["methods"]:
+    asked = ("--methods", "lantern++", "-n", 2, *TWO, "--no-measure-tv", "--no-plots", "--json")
+    for row in run("bench", *asked).json["methods"]:
         assert row["prompt_accuracy"] >= 4 / 6 and row["frechet"] > 0 and row["precision"] > 0
+
+
+def test_prompts_of_geneval_leave_pictures_for_its_scorer(run, model, elsewhere):
+    rows = [
+        {"tag": "single_object", "include": [], "prompt": prompt} for prompt in ("a tulip", "a red tulip")
+    ]
+    Path("g.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = ("--prompts", "g.jsonl", "--methods", "ar", "-n", 2, "--no-plots", "--no-measure-tv", "-o", "b")
+    assert run("bench", "--model", model, *asked).code == 0
+    for place, row in enumerate(rows):
+        with Image.open(f"b/geneval/ar/{place:05d}/samples/0001.png") as image:
+            assert image.info["prompt"] == row["prompt"]

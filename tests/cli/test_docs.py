@@ -11,10 +11,14 @@ from pathlib import Path
 import pytest
 from cyclopts import App
 from helpers.documents import DOCS, PAGES, ROOT, blocks, prose
+from helpers.families import write_sketch
 
 from lanternpp import Pipeline
 from lanternpp.cli import VERBS
+from lanternpp.evaluation.papers import PAPERS
+from lanternpp.evaluation.race import parse_methods
 from lanternpp.models import FAMILIES
+from lanternpp.models.transformers import CLASSES
 
 RUN = [ROOT / "README.md", DOCS / "quickstart.md", DOCS / "extending.md"]
 ELSEWHERE = {"--help", "--num_processes", "--pid"}  # of every verb, and of other programs
@@ -58,6 +62,21 @@ def test_every_command_of_the_pages_can_be_read(run, monkeypatch: pytest.MonkeyP
     assert set(VERBS) <= found, "no page shows these commands"
 
 
+def test_the_page_on_papers_has_a_command_for_each_and_figures_of_its_own_methods() -> None:
+    page = DOCS / "reproduce.md"
+    commands = [args for block in blocks(page, "sh") for args in block.commands]
+    shown = {args[args.index("--paper") + 1] for args in commands if "--paper" in args}
+    assert shown == PAPERS.keys() - {"eagle2-llamagen"}, "whose row is one of lantern-llamagen"
+    for args in commands:
+        if "--methods" in args:
+            paper = PAPERS[args[args.index("--paper") + 1]]
+            row = parse_methods(args[args.index("--methods") + 1])
+            assert row[1:] and all(entry in parse_methods(paper.methods) for entry in row)
+    for name, figures in re.findall(r"^\| `(\w[\w+-]*)` \| (.*) \|$", prose(page), re.M):
+        methods = {entry.method for entry in parse_methods(PAPERS[name].methods)}
+        assert set(re.findall(r"`([^`]+)`", figures)) == methods - {"ar"}
+
+
 def options() -> set[str]:
     """Every option of the command line."""
     every = {
@@ -94,7 +113,10 @@ def test_the_first_pages_do_what_they_say(page: Path, run, model, elsewhere: Pat
 
     monkeypatch.setattr(Pipeline, "from_pretrained", tiny)
     python = blocks(page, "python")
-    monkeypatch.setitem(FAMILIES, "grey", "")  # what a page registers or imports is gone after the test
+    for entry, table in (("grey", FAMILIES), ("sketch", FAMILIES), ("LlamaForCausalLM", CLASSES)):
+        monkeypatch.setitem(table, entry, "")  # what a page registers or imports is gone after the test
+    if "my_sketch.py" in [block.title for block in python]:
+        write_sketch(elsewhere / "sketch")
     for block in python:
         if block.title:
             (elsewhere / block.title).write_text(block.text)

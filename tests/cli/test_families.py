@@ -1,4 +1,4 @@
-"""The command line on tiny checkpoints of Anole, Lumina-mGPT, Janus and Emu3, as published and converted."""
+"""The command line on tiny checkpoints of Anole, Lumina-mGPT, Janus, Emu3, Liquid and SimpleAR, as published and converted."""
 
 from __future__ import annotations
 
@@ -6,79 +6,49 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from helpers.families import (
-    LANGUAGE,
-    write_chameleon,
-    write_emu3,
-    write_glm_image,
-    write_glm_processor,
-    write_janus,
-)
+from helpers.families import EVERY, PIXELS, write_glm_image, write_glm_processor
 from PIL import Image
 
-from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
-from lanternpp.nn import checkpoints
-from lanternpp.nn.decoder import DecoderConfig
-from lanternpp.nn.rope import line_table
-
 PROMPT = "a photo of the red tulip"
-SIZES = {"anole": (64, 64), "Lumina-mGPT-7B-64": (64, 64), "janus": (64, 64), "emu3": (32, 32)}
-every_family = pytest.mark.parametrize("name", SIZES)
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One of each, and a random drafter of their width."""
+    """One of each."""
     place = tmp_path_factory.mktemp("published")
-    write_chameleon(place / "anole")
-    write_chameleon(place / "Lumina-mGPT-7B-64", lumina=True)
-    write_janus(place / "janus")
-    write_emu3(place / "emu3")
-    shape = EagleConfig.like(DecoderConfig(LANGUAGE["hidden_size"], 1, LANGUAGE["num_attention_heads"], 48))
-    torch.manual_seed(1)
-    drafter = EagleDrafter(shape, line_table(8, 8))
-    checkpoints.save(place / "drafter", {"kind": "eagle", **shape.flat()}, drafter.state_dict())
+    for name, write in EVERY.items():
+        write(place / name)
     return place
 
 
-@every_family
-def test_a_published_folder_is_compared_and_its_size_drawn(name: str, run, models: Path) -> None:
-    done = run(
-        *(
-            "compare",
-            PROMPT,
-            "--model",
-            models / name,
-            "--drafter",
-            models / "drafter",
-            "--json",
-            "--runs",
-            1,
-        ),
-        *("--method", "lantern++", "--neighbours", 8, "-n", 2),
-    )
-    assert (done.code, done.err) == (0, "")
-    figures = json.loads(done.out)
-    assert [side["method"] for side in figures["methods"]] == ["ar", "lantern++"]
-    assert figures["settings"]["cfg"] > 1
+def test_a_picture_that_the_prompt_shows_is_edited(run, models: Path, tmp_path: Path) -> None:
+    photo = tmp_path / "photo.png"
+    Image.new("RGB", (80, 48), "red").save(photo)
+    draw = ("generate", PROMPT, "--model", models / "emu3.5", "--method", "ar", "--json")
+    plain, edited = (run(*draw, *shown).json["file"] for shown in ((), ("--image", photo)))
+    assert plain != edited
+    assert Image.open(plain).tobytes() != Image.open(edited).tobytes()
+    assert run(*draw, "--image", photo).json["file"] == edited
+    run(*draw, "--image", tmp_path / "none.png").refused("none.png cannot be read")
+    run("generate", PROMPT, "--model", models / "janus", "--image", photo).refused("draws from text alone")
+    job = ("generate", "--prompts", tmp_path / "prompts.txt", "-o", tmp_path / "folder", "--image", photo)
+    run(*job).refused("--image goes with one PROMPT")
 
 
-@every_family
+@pytest.mark.parametrize("name", EVERY)
 def test_a_converted_folder_draws_the_same_picture(name: str, run, models: Path, tmp_path: Path) -> None:
     out = tmp_path / "ours"
     done = run("models", "convert", models / name, out, "--store", "float32")
     assert (done.code, done.err) == (0, "") and "target" in done.out
-    refused = run("models", "convert", models / name, tmp_path / "small", "--store", "int8")
-    assert refused.code == 2 and "float32 or bfloat16, not int8" in refused.err
+    small = ("models", "convert", models / name, tmp_path / "small", "--store", "int8")
+    run(*small).refused("float32 or bfloat16, not int8")
     pictures = []
     for model in (models / name, out):
-        file = tmp_path / f"{model.name}.png"
-        args = ("--model", model, "--method", "ar", "--dtype", "float32", "-o", file, "--json")
-        done = run("generate", PROMPT, *args)
-        assert (done.code, done.err) == (0, "")
-        pictures.append(Image.open(file))
-    assert pictures[0].size == SIZES[name]
+        args = ("--model", model, "--method", "ar", "--dtype", "float32", "--json")
+        pictures.append(
+            Image.open(run("generate", PROMPT, *args, "-o", tmp_path / f"{model.name}.png").json["file"])
+        )
+    assert pictures[0].size == (4 * PIXELS[name],) * 2
     assert pictures[0].tobytes() == pictures[1].tobytes()
 
 
@@ -89,11 +59,9 @@ def test_a_size_is_an_option_of_models_that_draw_several(
         args = ("--model", models / name, "--method", "jacobi", "-o", tmp_path / "wide.png")
         assert run("generate", PROMPT, *args, "--size", size).code == 0
         assert "{}x{}".format(*Image.open(tmp_path / "wide.png").size) == size
-    refused = run("generate", PROMPT, "--model", models / "anole", "--method", "ar", "--size", "32x32")
-    assert refused.code == 2 and "64x64 pixels alone" in refused.err and refused.err.count("\n") == 1
-    for one_size in (model, models / "janus"):
-        refused = run("generate", PROMPT, "--model", one_size, "--method", "ar", "--size", "32x32")
-        assert refused.code == 2 and "one size; leave out --size 32x32" in refused.err
+    alone, one_size = "64x64 pixels alone", "one size; leave out --size 32x32"
+    for other, said in ((models / "anole", alone), (model, one_size), (models / "janus", one_size)):
+        run("generate", PROMPT, "--model", other, "--method", "ar", "--size", "32x32").refused(said)
     done = run("models", "convert", models / "emu3", tmp_path / "wide", "--size", "24x16")
     assert (done.code, done.err) == (0, "")
     assert json.loads((tmp_path / "wide/target/config.json").read_text())["size"] == "24x16"

@@ -19,7 +19,7 @@ PROMPT = "a red tulip"
 
 @pytest.fixture
 def fitted(model: Path, monkeypatch: pytest.MonkeyPatch):
-    """Every guess of `parallel` is accepted half of the time, and steps take what `seconds` says."""
+    """Every draft code of `parallel` is accepted half of the time, and steps take what `seconds` says."""
     seconds: dict[str, float] = {}
     monkeypatch.delenv("LANTERNPP_FIT")
     settings = Pipeline.from_pretrained(model, device="cpu").settings("parallel")
@@ -42,11 +42,8 @@ def test_the_closing_line_the_notes_and_the_json_say_what_was_drafted(run, model
     with Image.open(elsewhere / "a.png") as image:
         noted = json.loads(image.text["settings"])
     assert noted["tree"] == "chain-2" and noted["fit"] is True
-    assert json.loads(run(*command, "--json").out)["settings"] == noted
-    again = run(
-        "generate", PROMPT, "--model", model, "--method", "parallel", "--tree", noted["tree"], "-o", "b.png"
-    )
-    assert "fitted" not in again.out
+    assert run(*command, "--json").json["settings"] == noted
+    assert "fitted" not in run(*command, "--tree", noted["tree"], "-o", "b.png").out
     with Image.open(elsewhere / "a.png") as one, Image.open(elsewhere / "b.png") as other:
         assert one.tobytes() == other.tobytes()
 
@@ -60,7 +57,7 @@ def test_where_plain_decoding_is_fastest_the_closing_line_says_so(run, model, fi
 def test_no_fit_takes_the_models_own_draft(run, model, fitted) -> None:
     fitted |= {"plain": 1.0, "chain-2": 1.1}
     command = ("generate", PROMPT, "--model", model, "--method", "parallel", "--json")
-    settings = json.loads(run(*command, "--no-fit").out)["settings"]
+    settings = run(*command, "--no-fit").json["settings"]
     assert settings["tree"] == "chain-6" and settings["fit"] is False
 
 

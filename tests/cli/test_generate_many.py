@@ -5,14 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
-import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
-from helpers.models import write_model
+from helpers.models import contents, write_model
+from helpers.processes import LANTERNPP, SECONDS, python, until
 from PIL import Image
 
 from lanternpp.cli import with_values
@@ -36,11 +34,6 @@ def job(run, model, requested):
     return lambda *more: run("generate", "--prompts", requested, "--model", model, "-n", 2, *more)
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    """Every file of a folder, hidden ones too."""
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 def test_one_png_for_each_prompt_and_seed(job, elsewhere: Path) -> None:
     outcome = job("-o", "new/out", "--seed", 7)
     assert (outcome.code, outcome.err) == (0, "")
@@ -60,12 +53,6 @@ def test_a_picture_of_a_job_is_the_one_of_its_prompt_alone(job, run, model, else
     run("generate", PROMPTS[1], "--model", model, "--seed", 4, "--batch-size", 4, "-o", "alone.png")
     (same,) = (elsewhere / "out").glob("a-tulip-*-4.png")
     assert same.read_bytes() == (elsewhere / "alone.png").read_bytes()
-
-
-def test_a_large_batch_of_a_job_has_at_most_a_slot_for_each_picture(job, model) -> None:
-    job("-o", "out", "--batch-size", 1_000_000)
-    settings = json.loads(job("-o", "out", "--batch-size", 1_000_000, "--json").out)["settings"]
-    assert settings["batch_size"] == 1_000_000  # as the pictures have it, so that a longer list goes on
 
 
 def test_what_is_there_is_not_drawn_again(job, requested, elsewhere: Path) -> None:
@@ -97,43 +84,35 @@ def test_the_order_and_what_was_there_decide_nothing(job, requested, elsewhere: 
 def test_a_killed_job_goes_on(run, elsewhere: Path) -> None:
     model = write_model(elsewhere / "longer", grid=8)
     (elsewhere / "many.txt").write_text("a tulip\nred tulip\n")
-    args = ["generate", "--prompts", "many.txt", "--model", model, "-n", 20, "--batch-size", 2]
-    command = [sys.executable, "-c", "from lanternpp.cli import main; main()", *map(str, args), "-o", "a"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    while len(list((elsewhere / "a").glob("*.png"))) < 3:
-        assert process.poll() is None
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    args = ["--prompts", "many.txt", "--model", model, "-n", 20, "--batch-size", 2]
+    process = subprocess.Popen(
+        [*LANTERNPP, "generate", *map(str, args), "-o", "a"], stdout=subprocess.DEVNULL
+    )
+    until(lambda: len(list((elsewhere / "a").glob("*.png"))) > 2 or process.poll() is not None)
+    assert process.poll() is None
+    process.kill()
+    process.wait(SECONDS)
     left = len(list((elsewhere / "a").glob("*.png")))
     assert 3 <= left < 40
-    assert f"{40 - left} pictures, {left} were there already" in run(*args, "-o", "a").out
-    assert run(*args, "-o", "b").code == 0
+    assert f"{40 - left} pictures, {left} were there already" in run("generate", *args, "-o", "a").out
+    assert run("generate", *args, "-o", "b").code == 0
     assert contents(elsewhere / "a") == contents(elsewhere / "b")
 
 
-def test_halves_and_leftovers_go(job, elsewhere: Path) -> None:
+def test_halves_leftovers_and_what_is_damaged_inside_go(job, elsewhere: Path) -> None:
     job("-o", "out")
     whole = contents(elsewhere / "out")
-    cut, empty, other, *_ = sorted((elsewhere / "out").iterdir())
-    cut.write_bytes(cut.read_bytes()[:-20])
+    truncated, empty, other, flipped, *_ = sorted((elsewhere / "out").iterdir())
+    damaged = bytearray(flipped.read_bytes())
+    damaged[damaged.index(b"IDAT") + 40] ^= 1
+    flipped.write_bytes(damaged)
+    truncated.write_bytes(truncated.read_bytes()[:-20])
     empty.write_bytes(b"")
-    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], stdout=subprocess.PIPE)
+    dead = python("-c", "import os; print(os.getpid())")
     left = other.with_name(f".{other.name}.{int(dead.stdout)}.tmp")
     left.write_bytes(b"half")
     os.utime(left, (0, 0))
-    assert "2 pictures, 8 were there already" in job("-o", "out").out
-    assert contents(elsewhere / "out") == whole
-
-
-def test_a_picture_damaged_inside_is_drawn_again(job, elsewhere: Path) -> None:
-    job("-o", "out")
-    whole = contents(elsewhere / "out")
-    for name in list(whole)[:2]:
-        damaged = bytearray(whole[name])
-        damaged[damaged.index(b"IDAT") + 40] ^= 1
-        (elsewhere / "out" / name).write_bytes(damaged)
-    assert "2 pictures, 8 were there already" in job("-o", "out").out
+    assert "3 pictures, 7 were there already" in job("-o", "out").out
     assert contents(elsewhere / "out") == whole
 
 
@@ -142,16 +121,8 @@ def test_a_job_has_its_folder_for_itself(job, run, model, requested, elsewhere: 
 
     def second(renderer: Renderer, prompts: list[str]) -> tuple[dict[str, str], list[str]]:
         """Another process begins while the first is about to draw."""
-        command = [
-            sys.executable,
-            "-c",
-            "from lanternpp.cli import main; main()",
-            "generate",
-            "-o",
-            "new/out",
-        ]
-        command += ["--prompts", requested, "--model", model, "--temperature", "0.5"]
-        reported.append(subprocess.run(command, capture_output=True, text=True))
+        given = ["-o", "new/out", "--prompts", requested, "--model", model, "--temperature", "0.5"]
+        reported.append(python(*LANTERNPP[1:], "generate", *given))
         return {}, []
 
     monkeypatch.setattr(Renderer, "check", second)
@@ -166,9 +137,7 @@ def test_a_job_has_its_folder_for_itself(job, run, model, requested, elsewhere: 
 def test_other_settings_do_not_mix(job, elsewhere: Path) -> None:
     job("-o", "out", "--temperature", 0.5)
     before = contents(elsewhere / "out")
-    outcome = job("-o", "out", "--temperature", 0.75)
-    assert outcome.code == 2 and outcome.err.count("\n") == 1
-    assert "temperature 0.5, now 0.75" in outcome.err and "--overwrite" in outcome.err
+    job("-o", "out", "--temperature", 0.75).refused("temperature 0.5 -> 0.75", "--overwrite")
     assert contents(elsewhere / "out") == before
     first = sorted(before)[0]
     assert "out: 10 pictures, " in job("-o", "out", "--temperature", 0.75, "--overwrite").out
@@ -178,10 +147,8 @@ def test_other_settings_do_not_mix(job, elsewhere: Path) -> None:
 
 def test_a_line_that_cannot_be_drawn_is_named_before_anything_is(job, requested, elsewhere: Path) -> None:
     requested.write_text("red tulip\n\na pine tree\na red tulip\na rose\n")
-    outcome = job("-o", "out")
-    assert outcome.code == 2 and outcome.err.count("\n") == 1
-    assert "prompts.txt, line 3: prompt 'a pine tree' names no subject" in outcome.err
-    assert "1 more" in outcome.err and not (elsewhere / "out").exists()
+    job("-o", "out").refused("prompts.txt, line 3: prompt 'a pine tree' names no subject", "1 more")
+    assert not (elsewhere / "out").exists()
 
 
 def test_unknown_words_are_told_of_a_few_prompts(job, requested) -> None:
@@ -201,8 +168,7 @@ def test_a_full_disk_leaves_whole_pictures(job, elsewhere: Path, monkeypatch) ->
         return write(self, data)
 
     monkeypatch.setattr(Path, "write_bytes", fill)
-    outcome = job("-o", "out")
-    assert outcome.code == 2 and outcome.err.count("\n") == 1 and "the disk is full" in outcome.err
+    job("-o", "out").failed("the disk is full")
     monkeypatch.undo()
     assert len(list((elsewhere / "out").iterdir())) == 3
     assert "7 pictures, 3 were there already" in job("-o", elsewhere / "out").out
@@ -213,6 +179,10 @@ def test_the_figures_of_a_job(job) -> None:
     assert figures["images"] == 10 and figures["codes"] == sum(figures["accepted_per_pass"]) == 160
     assert figures["codes_per_pass"] == pytest.approx(160 / figures["passes"])
     assert figures["settings"]["batch_size"] == 8 and figures["folder"] == "out" and figures["tv_cost"] > 0
+    large = json.loads(job("-o", "large", "--json", "--batch-size", 1_000_000).out)
+    assert (
+        large["settings"]["batch_size"] == 1_000_000
+    )  # as the pictures have it, so that a longer list goes on
 
 
 @pytest.mark.parametrize(
@@ -224,7 +194,6 @@ def test_the_figures_of_a_job(job) -> None:
         (["--prompts", "p.txt", "-o", "p.txt"], "p.txt is a file"),
         (["--prompts", "p.txt", "-o", "p.txt/o"], "p.txt is a file"),
         (["--prompts", "p.txt", "-o", "x.png"], "x.png names one file"),
-        (["--prompts", "p.txt", "--out", "o"], "--out is now -o"),
         (["--prompts", "none.txt", "-o", "o"], "none.txt is missing"),
         (["--prompts", "empty.txt", "-o", "o"], "empty.txt holds none"),
         (["--prompts", "pipe.txt", "-o", "o"], "pipe.txt is no plain file"),
@@ -239,17 +208,13 @@ def test_refusals(args, names, run, model, elsewhere: Path) -> None:
     (elsewhere / "p.txt").write_text("red tulip\n")
     (elsewhere / "empty.txt").write_text("# nothing\n\n")
     os.mkfifo(elsewhere / "pipe.txt")  # nobody writes into it
-    outcome = run("generate", *args, "--model", model)
-    assert (outcome.code, outcome.out, outcome.err.count("\n")) == (2, "", 1)
-    assert names in outcome.err
+    run("generate", *args, "--model", model).refused(names)
     assert sorted(path.name for path in elsewhere.iterdir()) == ["empty.txt", "p.txt", "pipe.txt"]
 
 
 def test_without_ray_one_sentence_says_what_to_install(job, monkeypatch) -> None:
     monkeypatch.setattr(cluster, "find_spec", lambda name: None)
-    outcome = job("-o", "out", "--ray", "local")
-    assert outcome.code == 2 and outcome.err.count("\n") == 1
-    assert "pip install 'lanternpp[ray]'" in outcome.err
+    job("-o", "out", "--ray", "local").refused("pip install 'lanternpp[ray]'")
 
 
 def test_ray_alone_means_this_machine() -> None:

@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from helpers.processes import LANTERNPP, python
 
 import lanternpp
 from lanternpp import Pipeline
 from lanternpp.accept import RULES
 from lanternpp.accept.base import RESIDUALS
 from lanternpp.api.options import DIALS, METHODS
-from lanternpp.cli import RENAMED, RETIRED
+from lanternpp.cli import RENAMED, RETIRED, VERBS
 from lanternpp.cli.terminal import progress_bar
 from lanternpp.engine.verify.choose import VERIFIERS
-from lanternpp.models.published import PUBLISHED
+from lanternpp.models.hub import PUBLISHED
 from lanternpp.proposers import PROPOSERS
 from lanternpp.proposers.jacobi import COUPLINGS, INITS
 from lanternpp.training.state import Report
 from lanternpp.trees import TREES
-
-COMMAND = [sys.executable, "-c", "from lanternpp.cli import main; main()"]
 
 
 @pytest.mark.parametrize("args", [["--help"], ["generate", "--help"], ["--version"]])
@@ -41,36 +40,24 @@ except SystemExit as end:
     slow = {"torch", "transformers", "numpy", "PIL", "safetensors", "huggingface_hub", "matplotlib"}
     sys.exit(end.code or ", ".join(slow & sys.modules.keys()))
 """
-    done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True)
+    done = python("-c", code, *args)
     assert done.stderr.strip() == "" and done.stdout
 
 
-@pytest.mark.parametrize(
-    ("dial", "known"),
-    [
-        ("proposer", PROPOSERS),
-        ("accept", RULES),
-        ("residual", RESIDUALS),
-        ("coupling", COUPLINGS),
-        ("init", INITS),
-        ("verify", VERIFIERS),
-    ],
-)
-def test_help_names_everything_that_a_dial_may_be(dial: str, known: Iterable[str], run) -> None:
-    assert set(DIALS[dial].choices) == set(known)
-    assert all(name in run("generate", "--help").out for name in known)
+def test_help_names_everything_that_a_dial_may_be(run) -> None:
+    known = {"proposer": PROPOSERS, "accept": RULES, "residual": RESIDUALS, "coupling": COUPLINGS}
+    known |= {"init": INITS, "verify": VERIFIERS}
+    for dial, names in known.items():
+        assert set(DIALS[dial].choices) == set(names)
+        assert all(name in run("generate", "--help").out for name in names)
 
 
-def test_a_model_that_ships_is_not_said_to_be_in_a_cache(run) -> None:
-    outcome = run("train", "--model", "nature-128", "--self", "--minutes", 1)
-    assert outcome.code == 2 and outcome.err.count("\n") == 1
-    assert "nature-128 ships with this package: name a folder for the drafter with -o DIR" in outcome.err
-
-
-def test_a_refusal_from_the_shell() -> None:
-    done = subprocess.run([*COMMAND, "generate", "x", "--cfg", "0"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "lanternpp: error: --cfg 0.0 is out of range; use 1 (no guidance) or more\n"
+@pytest.mark.parametrize("verb", [*VERBS, "models list", "models convert", "models warm"])
+def test_every_option_has_help(verb: str, run, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    lines = [line.strip("│ ") for line in run(*verb.split(), "--help").out.splitlines()]
+    bare = [line for line in lines if line.startswith("--") and not re.search(r"\S {2,}\S", line)]
+    assert not bare and any(line.startswith("--") for line in lines)
 
 
 @pytest.mark.parametrize(("verb", "now"), RETIRED.items())
@@ -88,33 +75,51 @@ def test_a_renamed_option_is_refused_with_its_new_name(option: str, now: str, ru
         assert (outcome.code, outcome.err) == (2, f"lanternpp: error: {option} is now {now}\n")
 
 
-def test_version(run) -> None:
-    outcome = run("--version")
-    assert (outcome.code, outcome.out, outcome.err) == (0, f"lanternpp {lanternpp.__version__}\n", "")
+def test_a_model_that_ships_is_not_said_to_be_in_a_cache(run) -> None:
+    said = "nature-128 ships with this package: name a folder for the drafter with -o DIR"
+    run("train", "--model", "nature-128", "--self", "--minutes", 1).refused(said)
 
 
-def test_no_verb_prints_help(run) -> None:
-    outcome = run()
-    assert outcome.code == 0 and "Usage" in outcome.out and outcome.err == ""
+def test_a_refusal_from_the_shell() -> None:
+    done = python(*LANTERNPP[1:], "generate", "x", "--cfg", "0")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "lanternpp: error: --cfg 0.0 is out of range; use 1 (no guidance) or more\n"
 
 
-def test_ctrl_c_is_one_line_and_130(run, monkeypatch, elsewhere: Path) -> None:
-    def interrupt(**_: object) -> None:
-        raise KeyboardInterrupt
+def test_a_reader_that_leaves_early_ends_the_listing_without_a_word() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as gone:
+        done = subprocess.run(
+            [*LANTERNPP, "models"], stdout=gone, stderr=subprocess.PIPE, text=True, timeout=120
+        )
+    # Rich ends the program with 1 where it meets the closed pipe first.
+    assert done.returncode in (1, 141) and done.stderr == ""
 
-    monkeypatch.setattr(Pipeline, "from_pretrained", interrupt)
+
+@pytest.mark.parametrize(
+    ("args", "said"), [(["--version"], f"lanternpp {lanternpp.__version__}\n"), ([], "Usage")]
+)
+def test_version_and_help_without_a_verb(args: list[str], said: str, run) -> None:
+    outcome = run(*args)
+    assert (outcome.code, outcome.err) == (0, "") and said in outcome.out
+
+
+LOCKED = PermissionError(13, "Permission denied", "/locked/file")
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [(KeyboardInterrupt(), 130, "interrupted"), (LOCKED, 2, "error: /locked/file: Permission denied")],
+)
+def test_ctrl_c_and_a_file_that_cannot_be_used_are_one_line(raised, code, said, run, monkeypatch, elsewhere):
+    def stop(**_: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(Pipeline, "from_pretrained", stop)
     outcome = run("generate", "a red tulip")
-    assert (outcome.code, outcome.out, outcome.err) == (130, "", "lanternpp: interrupted\n")
+    assert (outcome.code, outcome.out, outcome.err) == (code, "", f"lanternpp: {said}\n")
     assert list(elsewhere.iterdir()) == []
-
-
-def test_a_file_that_cannot_be_used_is_one_line(run, monkeypatch, elsewhere: Path) -> None:
-    def locked(**_: object) -> None:
-        raise PermissionError(13, "Permission denied", "/locked/file")
-
-    monkeypatch.setattr(Pipeline, "from_pretrained", locked)
-    outcome = run("generate", "a red tulip")
-    assert (outcome.code, outcome.err) == (2, "lanternpp: error: /locked/file: Permission denied\n")
 
 
 def test_an_unknown_word_is_one_warning_that_lists_the_known(run, model) -> None:
@@ -165,7 +170,8 @@ def test_models_names_everything_whole_however_narrow_the_terminal(columns: int,
 
 
 def test_models_says_what_each_method_draws_with_on_a_model(run, broken: Path) -> None:
-    reported = json.loads(run("models", "--json").out)
+    reported = run("models", "--json").json
+    assert next(row for row in reported["models"] if row["name"] == "nature-128")["bytes"] > 1e6
     rows = {row["name"]: row for row in reported["methods"]}
     lossless = {name for name, row in rows.items() if row["lossless"]}
     assert lossless == {"ar", "eagle", "eagle2", "ddd", "independent", "parallel", "jacobi", "jacobi-coupled"}
@@ -174,12 +180,11 @@ def test_models_says_what_each_method_draws_with_on_a_model(run, broken: Path) -
     assert reported["auto"]["method"] == "lantern++" and rows["independent"]["missing"] == "independent"
     assert {row["name"]: row["nodes"] for row in reported["trees"]}["lantern-57"] == 57
     shutil.rmtree(broken / "parallel")
-    other = json.loads(run("models", "--json", "--model", broken).out)
+    other = run("models", "--json", "--model", broken).json
     rows = {row["name"]: row for row in other["methods"]}
     assert (rows["lantern++"]["tree"], rows["lantern++"]["dials"]["neighbours"]) == ("lantern-57", 8)
     assert rows["parallel"]["missing"] == "parallel" and rows["eagle"]["missing"] is None
-    absent = run("models", "--model", "somebody/something")
-    assert absent.code == 2 and "is not on this machine" in absent.err
+    run("models", "--model", "somebody/something").refused("is not on this machine")
 
 
 def test_an_engine_of_any_method_is_made_without_torchs_compiler() -> None:
@@ -188,14 +193,14 @@ def test_an_engine_of_any_method_is_made_without_torchs_compiler() -> None:
 import sys
 from lanternpp import Pipeline
 from lanternpp.api.options import METHODS
-from lanternpp.models.published import PUBLISHED
+from lanternpp.models.hub import PUBLISHED
 from lanternpp.trees import TREES
 pipe = Pipeline.from_pretrained("nature-128", device="cpu", tuned=False)
 for method in METHODS.keys() - {"independent"}:
     pipe.new_engine(pipe.settings(method))
 sys.exit(", ".join({"torch._dynamo", "torch._inductor", "sympy"} & sys.modules.keys()))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = python("-c", code)
     assert done.stderr.strip() == ""
 
 
@@ -205,7 +210,7 @@ def test_a_model_without_a_drafter_draws_without_a_word_on_methods(run, broken: 
     outcome = run("generate", "a red tulip", "--model", broken)
     assert (outcome.code, outcome.err) == (0, "")
     assert "jacobi-coupled (auto: no drafter, lossless)" in outcome.out
-    reported = json.loads(run("generate", "a red tulip", "--model", broken, "--json").out)
+    reported = run("generate", "a red tulip", "--model", broken, "--json").json
     assert (reported["method"], reported["auto"]) == ("jacobi-coupled", "no drafter, lossless")
     Path("prompts").write_text("a red tulip")
     args = ["--no-plots", "--no-quality", "--no-measure-tv", "--prompts", "prompts", "-n", 1, "--json"]
@@ -213,5 +218,5 @@ def test_a_model_without_a_drafter_draws_without_a_word_on_methods(run, broken: 
     methods = [row["method"] for row in json.loads(raced.out)["methods"]]
     assert raced.code == 0 and methods == ["ar", "jacobi-coupled", "lantern-jacobi"]
     assert raced.err.count("\n") == 1 and "eagle2" in raced.err
-    named = run("generate", "a red tulip", "--model", broken, "--method", "eagle")
-    assert named.code == 2 and "--method jacobi-coupled and --method ar draw" in named.err
+    said = "--method jacobi-coupled and --method ar draw"
+    run("generate", "a red tulip", "--model", broken, "--method", "eagle").refused(said)

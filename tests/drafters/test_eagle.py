@@ -4,52 +4,14 @@ import json
 
 import pytest
 import torch
-from helpers.toys import ToyTarget, eagle
+from helpers.toys import ToyTarget
 
 from lanternpp.api.model import ASSETS
 from lanternpp.drafters.base import DrafterConfig
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.drafters.parallel import ParallelConfig
-from lanternpp.engine.cache import Cache
 from lanternpp.nn import checkpoints
 from lanternpp.nn.decoder import DecoderConfig
-
-
-def pair(count: int = 10):
-    torch.manual_seed(0)
-    target = ToyTarget()
-    return eagle(target), *torch.randn(2, 2, count, 16, dtype=torch.float64)
-
-
-def test_teaching_is_drafting():
-    drafter, next_embeds, features = pair()
-    cache = Cache(drafter.decoder.config, 2, 20, next_embeds)
-    memory = cache.rows(torch.arange(2), torch.zeros(2, dtype=torch.int64), 4)
-    out = [drafter(next_embeds[:, :4], features[:, :4], memory.nodes(), memory)]
-    for i in range(4, 10):
-        nodes = cache.nodes(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1, 1, dtype=torch.bool))
-        out.append(drafter(next_embeds[:, i : i + 1], features[:, i : i + 1], nodes, cache))
-        cache.used += 1
-    assert torch.allclose(torch.cat(out, 1), drafter.forward_sequence(next_embeds, features), atol=1e-12)
-
-
-def test_it_listens_to_the_code_ahead_and_to_the_feature_here():
-    drafter, next_embeds, features = pair()
-    plain = drafter.forward_sequence(next_embeds, features)
-    assert not torch.allclose(drafter.forward_sequence(next_embeds + 1, features), plain)
-    assert not torch.allclose(drafter.forward_sequence(next_embeds, features + 1), plain)
-    swapped = drafter.forward_sequence(features, next_embeds)
-    assert not torch.allclose(swapped, plain)
-
-
-def test_it_is_one_layer_over_a_linear_map_of_the_pair():
-    drafter, next_embeds, features = pair()
-    x = torch.cat((next_embeds, features), -1) @ drafter.fc.weight.T + drafter.fc.bias
-    assert torch.allclose(
-        drafter.forward_sequence(next_embeds, features), drafter.decoder.forward_sequence(x), atol=1e-12
-    )
-    assert len(drafter.decoder.blocks) == 1
-    assert isinstance(drafter.decoder.norm, torch.nn.Identity), "the target's norm is in its features already"
 
 
 def test_its_options_are_those_of_the_checkpoints():

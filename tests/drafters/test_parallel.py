@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.models import write_model
+from helpers.refusals import rejects
 
 from lanternpp.api.model import read_target
 from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
-from lanternpp.errors import InputError
 from lanternpp.nn import checkpoints
 from lanternpp.nn.sources import Source
 
@@ -46,5 +46,4 @@ def test_layers_that_the_target_lacks_are_refused(aux_layers: list[int], said: s
     checkpoints.save(
         folder / "parallel", {"kind": "parallel", **config.flat(), "aux_layers": aux_layers}, tensors
     )
-    with pytest.raises(InputError, match=said):
-        read(folder)
+    rejects(said, read, folder)

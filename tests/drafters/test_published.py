@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import checkpoints
+from helpers.refusals import rejects
 from safetensors.torch import load_file
 
 from lanternpp.api.model import read_target
 from lanternpp.drafters.published import PublishedDrafter
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
-from lanternpp.errors import InputError
 from lanternpp.models.base import Target
 from lanternpp.nn.sources import Source
 from lanternpp.proposers.tree import TreeProposer
@@ -67,12 +67,10 @@ def test_another_targets_drafter_is_refused(target: Target, tmp_path: Path) -> N
     torch.save(
         tensors | {"embed_tokens.weight": -tensors["embed_tokens.weight"]}, folder / "pytorch_model.bin"
     )
-    with pytest.raises(InputError, match="another target"):
-        read(folder, target)
+    rejects("another target", read, folder, target)
     wide = checkpoints.published_drafter(checkpoints.llamagen(True, dim=128))
     torch.save(wide, folder / "pytorch_model.bin")
-    with pytest.raises(InputError, match="128 wide and the target 64"):
-        read(folder, target)
+    rejects("128 wide and the target 64", read, folder, target)
 
 
 def test_a_missing_tensor_is_named(target: Target, tmp_path: Path) -> None:
@@ -80,5 +78,4 @@ def test_a_missing_tensor_is_named(target: Target, tmp_path: Path) -> None:
     tensors = torch.load(folder / "pytorch_model.bin")
     del tensors["layers.0.mlp.down_proj.weight"]
     torch.save(tensors, folder / "pytorch_model.bin")
-    with pytest.raises(InputError, match=r"missing decoder\.blocks\.0\.w2\.weight"):
-        read(folder, target)
+    rejects(r"missing decoder\.blocks\.0\.w2\.weight", read, folder, target)

@@ -4,6 +4,8 @@ import runpy
 
 import pytest
 import torch
+import torch.nn.functional as F
+from helpers.steps import parts
 from helpers.toys import OracleDrafter, ToyTarget, eagle
 
 from lanternpp.accept.exact import Exact
@@ -13,8 +15,7 @@ from lanternpp.engine.cache import Cache
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
-from lanternpp.nn.decoder import Decoder, DecoderConfig
-from lanternpp.nn.rope import grid_table
+from lanternpp.nn.decoder import Decoder, DecoderConfig, grid_table
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.shapes import EAGLE
 from lanternpp.trees.static import StaticTree
@@ -161,6 +162,27 @@ def test_prefill_and_one_by_one_agree_with_the_causal_pass():
     first = decoder(x[:, :4], memory.nodes(), memory)
     rest = line(decoder, cache, x[:, 4:])
     assert torch.allclose(torch.cat((first, rest), 1), decoder.forward_sequence(x), atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["parallel", "tree", "independent"])
+def test_a_prompt_in_several_passes_draws_the_same(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    drawn = []
+    for chunk in (cache.CHUNK, 2, 1):
+        monkeypatch.setattr(cache, "CHUNK", chunk)
+        engine = Engine(*parts(name))
+        sizes: list[int] = []
+        engine.target.register_forward_pre_hook(lambda _, given, sizes=sizes: sizes.append(given[0].shape[1]))
+        # the second prompt is padded
+        drawn.append([sample.codes.tolist() for sample in generate(engine, ["hill", "sea"], [1, 2])])
+        assert sizes[: -(-6 // min(chunk, 3))] == {1: [1] * 6, 2: [2, 1, 2]}.get(chunk, [3, 3])
+    assert drawn[0] == drawn[1] == drawn[2]
+
+
+def test_queries_of_a_group_are_rows_of_a_head() -> None:
+    q, k, v = torch.randn(2, 6, 5, 8), torch.randn(2, 2, 16, 8), torch.randn(2, 2, 16, 8)
+    mask = torch.zeros(2, 1, 5, 16).masked_fill_(torch.rand(2, 1, 5, 16) < 0.4, float("-inf"))
+    expected = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+    assert torch.allclose(cache.grouped(q, k, v, mask), expected, atol=1e-5)
 
 
 def test_the_loop_draws_the_argmax_of_the_causal_pass():

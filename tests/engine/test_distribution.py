@@ -14,7 +14,18 @@ from helpers.distributions import (
     round_distribution,
     tally,
 )
-from helpers.toys import MarkovTarget, NoisyMarkovDrafter, OtherMarkovDrafter, admit_all, parallel
+from helpers.toys import (
+    BUSHY,
+    CHAIN,
+    FAR,
+    HOLES,
+    MarkovTarget,
+    NoisyMarkovDrafter,
+    OtherMarkovDrafter,
+    admit_all,
+    noise,
+    parallel,
+)
 
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.neighbours import Lantern, LanternPlusPlus
@@ -34,80 +45,59 @@ from lanternpp.trees.shapes import chain
 from lanternpp.trees.static import StaticTree
 from lanternpp.types import Draft, Tree
 
-DRAWS, FEWER = 400_000, 100_000  # fewer: of what is drawn in many steps, or one of many like it
+DRAWS, FEWER, PICTURES = 400_000, 100_000, 50_000  # fewer: of one of many like it
 UNLIKELY = 1e-3  # the seeds are fixed: a test passes always or never
 
-CHAIN = torch.tensor([[0.5, 0.3, 0.2], [0.05, 0.15, 0.8], [0.6, 0.3, 0.1]])
-FAR = torch.tensor([[0.1, 0.2, 0.7], [0.9, 0.05, 0.05], [0.3, 0.3, 0.4]])
-HOLES = torch.tensor([[0.0, 0.4, 0.6], [1.0, 0.0, 0.0], [0.5, 0.5, 0.0]])
-BUSHY = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
 FULL = ((0,), (1,), (2,), (0, 0), (1, 0), (2, 0), (2, 1))
 
 BOTH = ("token", "traversal")
-CASES = {  # verifiers, drafts, how many pictures
-    "none": (("token",), lambda target: NoDraft(), FEWER),
+CASES = {  # verifiers, drafts
+    "none": (("token",), lambda target: NoDraft()),
     "chain, flatter q": (
         ("token", "block"),
-        lambda target: TreeProposer(NoisyMarkovDrafter(target), StaticTree(chain(2))),
-        FEWER,
+        lambda t: TreeProposer(NoisyMarkovDrafter(t), StaticTree(chain(2))),
     ),
-    "tree, flatter q": (
-        ("traversal",),
-        lambda target: TreeProposer(NoisyMarkovDrafter(target), StaticTree(BUSHY)),
-        FEWER,
-    ),
-    "all levels at once": (BOTH, lambda target: Parallel(parallel(target), StaticTree(BUSHY)), FEWER),
+    "tree, flatter q": (("traversal",), lambda t: TreeProposer(NoisyMarkovDrafter(t), StaticTree(BUSHY))),
+    "all levels at once": (BOTH, lambda t: Parallel(parallel(t), StaticTree(BUSHY))),
     "fewer codes than children": (
         BOTH,
-        lambda target: TreeProposer(OtherMarkovDrafter(target, HOLES), StaticTree(FULL)),
-        FEWER,
+        lambda t: TreeProposer(OtherMarkovDrafter(t, HOLES), StaticTree(FULL)),
     ),
     "chain, q with holes": (
         ("block",),
-        lambda target: TreeProposer(OtherMarkovDrafter(target, HOLES), StaticTree(chain(3))),
-        DRAWS,
+        lambda t: TreeProposer(OtherMarkovDrafter(t, HOLES), StaticTree(chain(3))),
     ),
-    "chain, all levels at once": (
-        ("block",),
-        lambda target: Parallel(parallel(target), StaticTree(chain(3))),
-        DRAWS,
-    ),
+    "chain, all levels at once": (("block",), lambda t: Parallel(parallel(t), StaticTree(chain(3)))),
     "a chain longer than the picture, and layers of the target": (
         ("block",),
-        lambda target: Parallel(parallel(target, 4, (0,)), StaticTree(chain(6))),
-        20_000,
+        lambda t: Parallel(parallel(t, 4, (0,)), StaticTree(chain(6))),
     ),
-    "jacobi": (("block",), lambda target: Jacobi(3, "none", "mixed"), DRAWS),
+    "jacobi": (("block",), lambda t: Jacobi(3, "none", "mixed")),
 }
 
 
-def images(target, proposer, rule, sampling, guidance, draws=DRAWS, batch=50_000, verifier=verify_tokenwise):
-    """`draws` images of the whole loop, [draws, length], each under its own seed."""
-    engine = Engine(target, proposer, rule, sampling, guidance, batch, verifier=verifier)
-    made = []
-    for first in range(0, draws, batch):
-        admit_all(engine, torch.arange(first, first + batch))
-        while len(engine.done()) < batch:
-            engine.step()
-        made.append(engine.codes[:, : target.length].clone())
-    return torch.cat(made)
+def images(target, proposer, sampling, verifier=verify_tokenwise):
+    """Images of the whole loop, [PICTURES, length], each under its own seed."""
+    engine = Engine(target, proposer, Exact(), sampling, Guidance(), PICTURES, verifier=verifier)
+    admit_all(engine, torch.arange(PICTURES))
+    while len(engine.done()) < PICTURES:
+        engine.step()
+    return engine.codes[:, : target.length]
 
 
 @pytest.mark.parametrize(
     ("case", "verifier"), [(case, verifier) for case, row in CASES.items() for verifier in row[0]]
 )
 def test_the_whole_loop_follows_the_targets_distribution_however_a_draft_is_verified(case, verifier):
-    target, (_, proposer, draws) = MarkovTarget(CHAIN), CASES[case]
-    parts = (proposer(target), Exact(), Sampling(), Guidance())
-    made = images(target, *parts, draws, min(draws, 50_000), VERIFIERS[verifier])
+    target = MarkovTarget(CHAIN)
+    made = images(target, CASES[case][1](target), Sampling(), VERIFIERS[verifier])
     assert chi_square(tally(made, 3), target.distribution()) > UNLIKELY
 
 
 def test_the_whole_loop_follows_the_distribution_that_is_left_after_temperature_and_top_k():
-    target = MarkovTarget(CHAIN)
-    warped = MarkovTarget(Sampling(0.7, top_k=2).probs(CHAIN.log()))
-    proposer = TreeProposer(NoisyMarkovDrafter(target), StaticTree(BUSHY))
-    made = images(target, proposer, Exact(), Sampling(0.7, top_k=2), Guidance(), FEWER)
+    target, sampling = MarkovTarget(CHAIN), Sampling(0.7, top_k=2)
+    warped = MarkovTarget(sampling.probs(CHAIN.log()))
+    made = images(target, TreeProposer(NoisyMarkovDrafter(target), StaticTree(BUSHY)), sampling)
     assert chi_square(tally(made, 3), warped.distribution()) > UNLIKELY
 
 
@@ -168,10 +158,6 @@ def star(batch: int, children: int) -> Tree:
     mask[:, 0] = True
     parts = (torch.tensor([-1] + [0] * children), torch.tensor([0] + [1] * children), kids, mask)
     return Tree(*(x.expand(batch, *x.shape) for x in parts), (children,))
-
-
-def noise(draws: int, seed: int = 0) -> Noise:
-    return Noise(torch.arange(draws) + (seed << 32), torch.ones(draws, dtype=torch.int64))
 
 
 def round_codes(rule, p, q, children, draws=DRAWS, dtype=torch.float64):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.toys import MarkovTarget, OtherMarkovDrafter, admit_all
+from helpers.toys import CHAIN, MarkovTarget, OtherMarkovDrafter, admit_all
 
 from lanternpp.accept.exact import Exact
 from lanternpp.engine.batching import generate
@@ -16,7 +16,6 @@ from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.static import StaticTree
 from lanternpp.types import Admission, Draft, TargetOutput, Tree, Verdict
 
-CHAIN = torch.tensor([[0.5, 0.3, 0.2], [0.05, 0.15, 0.8], [0.6, 0.3, 0.1]], dtype=torch.float64)
 FAR = torch.tensor([[0.1, 0.2, 0.7], [0.6, 0.2, 0.2], [0.3, 0.3, 0.4]], dtype=torch.float64)
 SHAPE = ((0,), (1,), (0, 0), (1, 0))
 

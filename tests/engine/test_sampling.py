@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.refusals import rejects
 
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
-from lanternpp.errors import InputError
 
 
 def test_top_k_keeps_exactly_k_on_ties():
@@ -86,14 +86,12 @@ def test_the_greedy_residual_is_what_it_was():
     ],
 )
 def test_options_out_of_range_are_refused_by_name(options, named):
-    with pytest.raises(InputError, match=named):
-        Sampling(**options)
+    rejects(named, Sampling, **options)
 
 
 @pytest.mark.parametrize("scale", [0.5, -1.0, float("nan")])
 def test_guidance_below_1_is_refused(scale):
-    with pytest.raises(InputError, match=str(scale)):
-        Guidance(scale)
+    rejects(str(scale), Guidance, scale)
 
 
 def test_guidance_1_is_the_conditional_model_alone():

@@ -8,6 +8,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
+from helpers.refusals import rejects
 from PIL import Image
 from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -76,15 +77,14 @@ def test_pictures_without_a_prompt_are_left_out(folder: Path) -> None:
     assert clip.score(images, [None] * 6) is None
 
 
-def test_what_is_no_clip_is_refused_in_one_sentence(
+def test_what_is_no_clip_is_rejected_in_one_sentence(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
-    with pytest.raises(InputError, match="a model of type t5; give a CLIP"):
-        Clip.open(str(tmp_path), CPU)
+    rejects("a model of type t5; give a CLIP", Clip.open, str(tmp_path), CPU)
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     for name in (str(tmp_path), str(tmp_path / "none"), "no-such-person/no-such-clip"):
-        with pytest.raises(InputError, match=r"cannot be had .*hub id such as openai/clip") as refusal:
+        with pytest.raises(InputError, match=r"cannot be had .*hub id such as openai/clip") as error:
             Clip.open(name, CPU)
-        assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 500
+        assert "\n" not in str(error.value) and len(str(error.value)) < 500

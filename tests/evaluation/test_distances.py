@@ -59,22 +59,6 @@ def test_a_second_implementation_agrees(count: int, dims: int) -> None:
     assert frechet(gaussian(one), gaussian(other)) == pytest.approx(second(one, other), rel=1e-6)
 
 
-def test_fewer_pictures_than_features_lose_nothing() -> None:
-    """7 points in 64 dimensions differ from others by a shift alone, whatever is singular."""
-    points = draws(7, 64, 5)
-    shift = draws(1, 64, 6)
-    assert frechet(gaussian(points), gaussian(points)) == pytest.approx(0, abs=1e-10)
-    expected = shift.square().sum().item()
-    assert frechet(gaussian(points + shift), gaussian(points)) == pytest.approx(expected, rel=1e-9)
-
-
-def test_it_is_symmetric_and_float32_features_are_enough() -> None:
-    one, other = draws(100, 8, 7).float() + 100, draws(120, 8, 8).float() + 100
-    there, back = (frechet(gaussian(a), gaussian(b)) for a, b in ((one, other), (other, one)))
-    assert there == pytest.approx(back, rel=1e-9)
-    assert there == pytest.approx(second(one.double(), other.double()), rel=1e-6)
-
-
 def test_the_spread_is_the_standard_deviation_over_new_pictures() -> None:
     reference = gaussian(draws(400, 6, 9) + 0.7)
     sets = [draws(160, 6, seed) for seed in range(100, 160)]
@@ -119,18 +103,3 @@ def test_by_hand() -> None:
     generated = torch.tensor([[-3.1], [-2.9], [5.9], [6.1], [100.0]])
     precision, _ = pr.precision_recall(generated, reference)
     assert precision == pytest.approx(2 / 5)
-
-
-def test_a_set_against_itself_and_against_one_far_away() -> None:
-    points = torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
-    assert pr.precision_recall(points, points) == (1, 1)
-    assert pr.precision_recall(points, points + 100) == (0, 0)
-
-
-def test_few_kinds_of_pictures_are_precise_and_recall_little() -> None:
-    random = torch.Generator().manual_seed(1)
-    places = torch.randn(20, 4, generator=random) * 30
-    reference = (places[:, None] + torch.randn(20, 10, 4, generator=random)).flatten(0, 1)
-    one = reference[:10].repeat(4, 1) + 0.1 * torch.randn(40, 4, generator=random)
-    precision, recall = pr.precision_recall(one, reference)
-    assert precision > 0.9 and recall < 0.15

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.refusals import rejects
 from PIL import Image
 
 from lanternpp.api.picture import grid, save_png
@@ -28,7 +29,6 @@ def test_pictures_come_in_the_order_of_their_names_with_their_prompts(tmp_path: 
     gallery = Gallery.read(fill(tmp_path, 5))
     assert gallery.prompts == [f"prompt {i}" for i in range(5)]
     assert [image.getpixel((0, 0))[0] for image in gallery] == [0, 10, 20, 30, 40]
-    assert len(gallery[1:3]) == 2
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 9, 12])
@@ -40,7 +40,7 @@ def test_a_grid_that_generate_wrote_is_the_pictures_it_shows(count: int, tmp_pat
     assert gallery.prompts == ["a rose"] * count
 
 
-def test_a_picture_that_is_no_grid_is_not_cut() -> None:
+def test_a_picture_that_is_no_grid_stays_one_picture() -> None:
     assert grid_boxes((100, 100), 4) != ()  # (100 + 2) / 2 - 2 = 49
     assert grid_boxes((101, 100), 4) == ()
 
@@ -61,16 +61,15 @@ def test_what_cannot_be_read_is_named_ten_at_a_time(tmp_path: Path) -> None:
     whole = (fill(tmp_path, 1) / "00.png").read_bytes()
     for i in range(12):
         (tmp_path / f"bad-{i:02d}.png").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(InputError, match=r"bad-00.png \(.*bad-09.png \([^)]*\), and 2 more$") as refusal:
+    with pytest.raises(InputError, match=r"bad-00.png \(.*bad-09.png \([^)]*\), and 2 more$") as error:
         Gallery.read(tmp_path)
-    assert "bad-10" not in str(refusal.value)
+    assert "bad-10" not in str(error.value)
 
 
 def test_sizes_that_differ_are_named(tmp_path: Path) -> None:
     fill(tmp_path, 4)
     plain((0, 0, 0), (20, 24)).save(tmp_path / "odd.webp")
-    with pytest.raises(InputError, match=r"most pictures are 20 x 20, but not odd.webp \(20 x 24\)"):
-        Gallery.read(tmp_path, one_size=True)
+    rejects(r"most pictures are 20 x 20, but not odd.webp \(20 x 24\)", Gallery.read, tmp_path, one_size=True)
     assert len(Gallery.read(tmp_path)) == 5
 
 
@@ -78,20 +77,16 @@ def test_sizes_that_differ_are_named(tmp_path: Path) -> None:
     ("least", "names"), [(4, "holds 3 pictures; at least 4 are needed"), (100, "at least 100")]
 )
 def test_too_few_pictures_say_how_many_are_needed(least: int, names: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=names):
-        Gallery.read(fill(tmp_path, 3), least)
+    rejects(names, Gallery.read, fill(tmp_path, 3), least)
 
 
-def test_what_is_no_folder_and_a_broken_list_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="none is no folder"):
-        Gallery.read(tmp_path / "none")
+def test_what_is_no_folder_and_a_broken_list_are_rejected(tmp_path: Path) -> None:
+    rejects("none is no folder", Gallery.read, tmp_path / "none")
     fill(tmp_path, 1)
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "00.png"}\n{"text": "x"}\n')
-    with pytest.raises(InputError, match="line 2"):
-        Gallery.read(tmp_path)
+    rejects("line 2", Gallery.read, tmp_path)
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "gone.png"}\n')
-    with pytest.raises(InputError, match=r"gone.png \(missing\)"):
-        Gallery.read(tmp_path)
+    rejects(r"gone.png \(missing\)", Gallery.read, tmp_path)
 
 
 def test_squares_are_central_and_antialiased(tmp_path: Path) -> None:

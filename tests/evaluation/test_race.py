@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers.models import write_model
+from helpers.refusals import rejects
 
 from lanternpp.api.options import BASELINE
 from lanternpp.api.pipeline import Pipeline
@@ -15,13 +15,6 @@ from lanternpp.evaluation.race import PICTURES, TURNS, Race, parse_methods
 
 PROMPTS = ["a red tulip", "a tulip"]
 FIELD = "lantern++ lambda=3, jacobi"
-
-
-@pytest.fixture(scope="module")
-def pipe(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
-    return Pipeline.from_pretrained(
-        str(write_model(tmp_path_factory.mktemp("race") / "tiny")), dtype="float32"
-    )
 
 
 def race(pipe: Pipeline, n: int = 2, field: str = FIELD, **shared) -> Race:
@@ -74,40 +67,32 @@ def test_what_is_written_down_is_what_the_pipeline_draws(pipe: Pipeline, tmp_pat
     bent = next(t for t in turns if t.label.startswith("lantern++") and (t.prompt, t.seed) == (1, 8))
     alone = pipe(PROMPTS[1], seed=8, method="lantern++", lam=3.0, batch_size=1)
     assert bent.accepted == [alone.stats.accepted_per_pass]
-    spent = {t.label: t.tv_cost for t in turns if t.seed == 5}
-    assert spent["ar"] == spent["jacobi"] == [0.0] and spent["lantern++ lambda=3"][0] > 0
+    costs = {t.label: t.tv_cost for t in turns if t.seed == 5}
+    assert costs["ar"] == costs["jacobi"] == [0.0] and costs["lantern++ lambda=3"][0] > 0
 
 
 def test_a_stop_at_any_moment_loses_at_most_the_turn_it_hit(pipe: Pipeline, tmp_path: Path) -> None:
     whole = race(pipe).run(tmp_path / "whole")
-    cut = tmp_path / "min_survival"
-    race(pipe).run(cut)
-    text = (cut / TURNS).read_text()
+    stopped = tmp_path / "stopped"
+    race(pipe).run(stopped)
+    text = (stopped / TURNS).read_text()
     fourth = [i for i, c in enumerate(text) if c == "\n"][3]
-    (cut / TURNS).write_text(text[: fourth + 40])  # four turns and a bit
+    (stopped / TURNS).write_text(text[: fourth + 40])  # four turns and a bit
     seen: list[tuple[int, int]] = []
-    again = race(pipe).run(cut, resume=True, progress=lambda done, total: seen.append((done, total)))
+    again = race(pipe).run(stopped, resume=True, progress=lambda done, total: seen.append((done, total)))
     assert seen[0] == (4, 12)
 
     def codes(turns):
         return [(t.label, t.prompt, t.seed, t.accepted, t.tv_cost) for t in turns]
 
     assert codes(again) == codes(whole)
-    assert len([json.loads(line) for line in (cut / TURNS).read_text().splitlines()]) == 12
-    assert sorted(p.name for p in (cut / PICTURES).rglob("*.png")) == sorted(
+    assert len([json.loads(line) for line in (stopped / TURNS).read_text().splitlines()]) == 12
+    assert sorted(p.name for p in (stopped / PICTURES).rglob("*.png")) == sorted(
         p.name for p in (tmp_path / "whole" / PICTURES).rglob("*.png")
     )
 
 
 def test_a_run_is_not_gone_on_with_by_accident_or_with_other_settings(pipe: Pipeline, tmp_path: Path) -> None:
     race(pipe, n=1, field="jacobi").run(tmp_path)
-    with pytest.raises(InputError, match="--resume"):
-        race(pipe, n=1, field="jacobi").run(tmp_path)
-    with pytest.raises(InputError, match=r"n 1 -> 2; methods\.jacobi"):
-        race(pipe, n=2, field="jacobi window=3").run(tmp_path, resume=True)
-
-
-def test_batches_must_come_out_even(pipe: Pipeline) -> None:
-    assert race(pipe, n=4, batch_size=2).batch == 2
-    with pytest.raises(InputError, match="3 pictures per prompt"):
-        race(pipe, n=3, batch_size=2)
+    rejects("--resume", race(pipe, n=1, field="jacobi").run, tmp_path)
+    rejects(r"n 1 -> 2; methods\.jacobi", race(pipe, n=2, field="jacobi window=3").run, tmp_path, resume=True)

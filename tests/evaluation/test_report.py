@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+
 import pytest
 
 from lanternpp.evaluation import report
@@ -51,6 +53,22 @@ def test_the_figures_of_a_row_are_those_of_its_turns() -> None:
     assert fast["tv_cost"] == 1.0 and fast["tv_cost_images"] == 2
     assert fast["phases"] == pytest.approx({"draft": 0.25, "pass": 0.5, "verify": 0.125, "rest": 0.125})
     assert fast["frechet"] == 7.0 and "frechet" not in plain
+
+
+def test_the_columns_of_papers_are_means_over_pictures_without_the_prefill() -> None:
+    slow = turn("fast", 3, 5.5, [[1, 7]])
+    table = report.rows([*TURNS, turn("ar", 3, 7.0, [[1] * 8]), slow], RUN, {"fast": {"clip": 30.0}})
+    plain, fast = table
+    assert plain["latency"] == 4 and plain["step_compression"] == plain["latency_speedup"] == 1
+    # 10 s of four pictures; 7 codes after the prefill's in 2, 3, 2 and 1 passes
+    assert fast["latency"] == 2.5 and fast["latency_speedup"] == pytest.approx(1.6)
+    assert fast["step_compression"] == pytest.approx((3.5 + 7 / 3 + 3.5 + 7) / 4)
+    lines = report.markdown(table, RUN, report.PAPER).splitlines()
+    assert lines[0] == "| method | latency, s | speed-up | step compression | CLIP |"
+    assert lines[3] == "| `fast` | 2.50 | 1.60x | 4.08x | 30.00 |"
+    rows = list(csv.DictReader(report.comma_separated(table, report.PAPER).splitlines()))
+    assert [row["method"] for row in rows] == ["ar", "fast"] and rows[0]["clip"] == ""
+    assert float(rows[1]["step_compression"]) == fast["step_compression"]
 
 
 def test_codes_per_pass_go_to_the_row_of_the_image_where_the_pass_began() -> None:

@@ -8,15 +8,19 @@
 * `drafts`: every draft of a small tree, siblings drawn without replacement, and the distribution that verifying all of them has.
 * `families`: tiny random checkpoints in the layouts of published models, written by transformers' own classes.
 * `hub`: a stand-in for the hub on this machine: repositories are folders, and every request is written down.
-* `killed`: commands of a process that may be killed, on a tiny model: states after every step, shards of a few pictures.
+* `killed`: processes that may be killed, or that train together, on a tiny model: states after every step, shards of a few pictures.
 * `latents`: tiny targets over latents, drafters that know nothing of them, and the distance between two samples of pictures.
 * `distributions`: the distributions the library must follow, written a second time, in plain Python, from the papers alone.
-* `models`: model folders with random weights, small enough to be made in a moment.
-* `photos`: fixtures: captioned pictures, a tokenizer for them, and the commands that train on them.
+* `models`: model folders with random weights, small enough to be made in a moment; what is in a folder, and changes of its JSON.
+* `photos`: fixtures: captioned pictures, random codes, a tokenizer for them, and the commands that train on them.
 * `processes`: processes that a test started, to kill some of them.
 * `relaxed`: relaxed rules over three to five codes, small enough to enumerate what they do.
 * `served`: for tests of the server: a real one in this process, and a pipeline whose steps wait to be allowed.
-* `shared`: a tiny drafter's training as one of several processes.
+* `stages`: the stages of recipes/nature and a drafter's training at toy size, a few steps each.
 * `stacks`: passes of a `Stack` by plain PyTorch operations, in the dtype of their inputs: what kernels are compared with.
+* `fake_cuda`: a CUDA device without a GPU, on which every operation of a step is watched.
+* `ranks`: run by torchrun: processes that draw together with their shares of tiny models.
+* `refusals`: what is refused, in one sentence.
+* `steps`: the parts of an engine of toys, for steps of every proposer, rule and verifier.
 * `toys`: small stand-ins with the interfaces of the real thing: two targets and two drafters.
 """

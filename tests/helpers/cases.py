@@ -12,7 +12,18 @@ from torch import Tensor
 from transformers import ChameleonForConditionalGeneration, GenerationConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from helpers.families import CODES, write_chameleon, write_emu3, write_glm_image, write_janus
+from helpers.families import (
+    CODES,
+    write_chameleon,
+    write_emu3,
+    write_emu35,
+    write_glm_image,
+    write_janus,
+    write_liquid,
+    write_lumina2,
+    write_simplear,
+)
+from lanternpp.models.transformers.janus import BEGIN, PAD
 
 HEIGHT = WIDTH = 4
 
@@ -26,6 +37,13 @@ class DrawingChameleon(ChameleonForConditionalGeneration):
         return CausalLMOutputWithPast(logits=logits, past_key_values=out.past_key_values)
 
 
+def padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Rows of tokens, padded on the left, and their mask."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[1] * (width - len(row)) + row for row in rows])
+    return ids, torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+
+
 @dataclass
 class Case:
     """A tiny model, the arguments of a call of three prompts that draws a picture, and those that add guidance."""
@@ -37,9 +55,7 @@ class Case:
 
     def inputs(self, count: int) -> dict[str, Any]:
         """The arguments for the first `count` prompts."""
-        width = max(map(len, self.rows[:count]))
-        ids = torch.tensor([[1] * (width - len(row)) + row for row in self.rows[:count]])
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in self.rows[:count]])
+        ids, mask = padded(self.rows[:count])
         cut = {
             k: v[: 2 * count] if k == "image_grid_thw" else v[:count] if isinstance(v, Tensor) else v
             for k, v in self.arguments.items()
@@ -49,6 +65,24 @@ class Case:
     def negative(self, count: int) -> dict[str, Any]:
         """The arguments of guidance for `count` prompts."""
         return {k: v[:count] if isinstance(v, Tensor) else v for k, v in self.guidance.items()}
+
+    def call(self, target: Any, texts: list[str], scale: float) -> dict[str, Any]:
+        """The arguments that draw what a pipeline's target, read from the same files, draws of these texts."""
+        ids, mask = padded([target.conditional(text) for text in texts])
+        given = self.inputs(len(texts)) | {"input_ids": ids, "attention_mask": mask}
+        if "guidance_scale" in given:  # Janus, which has it in every call
+            config = self.model.generation_config
+            config.pad_token_id, config.bos_token_id = target.text.id(PAD), target.text.id(BEGIN)
+            config.generation_kwargs = {"boi_token_id": int(ids[0, -1])}
+        elif scale > 1:
+            negative, seen = padded([target.unconditional(text) for text in texts])
+            given |= {"negative_prompt_ids": negative, "negative_prompt_attention_mask": seen}
+        return given | {"guidance_scale": scale}
+
+    def tokens(self, drawn: Tensor, given: dict[str, Any], target: Any) -> Tensor:
+        """The codes of a call's pictures, as tokens where the model has tokens for them."""
+        start = 0 if "generation_mode" in given else given["input_ids"].shape[1]
+        return drawn[:, start : start + target.length]
 
 
 def emu3(folder: Path) -> Case:
@@ -87,6 +121,29 @@ def emu3(folder: Path) -> Case:
 PROMPTS = ("a photo of the red tulip", "red sea", "the sea at sunset")
 
 
+def emu35(folder: Path) -> Case:
+    """Rows of 4 codes with a row end behind each except the last, then the token that ends the picture."""
+    model = write_emu35(folder).double()
+    config = model.config
+    codes = range(config.eoi_token_id + 1, config.vocab_size)
+
+    def allowed(batch: int, tokens: Tensor) -> Any:
+        offset = len(tokens) - int(torch.nonzero(tokens == config.img_token_id)[0][0])
+        ends = config.eoi_token_id if offset == (WIDTH + 1) * HEIGHT else config.eol_token_id
+        return (ends,) if offset % (WIDTH + 1) == 0 else codes
+
+    tail = [config.boi_token_id, *b"4*4", config.img_token_id]
+    rows = [[*text.encode(), *tail] for text in PROMPTS]
+    arguments = {"prefix_allowed_tokens_fn": allowed, "max_new_tokens": (WIDTH + 1) * HEIGHT}
+    arguments |= {"eos_token_id": config.eoi_token_id, "pad_token_id": 0}
+    return Case(
+        model,
+        arguments,
+        {"guidance_scale": 2.0, "negative_prompt_ids": torch.tensor([[*b"no", *tail]] * 3)},
+        rows,
+    )
+
+
 def chameleon(folder: Path) -> Case:
     """Anole: 16 codes."""
     model = write_chameleon(folder).double()
@@ -99,6 +156,36 @@ def chameleon(folder: Path) -> Case:
     arguments = {"prefix_allowed_tokens_fn": lambda batch, tokens: codes, "max_new_tokens": 16}
     negative = torch.tensor([[vocab[word] for word in ("<s>", "sea", "at", "<racm3:break>")]] * 3)
     guidance = {"guidance_scale": 3.0, "negative_prompt_ids": negative}
+    return Case(model, arguments | {"eos_token_id": None, "pad_token_id": 1}, guidance, rows)
+
+
+def lumina2(folder: Path) -> Case:
+    """Rows of 4 codes with a row end behind each except the last."""
+    model = write_lumina2(folder).double()
+    model.__class__ = DrawingChameleon
+    vocab = model.model.vocabulary_mapping.vocab_map
+    begin, row_end = (vocab[token] for token in ("<racm3:break>", "<reserved08799>"))
+    codes = sorted(token for name, token in vocab.items() if name.startswith("<MOVQGAN"))
+
+    def allowed(batch: int, tokens: Tensor) -> Any:
+        offset = len(tokens) - int(torch.nonzero(tokens == begin)[0][0]) - 2
+        return (row_end,) if offset % (WIDTH + 1) == 0 else codes
+
+    tail = [begin, vocab["<reserved08801>"], vocab["<reserved08801>"]]
+    rows = [[vocab["<|endoftext|>"], *(vocab[word] for word in text.split()), *tail] for text in PROMPTS]
+    arguments = {"prefix_allowed_tokens_fn": allowed, "max_new_tokens": (WIDTH + 1) * HEIGHT - 1}
+    guidance = {"guidance_scale": 2.0, "negative_prompt_ids": torch.tensor([tail] * 3)}
+    return Case(model, arguments | {"eos_token_id": None, "pad_token_id": 1}, guidance, rows)
+
+
+def language(folder: Path, write: Callable[[Path], Any], begin: int, end: int, negative: list[int]) -> Case:
+    """A language model whose last tokens are codes: 16 of them after a token that ends the prompt."""
+    model = write(folder).double()
+    codes = range(model.config.vocab_size - CODES, model.config.vocab_size)
+    words = [6 + n for n in range(8)]
+    rows = [[begin, *words[:size], end] for size in (6, 2, 4)]
+    arguments = {"prefix_allowed_tokens_fn": lambda batch, tokens: codes, "max_new_tokens": 16}
+    guidance = {"guidance_scale": 3.0, "negative_prompt_ids": torch.tensor([negative] * 3)}
     return Case(model, arguments | {"eos_token_id": None, "pad_token_id": 1}, guidance, rows)
 
 
@@ -125,5 +212,9 @@ CASES: dict[str, Callable[[Path], Case]] = {
     "janus": janus,
     "emu3": emu3,
     "chameleon": chameleon,
+    "lumina2": lumina2,
+    "emu3.5": emu35,
     "glm-image": glm_image,
+    "liquid": lambda folder: language(folder, write_liquid, 2, 3, [2, 5, 3]),
+    "simplear": lambda folder: language(folder, write_simplear, 2, 3, [2, 7, 9, 3]),
 }

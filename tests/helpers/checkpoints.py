@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lanternpp.models.vq.vqgan import VQGANConfig
+
 VOCAB, CLASSES, CAPTION = 48, 10, 24
 
 
@@ -34,28 +36,20 @@ def made(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
     return {name: numbers(name, shape) for name, shape in shapes.items()}
 
 
-def llamagen(
-    text: bool = False,
-    dim: int = 64,
-    layers: int = 2,
-    hidden: int = 96,
-    vocab: int = VOCAB,
-    slots: int = 6,
-    kv_rows: int | None = None,
-) -> dict[str, Tensor]:
+def llamagen(text: bool = False, dim: int = 64) -> dict[str, Tensor]:
     """LlamaGen's own layout; `text`: of 24 features a token, else of ten classes."""
-    wide = dim + 2 * (kv_rows or dim)
+    hidden = 96
     shapes: dict[str, tuple[int, ...]] = {}
     if text:
-        shapes["cls_embedding.uncond_embedding"] = (slots, CAPTION)
+        shapes["cls_embedding.uncond_embedding"] = (6, CAPTION)
         shapes["cls_embedding.cap_proj.fc1.weight"] = (dim, CAPTION)
         shapes["cls_embedding.cap_proj.fc2.weight"] = (dim, dim)
     else:
         shapes["cls_embedding.embedding_table.weight"] = (CLASSES + 1, dim)
-    shapes["tok_embeddings.weight"] = (vocab, dim)
-    for i in range(layers):
+    shapes["tok_embeddings.weight"] = (VOCAB, dim)
+    for i in range(2):
         shapes |= {
-            f"layers.{i}.attention.wqkv.weight": (wide, dim),
+            f"layers.{i}.attention.wqkv.weight": (3 * dim, dim),
             f"layers.{i}.attention.wo.weight": (dim, dim),
             f"layers.{i}.feed_forward.w1.weight": (hidden, dim),
             f"layers.{i}.feed_forward.w3.weight": (hidden, dim),
@@ -63,7 +57,7 @@ def llamagen(
             f"layers.{i}.attention_norm.weight": (dim,),
             f"layers.{i}.ffn_norm.weight": (dim,),
         }
-    tensors = made(shapes | {"norm.weight": (dim,), "output.weight": (vocab, dim)})
+    tensors = made(shapes | {"norm.weight": (dim,), "output.weight": (VOCAB, dim)})
     tensors["output.weight"] *= 2  # some codes are clearly more probable than others
     return tensors
 
@@ -123,67 +117,91 @@ def write_drafter(folder: Path, text: bool = False) -> Path:
     return folder
 
 
-def vq16(
-    codes: int = VOCAB,
-    dim: int = 4,
-    channels: int = 32,
-    multiples: tuple[int, ...] = (1, 1, 1, 1, 2),
-    latent: int = 16,
-    blocks: int = 3,
-) -> dict[str, Tensor]:
-    """LlamaGen's tokenizer: its decoder, and a little of what drawing does not need."""
-    shapes: dict[str, tuple[int, ...]] = {"quantize.embedding.weight": (codes, dim)}
+def vqgan_shapes(
+    config: VQGANConfig, encoder: bool = False, llamagen: bool = False
+) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of a VQ decoder in the layout of taming-transformers or of LlamaGen; encoder: and of the encoder."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    first, mixed, last = ("0", "1", "2") if llamagen else ("block_1", "attn_1", "block_2")
+    residual = "res" if llamagen else "block"
 
-    def conv(name: str, outputs: int, inputs: int, size: int = 3) -> None:
-        shapes[f"{name}.weight"] = (outputs, inputs, size, size)
-        shapes[f"{name}.bias"] = (outputs,)
+    def conv(name: str, inputs: int, outputs: int, side: int) -> None:
+        shapes[f"{name}.weight"], shapes[f"{name}.bias"] = (outputs, inputs, side, side), (outputs,)
 
-    def norm(name: str, width: int) -> None:
-        shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (width,)
+    def norm(name: str, channels: int) -> None:
+        if config.spatial and name.startswith("decoder"):
+            for part in ("conv_y", "conv_b"):
+                conv(f"{name}.{part}", config.dim, channels, 1)
+            name = f"{name}.norm_layer"
+        shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (channels,)
 
-    def residual(name: str, inputs: int, outputs: int) -> None:
+    def block(name: str, inputs: int, outputs: int) -> None:
         norm(f"{name}.norm1", inputs)
-        conv(f"{name}.conv1", outputs, inputs)
+        conv(f"{name}.conv1", inputs, outputs, 3)
         norm(f"{name}.norm2", outputs)
-        conv(f"{name}.conv2", outputs, outputs)
+        conv(f"{name}.conv2", outputs, outputs, 3)
         if inputs != outputs:
-            conv(f"{name}.nin_shortcut", outputs, inputs, 1)
+            conv(f"{name}.nin_shortcut", inputs, outputs, 1)
 
-    def attention(name: str, width: int) -> None:
-        norm(f"{name}.norm", width)
+    def mix(name: str, channels: int) -> None:
+        norm(f"{name}.norm", channels)
         for part in ("q", "k", "v", "proj_out"):
-            conv(f"{name}.{part}", width, width, 1)
+            conv(f"{name}.{part}", channels, channels, 1)
 
-    widths = [channels * multiple for multiple in reversed(multiples)]
-    conv("quant_conv", dim, latent, 1)
-    conv("encoder.conv_in", channels, 3)
-    conv("post_quant_conv", latent, dim, 1)
-    conv("decoder.conv_in", widths[0], latent)
-    residual("decoder.mid.0", widths[0], widths[0])
-    attention("decoder.mid.1", widths[0])
-    residual("decoder.mid.2", widths[0], widths[0])
-    before = widths[0]
-    for i, width in enumerate(widths):
-        for j in range(blocks):
-            residual(f"decoder.conv_blocks.{i}.res.{j}", before, width)
-            before = width
-            if i == 0:
-                attention(f"decoder.conv_blocks.{i}.attn.{j}", width)
-        if i + 1 < len(widths):
-            conv(f"decoder.conv_blocks.{i}.upsample.conv", width, width)
-    norm("decoder.norm_out", before)
-    conv("decoder.conv_out", 3, before)
-    tensors = made(shapes) | {"quantize.codebook_used": torch.zeros(16)}
+    def middle(name: str, channels: int) -> None:
+        block(f"{name}.mid.{first}", channels, channels)
+        mix(f"{name}.mid.{mixed}", channels)
+        block(f"{name}.mid.{last}", channels, channels)
+
+    def level(name: str, inputs: int, outputs: int, blocks: int, attention: bool) -> None:
+        for i in range(blocks):
+            block(f"{name}.{residual}.{i}", outputs if i else inputs, outputs)
+            if attention:
+                mix(f"{name}.attn.{i}", outputs)
+
+    widths = [config.channels * m for m in config.multiples]
+    coarsest = len(widths) - 1
+    shapes["quantize.embedding.weight"] = (config.codes, config.dim)
+    conv("post_quant_conv", config.dim, config.latent, 1)
+    conv("decoder.conv_in", config.latent, widths[-1], 3)
+    middle("decoder", widths[-1])
+    for stage in reversed(range(len(widths))):
+        up = f"decoder.conv_blocks.{coarsest - stage}" if llamagen else f"decoder.up.{stage}"
+        inputs = widths[min(stage + 1, coarsest)]
+        level(up, inputs, widths[stage], config.blocks, config.attention and stage == coarsest)
+        if stage:
+            conv(f"{up}.upsample.conv", widths[stage], widths[stage], 3)
+    norm("decoder.norm_out", widths[0])
+    conv("decoder.conv_out", widths[0], 3, 3)
+    if encoder:
+        conv("encoder.conv_in", 3, config.channels, 3)
+        for stage, width in enumerate(widths):
+            down, inputs = f"encoder.down.{stage}", [config.channels, *widths][stage]
+            level(down, inputs, width, config.blocks - 1, config.attention and stage == coarsest)
+            if stage < coarsest:
+                conv(f"{down}.downsample.conv", width, width, 3)
+        middle("encoder", widths[-1])
+        norm("encoder.norm_out", widths[-1])
+        conv("encoder.conv_out", widths[-1], config.latent, 3)
+        conv("quant_conv", config.latent, config.dim, 1)
+    return shapes
+
+
+def vq16() -> dict[str, Tensor]:
+    """LlamaGen's tokenizer: its decoder, and a little of what drawing does not need."""
+    config = VQGANConfig(codes=VOCAB, dim=4, channels=32, multiples=(1, 1, 1, 1, 2), latent=16)
+    unread = {"quant_conv.weight": (16, 4, 1, 1), "encoder.conv_in.weight": (3, 32, 3, 3)}
+    tensors = made(vqgan_shapes(config, llamagen=True) | unread)
     tensors["decoder.conv_out.weight"] *= 0.2  # most pixels within [-1, 1]
-    return tensors
+    return tensors | {"quantize.codebook_used": torch.zeros(16)}
 
 
-def t5(folder: Path, width: int = CAPTION) -> Path:
+def t5(folder: Path) -> Path:
     """A T5 of random weights with a tokenizer of ten words, as a folder that transformers reads."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
-    from lanternpp.models.text import quiet
+    from lanternpp.models.hub import quiet
 
     words = ["<pad>", "</s>", "<unk>", "a", "red", "blue", "tulip", "of", "photo", "the"]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
@@ -195,7 +213,7 @@ def t5(folder: Path, width: int = CAPTION) -> Path:
     fast.save_pretrained(folder)
     torch.manual_seed(0)
     shape = T5Config(
-        vocab_size=len(words), d_model=width, d_kv=8, d_ff=32, num_layers=2, num_heads=2, is_gated_act=True
+        vocab_size=len(words), d_model=CAPTION, d_kv=8, d_ff=32, num_layers=2, num_heads=2, is_gated_act=True
     )
     with quiet():
         T5EncoderModel(shape).save_pretrained(folder)

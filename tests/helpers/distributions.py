@@ -203,12 +203,3 @@ def chain_distribution(
         bonus = (left[:, level] / mass).where(mass > 0, 0) * ends[:, level, None]
         distribution = (distribution[:, None] * p[level]).index_add(0, at[:, level], bonus).flatten()
     return distribution, (chance[:, None] * (1 - behind)).sum(0)
-
-
-def kept_of(p: Contexts, q: Contexts) -> Tensor:
-    """How often a walk from the root keeps guess 1, 2 ..: every ratio on its own."""
-    reach, kept = torch.ones(1, dtype=torch.float64), []
-    for one, other in zip(p, q, strict=False):
-        reach = (reach[:, None] * torch.minimum(one, other)).flatten()
-        kept.append(reach.sum())
-    return torch.stack(kept)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from base64 import b64encode
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,15 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from helpers.checkpoints import made
+from helpers.checkpoints import made, vqgan_shapes
+from lanternpp.api.model import read_target
+from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
+from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
+from lanternpp.models.transformers.emu35 import SPECIAL as EMU35_SPECIAL
 from lanternpp.models.transformers.janus import BEGIN, DRAW, PAD
 from lanternpp.models.vq.vqgan import VQGANConfig
+from lanternpp.nn import checkpoints
+from lanternpp.nn.decoder import DecoderConfig, line_table
 
 WORDS = [
     "a",
@@ -30,7 +39,6 @@ WORDS = [
     "Generate",
     "an",
     "image",
-    "of",
     "according",
     "to",
     "following",
@@ -63,7 +71,7 @@ def lively(module: torch.nn.Module, seed: int = 0) -> None:
 
 def write_tokenizer(folder: Path, tokens: list[str]) -> dict[str, int]:
     """tokenizer.json of special tokens and some words; ids in the order given."""
-    vocab = {token: i for i, token in enumerate([*tokens, *dict.fromkeys(WORDS)])}
+    vocab = {token: i for i, token in enumerate([*tokens, *WORDS])}
     tokenizer = Tokenizer(WordLevel(vocab, unk_token=tokens[0]))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.add_special_tokens([t for t in tokens if t.startswith("<")])
@@ -72,49 +80,9 @@ def write_tokenizer(folder: Path, tokens: list[str]) -> dict[str, int]:
     return vocab
 
 
-def taming(config: VQGANConfig) -> dict[str, torch.Tensor]:
-    """A VQ decoder of taming-transformers' layout, by its names and shapes."""
-    shapes: dict[str, tuple[int, ...]] = {}
-
-    def conv(name: str, inputs: int, outputs: int, side: int) -> None:
-        shapes[f"{name}.weight"], shapes[f"{name}.bias"] = (outputs, inputs, side, side), (outputs,)
-
-    def norm(name: str, channels: int) -> None:
-        shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (channels,)
-
-    def block(name: str, inputs: int, outputs: int) -> None:
-        norm(f"{name}.norm1", inputs)
-        conv(f"{name}.conv1", inputs, outputs, 3)
-        norm(f"{name}.norm2", outputs)
-        conv(f"{name}.conv2", outputs, outputs, 3)
-        if inputs != outputs:
-            conv(f"{name}.nin_shortcut", inputs, outputs, 1)
-
-    def mix(name: str, channels: int) -> None:
-        norm(f"{name}.norm", channels)
-        for part in ("q", "k", "v", "proj_out"):
-            conv(f"{name}.{part}", channels, channels, 1)
-
-    widths = [config.channels * m for m in config.multiples]
-    shapes["quantize.embedding.weight"] = (config.codes, config.dim)
-    conv("post_quant_conv", config.dim, config.latent, 1)
-    conv("decoder.conv_in", config.latent, widths[-1], 3)
-    block("decoder.mid.block_1", widths[-1], widths[-1])
-    mix("decoder.mid.attn_1", widths[-1])
-    block("decoder.mid.block_2", widths[-1], widths[-1])
-    width = widths[-1]
-    for stage in reversed(range(len(widths))):
-        up = f"decoder.up.{stage}"
-        for i in range(config.blocks):
-            block(f"{up}.block.{i}", width, widths[stage])
-            width = widths[stage]
-            if config.attention and stage == len(widths) - 1:
-                mix(f"{up}.attn.{i}", width)
-        if stage:
-            conv(f"{up}.upsample.conv", width, width, 3)
-    norm("decoder.norm_out", width)
-    conv("decoder.conv_out", width, 3, 3)
-    tensors = made(shapes)
+def taming(config: VQGANConfig, encoder: bool = False) -> dict[str, torch.Tensor]:
+    """A VQ decoder of taming-transformers' layout; encoder: and the encoder."""
+    tensors = made(vqgan_shapes(config, encoder))
     tensors["decoder.conv_out.weight"] /= 8  # pixels that clamping leaves alone
     return tensors
 
@@ -142,11 +110,17 @@ def chameleon_tokens() -> list[str]:
     ]
 
 
-def write_chameleon(folder: Path, lumina: bool = False, decoder: bool = True, **changes: Any) -> Any:
+def write_chameleon(
+    folder: Path,
+    lumina: bool = False,
+    decoder: bool = True,
+    tokens: list[str] | None = None,
+    **changes: Any,
+) -> Any:
     """A tiny Chameleon; the transformers model that wrote it. Lumina's has norms that all heads share."""
     from transformers import ChameleonConfig, ChameleonForConditionalGeneration
 
-    vocab = write_tokenizer(folder, chameleon_tokens())
+    vocab = write_tokenizer(folder, tokens or chameleon_tokens())
     vq = CHAMELEON_VQ
     fields = {
         "vocab_size": len(vocab) + 5,
@@ -181,6 +155,95 @@ def write_chameleon(folder: Path, lumina: bool = False, decoder: bool = True, **
     elif decoder:
         save_file(names, folder / "vqgan.safetensors")
     save_file({k: v.contiguous() for k, v in tensors.items()}, path, metadata={"format": "pt"})
+    return model
+
+
+LUMINA2_VQ = VQGANConfig(
+    codes=CODES,
+    dim=4,
+    latent=4,
+    channels=32,
+    multiples=(1, 1, 1, 1),
+    blocks=2,
+    unit=False,
+    spatial=True,
+)
+
+
+def write_lumina2(folder: Path) -> Any:
+    """A tiny Lumina-mGPT 2.0 of 32 px, its tokenizer beside it; the transformers model that wrote it."""
+    special = ["<|endoftext|>", "<|im_end|>", "<racm3:break>", "<eoss>", "<reserved08706>", "<reserved08799>"]
+    sizes = [f"<reserved{8800 + n:05d}>" for n in range(1, 9)]
+    codes = [f"<MOVQGAN{code:05d}>" for code in range(CODES)]
+    model = write_chameleon(folder, lumina=True, decoder=False, tokens=[*special, *codes, *sizes])
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name: tensor for name, tensor in tensors.items() if "vqmodel" not in name}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    torch.save(taming(LUMINA2_VQ, encoder=True), folder / "movqgan_270M.ckpt")
+    text = {"bos_token": None, "eos_token": {"content": special[0]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(text))
+    return sized(folder, model, "32x32")
+
+
+EMU35_VQ = VQGANConfig(
+    codes=CODES,
+    dim=4,
+    latent=4,
+    channels=32,
+    multiples=(1, 1, 1, 1, 1),
+    blocks=2,
+    unit=False,
+)
+
+
+def write_emu35(folder: Path, tokenizer: bool = True) -> Any:
+    """A tiny Emu3.5 of 64 px in its authors' layout; the transformers model that is the same. Its words are bytes and a few pairs."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokens = [*(bytes([n]) for n in range(256)), b"re", b" the", b" t"]
+    lines = [f"{b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)]
+    ids = {name: len(tokens) + place for place, name in enumerate(EMU35_SPECIAL)}
+    named = {
+        f"{short}_token_id": ids[name]
+        for short, name in (("eol", "<|extra_200|>"), ("img", "<|image token|>"), ("boi", "<|image start|>"))
+    }
+    named["eoi_token_id"] = max(ids.values())
+    sizes = LANGUAGE | {
+        "num_attention_heads": 8,
+        "head_dim": 8,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": len(tokens) + len(ids) + CODES,
+    }
+    torch.manual_seed(0)
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    model = Qwen3ForCausalLM(Qwen3Config(**sizes, rope_parameters=rope, pad_token_id=0)).eval()
+    lively(model)
+    for name, value in named.items():
+        setattr(model.config, name, value)
+    model.save_pretrained(folder)
+    written = json.loads((folder / "config.json").read_text())
+    del written["rope_parameters"], written["layer_types"]
+    written |= {"model_type": "Emu3", "architectures": ["Emu3ForCausalLM"], "rope_theta": 1e6}
+    (folder / "config.json").write_text(
+        json.dumps(written | {"attention_dropout": 0.1, "rope_scaling": None})
+    )
+    (folder / "emu3.tiktoken").write_text("".join(lines))
+    if tokenizer:
+        write_ibq(folder / "Emu3.5-VisionTokenizer")
+    return sized(folder, model, "64x64")
+
+
+def write_ibq(folder: Path) -> None:
+    """The tokenizer of a tiny Emu3.5."""
+    folder.mkdir(parents=True)
+    save_file(taming(EMU35_VQ, encoder=True), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"model_type": "Emu3p5VisionVQ", "codebook_size": CODES}))
+
+
+def sized(folder: Path, model: Any, size: str) -> Any:
+    """The same model, after its config.json got a size."""
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(written | {"size": size}))
     return model
 
 
@@ -294,11 +357,115 @@ def write_emu3(folder: Path, hub: bool = False, size: str = "32x32") -> Any:
         elif name.endswith("running_var"):
             moving.uniform_(0.5, 2)
     model.save_pretrained(folder)
-    written = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(written | {"size": size}))
+    sized(folder, model, size)
     if hub:
         names = {r"^lm_head": "text_model.lm_head", r"^model\.text_model": "text_model.model"}
         rewrite(folder, names | {r"^model\.vqmodel": "vqmodel"})
+    return model
+
+
+def cosmos(book: tuple[int, int], latent: int = 8, width: int = 8) -> dict[str, torch.Tensor]:
+    """NVIDIA's decoder of videos, by the names and shapes in its `decoder.jit`: three stages of two blocks."""
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def conv(name: str, inputs: int, outputs: int, *kernel: int) -> None:
+        shapes[f"{name}.conv3d.weight"] = (outputs, inputs, *kernel)
+        shapes[f"{name}.conv3d.bias"] = (outputs,)
+
+    def pair(name: str, inputs: int, outputs: int) -> None:
+        conv(f"{name}.0", inputs, outputs, 1, 3, 3)
+        conv(f"{name}.1", outputs, outputs, 3, 1, 1)
+
+    def norm(name: str, channels: int) -> None:
+        shapes[f"{name}.norm.weight"] = shapes[f"{name}.norm.bias"] = (channels,)
+
+    def block(name: str, inputs: int, outputs: int) -> None:
+        norm(f"{name}.norm1", inputs)
+        pair(f"{name}.conv1", inputs, outputs)
+        norm(f"{name}.norm2", outputs)
+        pair(f"{name}.conv2", outputs, outputs)
+        if inputs != outputs:
+            conv(f"{name}.nin_shortcut", inputs, outputs, 1, 1, 1)
+
+    widths = [2 * width, 4 * width, 4 * width]
+    conv("post_quant_conv", book[1], latent, 1, 1, 1)
+    pair("decoder.conv_in", latent, widths[-1])
+    block("decoder.mid.block_1", widths[-1], widths[-1])
+    for part in ("decoder.mid.attn_1.0", "decoder.mid.attn_1.1"):
+        norm(f"{part}.norm", widths[-1])
+        for name in ("q", "k", "v", "proj_out"):
+            conv(f"{part}.{name}", widths[-1], widths[-1], 1, 1, 1)
+    block("decoder.mid.block_2", widths[-1], widths[-1])
+    inputs = widths[-1]
+    for stage in (2, 1, 0):
+        for i in range(2):
+            block(f"decoder.up.{stage}.block.{i}", inputs, widths[stage])
+            inputs = widths[stage]
+        if stage:
+            conv(f"decoder.up.{stage}.upsample.conv1", inputs, inputs, 3, 1, 1)
+            conv(f"decoder.up.{stage}.upsample.conv2", inputs, inputs, 1, 3, 3)
+            conv(f"decoder.up.{stage}.upsample.conv3", inputs, inputs, 1, 1, 1)
+    norm("decoder.norm_out", inputs)
+    pair("decoder.conv_out", inputs, 192)
+    tensors = made(shapes)
+    for part in ("weight", "bias"):  # pixels that clamping leaves alone
+        tensors[f"decoder.conv_out.1.conv3d.{part}"] /= 20
+    return tensors
+
+
+def write_language(folder: Path, kind: str, tokens: list[str], levels: list[int], **fields: Any) -> Any:
+    """A tiny language model of 64 codes, 4 x 4 of a picture, after the words; the transformers model that wrote it."""
+    import transformers
+
+    vocab = write_tokenizer(folder, tokens)
+    config = getattr(transformers, f"{kind}Config")(
+        **LANGUAGE | {"vocab_size": len(vocab) + CODES, "tie_word_embeddings": True} | fields
+    )
+    config.levels, config.size = levels, "64"
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    lively(model)
+    if kind == "Gemma":  # whose norms add one
+        for weight in (p for name, p in model.named_parameters() if "norm" in name):
+            weight.data -= 1
+        model.get_input_embeddings().weight.data /= (
+            4  # else codes repeat themselves: they are scaled, and the head's too
+        )
+    model.save_pretrained(folder)
+    return model
+
+
+def write_liquid(folder: Path, head_dim: int = 16) -> Any:
+    """A tiny Liquid, its heads wider than their share of 8, as Gemma's are; the transformers model that wrote it."""
+    tokens = ["<pad>", "<eos>", "<bos>", "<boi>", "<eoi>", "<unconditional>"]
+    model = write_language(folder, "Gemma", tokens, [CODES], head_dim=head_dim, eos_token_id=1)
+    written = json.loads((folder / "config.json").read_text()) | {"hidden_act": "gelu"}  # as published
+    (folder / "config.json").write_text(json.dumps(written))
+    save_file(taming(CHAMELEON_VQ), folder / "vqgan.safetensors")
+    return model
+
+
+def write_sketch(folder: Path) -> None:
+    """The model of `docs/extending.md`: a Llama over 20 words, whose files say nothing of codes."""
+    write_language(folder, "Llama", ["<s>", "<draw>", "<pad>"], [CODES])
+    written = json.loads((folder / "config.json").read_text())
+    del written["levels"], written["size"]
+    (folder / "config.json").write_text(json.dumps(written))
+    save_file(taming(CHAMELEON_VQ), folder / "vqgan.safetensors")
+
+
+def write_simplear(folder: Path, decoder: bool = True) -> Any:
+    """A tiny SimpleAR with a config.json as its authors' code writes it; the transformers model that wrote it."""
+    theta = 1e6
+    rope = {"rope_type": "default", "rope_theta": theta}
+    tokens = ["<|endoftext|>", "<|im_end|>", "<|t2i|>", "<|soi|>", "<|vtokens|>"]
+    model = write_language(folder, "Qwen2", tokens, [4, 4, 4], rope_parameters=rope)
+    written = json.loads((folder / "config.json").read_text())
+    del written["rope_parameters"], written["layer_types"]
+    written |= {"architectures": ["SimpARForCausalLM"], "rope_theta": theta, "sliding_window": 32768}
+    (folder / "config.json").write_text(json.dumps(written))
+    if decoder:
+        save_file(cosmos((CODES, 3)), folder / "vq_cosmos.safetensors")
     return model
 
 
@@ -317,8 +484,10 @@ def write_glm_processor(folder: Path) -> Any:
         padding_side="left",
         extra_special_tokens=special,
     )
-    template = "{% for m in messages %}{% for c in m['content'] %}{{ c['text'] }}{% endfor %}{% endfor %}"
-    processor = GlmImageProcessor(GlmImageImageProcessorPil(), tokenizer, chat_template=template)
+    shown = f"{codes[CODES]}<image>{codes[CODES + 1]}"
+    template = f"{{% for c in messages[0]['content'] %}}{{{{ c['text'] or '{shown}' }}}}{{% endfor %}}"
+    images = GlmImageImageProcessorPil(patch_size=16, merge_size=1, temporal_patch_size=1)
+    processor = GlmImageProcessor(images, tokenizer, chat_template=template)
     processor.save_pretrained(folder)
     return processor
 
@@ -351,7 +520,7 @@ def write_glm_image(folder: Path, positions: int = LANGUAGE["max_position_embedd
             "image_size": 32,
         },
         vq_config={"embed_dim": 8, "num_embeddings": CODES, "latent_channels": 16},
-        image_token_id=91,
+        image_token_id=CODES + 4,
         image_start_token_id=CODES,
         image_end_token_id=CODES + 1,
     )
@@ -360,3 +529,40 @@ def write_glm_image(folder: Path, positions: int = LANGUAGE["max_position_embedd
     lively(model)
     model.save_pretrained(folder)
     return model
+
+
+PUBLISHED: dict[str, Callable[[Path], Any]] = {
+    "anole": write_chameleon,
+    "janus": write_janus,
+    "emu3": write_emu3,
+    "lumina2": write_lumina2,
+    "emu3.5": write_emu35,
+    "liquid": write_liquid,
+    "simplear": write_simplear,
+}
+"""What writes a tiny checkpoint of each family that has a config.json and pixels."""
+EVERY = PUBLISHED | {"Lumina-mGPT-7B-64": partial(write_chameleon, lumina=True)}
+"""And of Lumina-mGPT, which is told from Anole by the name of its folder. A picture has 4 x 4 codes."""
+PIXELS = dict.fromkeys(EVERY, 16) | {"emu3": 8, "lumina2": 8}  # of a code's side
+
+
+def write_eagle(folder: Path, dim: int = LANGUAGE["hidden_size"]) -> Path:
+    """A folder with a random EAGLE drafter of that width for models whose positions lie on a line."""
+    shape = EagleConfig.like(DecoderConfig(dim, 1, LANGUAGE["num_attention_heads"], 48))
+    torch.manual_seed(1)
+    drafter = EagleDrafter(shape, line_table(8, shape.decoder.head_dim))
+    checkpoints.save(folder, {"kind": "eagle", **shape.flat()}, drafter.state_dict())
+    return folder
+
+
+def with_drafters(folder: Path, name: str = "", aux_layers: tuple[int, ...] = ()) -> Path:
+    """The folder of a model, with random drafters for it written into it, or into a folder of that name in it, which is returned."""
+    torch.manual_seed(1)
+    decoder = read_target(folder, torch.float32).decoder
+    shape = EagleConfig.like(decoder.config)
+    drafter = EagleDrafter(shape, decoder.rotary_table)
+    checkpoints.save(folder / name / "drafter", {"kind": "eagle", **shape.flat()}, drafter.state_dict())
+    many = ParallelConfig.like(decoder.config, queries=3, turn=16, aux_layers=aux_layers)
+    tensors = ParallelDrafter(many, decoder.rotary_table).state_dict()
+    checkpoints.save(folder / name / "parallel", {"kind": "parallel", **many.flat()}, tensors)
+    return folder / name

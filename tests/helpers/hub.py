@@ -36,7 +36,8 @@ class Answer(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self) -> None:
-        parts = self.path.split("?")[0].strip("/").split("/")
+        # repositories of datasets are answered like those of models
+        parts = self.path.split("?")[0].strip("/").removeprefix("datasets/").split("/")
         if parts[:2] == ["api", "models"]:
             self.about("/".join(parts[2:4]), parts[4:])
         elif len(parts) > 4 and parts[2] == "resolve":
@@ -127,4 +128,4 @@ def hub(root: Path) -> Iterator[Hub]:
     finally:
         server.shutdown()
         server.server_close()
-        thread.join()
+        thread.join(60)

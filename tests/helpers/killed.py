@@ -1,4 +1,4 @@
-"""Commands of a process that may be killed, on a tiny model: states after every step, shards of a few pictures."""
+"""Processes that may be killed, or that train together, on a tiny model: states after every step, shards of a few pictures."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ import torch
 import torch._dynamo  # what an optimizer would import; here, once for all processes
 from safetensors import safe_open
 
+from helpers.processes import SECONDS
 from lanternpp.cli import main
 from lanternpp.nn import checkpoints
-from lanternpp.training import codes, features, rollouts
+from lanternpp.training import codes, features, rates, rollouts
+from lanternpp.training.drafter import train
+from lanternpp.training.eagle import EagleTask
+from lanternpp.training.options import DrafterSettings, TrainingData, TrainingOptions
 from lanternpp.tuning import study  # noqa: F401
 
 JOURNALS = ("trials.jsonl", "turns.jsonl")
@@ -42,21 +46,32 @@ def start(work: Callable[..., None], *args: object) -> Any:
     if HERE not in paths:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [HERE, *paths]))
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["helpers.killed", "helpers.shared"])
+    context.set_forkserver_preload(["helpers.killed"])
     process = context.Process(target=work, args=args)
     process.start()
     return process
 
 
+def ended(process: Any) -> int:
+    """The exit status of a process of `start`, which must end."""
+    process.join(SECONDS)
+    if process.exitcode is None:
+        process.kill()
+    assert process.exitcode is not None, "it never ended"
+    return process.exitcode
+
+
 def obey(name: str, folder: str, life: float | None = None) -> None:
-    """Run a command in a folder; `work` then holds the seconds that it took of the processor.
+    """Run a command in a folder; `work` then holds the seconds that it took of the processor, and `said` what it printed.
 
     After `life` seconds of its own work, whatever else the machine does, the system ends the process.
     """
     torch.set_num_threads(1)
     os.chdir(folder)
+    sys.stderr = Path("said").open("a")  # noqa: SIM115
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores Ctrl-C
     os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
-    features.SHARD, codes.PART, codes.BATCH, rollouts.PART = 1 << 14, 8, 4, 2
+    features.SHARD, codes.PART, codes.BATCH, rollouts.PART, rates.PASSES = 1 << 14, 8, 4, 2, 20
     began = time.process_time()
     if life is not None:
         signal.signal(signal.SIGPROF, signal.SIG_DFL)  # nothing of ours runs when it comes, as with SIGKILL
@@ -91,3 +106,16 @@ def measured(folder: Path) -> list[str]:
         text = path.read_text()
         found += [f"{path} {line}" for line in text[: text.rfind("\n") + 1].splitlines()]
     return found
+
+
+def learn(model: str, rank: int, size: int, port: int) -> None:
+    """Four steps of batches of four, by process `rank` of `size`; errors are the exit status."""
+    torch.set_num_threads(1)
+    if size > 1:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+    place = Path(model)
+    options = TrainingOptions(place / "drafter", 4, checks=1, log_steps=2, device="cpu")
+    settings = DrafterSettings(loss="guided", batch_size=4, warmup=2, noise=0.0).of("eagle")
+    own = TrainingData(own=True, prompts=place / "mine", samples=8, sample_batch=4)
+    assert train(place, EagleTask, settings, own, options)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from lanternpp.drafters.diffusion import DRAFTER, DiffusionDrafter
 from lanternpp.drafters.eagle import EagleDrafter
 from lanternpp.engine.latent_decode import LatentEngine
-from lanternpp.models.latents.target import DIFFUSION, DiffusionTarget, LatentTarget
-from lanternpp.models.vq.kl import KL, KLConfig
+from lanternpp.models.latents import DIFFUSION, DiffusionTarget, LatentTarget
+from lanternpp.models.vq.autoencoder import KL, KLConfig
 from lanternpp.nn import checkpoints
 from lanternpp.nn.decoder import DecoderConfig
 

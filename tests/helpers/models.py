@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
-from lanternpp.models.vq.model import VQ, VQConfig
+from lanternpp.models.vq.autoencoder import VQ, VQConfig
 from lanternpp.models.words import WordsConfig, WordsTarget
 from lanternpp.nn import checkpoints
 from lanternpp.nn.decoder import DecoderConfig
@@ -24,27 +25,34 @@ SMALLER = {
     "hidden": 24,
     "grid": 4,
     "vocab": VOCAB,
-    "code_dim": 4,
     "slots": 4,
 }
 
 
-def write_smaller(folder: Path, words: WordsConfig, vq: VQ) -> Path:
-    """Another target of the same codes, to draft with."""
-    checkpoints.save(folder / "tokenizer", {"kind": "vq", **asdict(vq.config)}, vq.weights())
-    weights = WordsTarget(words, vq).folded()[1]
-    checkpoints.save(folder / "target", {"kind": "words", **asdict(words)}, weights)
-    return folder
+def change(path: Path, **fields: object) -> None:
+    """Change fields of a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder and of those in it, hidden ones too."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def save_words(folder: Path, target: WordsTarget) -> None:
+    """A target and its tokenizer."""
+    vq = target.vq
+    checkpoints.save(folder / "tokenizer", {"kind": "vq", **asdict(vq.config)}, vq.state_dict())
+    checkpoints.save(folder / "target", {"kind": "words", **asdict(target.config)}, target.state_dict())
 
 
 def write_model(folder: Path, grid: int = 4, layers: int = 2) -> Path:
     """A model of 32 codes on a grid of 4 x 4, 16 px, that knows a red tulip. A larger grid takes longer to draw."""
     torch.manual_seed(0)
     vq_shape = VQConfig(
-        SIDE * grid // 4, VOCAB, 4, channels=(16, 16), encoder_blocks=(1, 1), decoder_blocks=(1, 1)
+        SIDE * grid // 4, 4, codes=VOCAB, channels=(16, 16), encoder_blocks=(1, 1), decoder_blocks=(1, 1)
     )
     vq = VQ(vq_shape)
-    checkpoints.save(folder / "tokenizer", {"kind": "vq", **asdict(vq_shape)}, vq.weights())
     words = WordsConfig(
         words=("red", "tulip"),
         subjects=("tulip",),
@@ -54,12 +62,11 @@ def write_model(folder: Path, grid: int = 4, layers: int = 2) -> Path:
         hidden=48,
         grid=grid,
         vocab=VOCAB,
-        code_dim=4,
         slots=4,
     )
     target = WordsTarget(words, vq)
-    checkpoints.save(folder / "target", {"kind": "words", **asdict(words)}, target.folded()[1])
-    write_smaller(folder / "independent", WordsConfig(**SMALLER | {"grid": grid}), vq)
+    save_words(folder, target)
+    save_words(folder / "independent", WordsTarget(WordsConfig(**SMALLER | {"grid": grid}), vq))
     eagle = EagleConfig.like(DecoderConfig(32, 1, 2, 48))
     drafter = EagleDrafter(eagle, target.decoder.rotary_table)
     checkpoints.save(folder / "drafter", {"kind": "eagle", **eagle.flat()}, drafter.state_dict())

@@ -17,8 +17,7 @@ from common import script
 from lanternpp.cli import main
 from lanternpp.engine.sampling import Sampling
 from lanternpp.models.base import Target
-from lanternpp.models.vq.folder import read_vq
-from lanternpp.models.vq.model import VQ, VQConfig
+from lanternpp.models.vq.autoencoder import VQ, VQConfig, read_vq
 from lanternpp.models.words import WordsConfig, WordsTarget
 from lanternpp.nn import checkpoints
 from lanternpp.training.codes import Codes, Split
@@ -27,26 +26,25 @@ from pictures import to_bytes
 CONFIG = WordsConfig(("red", "blue", "square"), ("square",), 32, 2, 2, 48, grid=4, vocab=64, slots=3)
 
 
-def draw(folder: Path, count: int, size: tuple[int, int] = (40, 36)) -> None:
-    """`count` pictures, red or blue squares on a gradient, with metadata.jsonl."""
+def draw(folder: Path, count: int, subject: str = "square") -> None:
+    """`count` pictures, red or blue squares on a gradient, with metadata.jsonl, in which they are called `subject`."""
     generator = torch.Generator().manual_seed(count)
     rows = []
     for number in range(count):
         colour = ("red", "blue")[number % 2]
-        height, width = size
-        image = torch.linspace(-1, 1, width).expand(1, 3, height, width).clone() * 0.5
+        image = torch.linspace(-1, 1, 36).expand(1, 3, 40, 36).clone() * 0.5
         row, column = torch.randint(4, 20, (2,), generator=generator).tolist()
         image[0, :, row : row + 12, column : column + 12] = -0.8
         image[0, 0 if colour == "red" else 2, row : row + 12, column : column + 12] = 0.9
         name = f"{colour}/{number:03d}.png"
         (folder / colour).mkdir(parents=True, exist_ok=True)
         Image.fromarray(to_bytes(image)[0].numpy()).save(folder / name)
-        rows.append({"file_name": name, "text": f"a photo of a {colour} square", "label": colour})
+        rows.append({"file_name": name, "text": f"a photo of a {colour} {subject}", "label": colour})
     (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.fixture(scope="session")
-def paint() -> Callable[[Path, int], None]:
+def paint() -> Callable[..., None]:
     """Writes a folder of that many captioned pictures."""
     return draw
 
@@ -67,7 +65,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
         size=32, codes=64, channels=(16, 16, 32), encoder_blocks=(1,) * 3, decoder_blocks=(1,) * 3
     )
     folder = tmp_path_factory.mktemp("tokenizer")
-    checkpoints.save(folder, {"kind": "vq", **asdict(config)}, VQ(config).weights())
+    checkpoints.save(folder, {"kind": "vq", **asdict(config)}, VQ(config).state_dict())
     return folder
 
 
@@ -84,10 +82,9 @@ def ready(model: Path) -> Path:
     torch.manual_seed(1)
     target = WordsTarget(CONFIG, read_vq(model / "tokenizer"))
     for name, parameter in target.named_parameters():
-        if "table" in name or "prefix" in name:
+        if "table" in name or "prefix" in name or "codes_" in name:
             torch.nn.init.normal_(parameter, std=0.4)
-    config, tensors = target.folded()
-    checkpoints.save(model / "target", {"kind": "words", **vars(config)}, tensors)
+    checkpoints.save(model / "target", {"kind": "words", **vars(CONFIG)}, target.state_dict())
     return model
 
 
@@ -98,11 +95,16 @@ def teacher_of(target: Target, store: Path = Path()) -> Any:
     return SimpleNamespace(**known, cfg=3.0, trainable=lambda: frozen)
 
 
-def made_codes(count: int) -> Codes:
-    """Random codes of pictures of red and blue squares, the same to train and to validate."""
-    codes = torch.randint(64, (count, 1, 16), generator=torch.Generator().manual_seed(1)).to(torch.uint16)
-    split = Split(codes, ("a red square", "a blue square", "a photo") * (count // 3))
+def random_codes(texts: tuple[str, ...], labels: tuple[str, ...] | None = None, vocab: int = 64) -> Codes:
+    """Random codes of a picture for each caption, the same to train and to validate."""
+    codes = torch.randint(vocab, (len(texts), 1, 16), generator=torch.Generator().manual_seed(1))
+    split = Split(codes.to(torch.uint16), texts, labels or ("",) * len(texts))
     return Codes(split, split, {"codes": "made"})
+
+
+def made_codes(count: int) -> Codes:
+    """Random codes of pictures of red and blue squares."""
+    return random_codes(("a red square", "a blue square", "a photo") * (count // 3))
 
 
 @pytest.fixture

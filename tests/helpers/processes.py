@@ -1,9 +1,74 @@
-"""Processes that a test started, to kill some of them."""
+"""Processes that a test starts: commands in an environment of their own, and what to kill. Every wait ends."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+
+# In which a process, thread or event must come, on a busy machine too. pytest ends a test after 300.
+SECONDS = 200
+LANTERNPP = (sys.executable, "-c", "from lanternpp.cli import main; main()")
+SCRIPT = """
+import contextlib, io, json, sys
+from lanternpp.cli import main
+ended = []
+for args in json.load(sys.stdin):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main(args)
+        except SystemExit as end:
+            ended.append((end.code, out.getvalue(), err.getvalue()))
+print(json.dumps([sys.modules["lanternpp"].__file__, ended]))
+"""
+
+
+def python(*args: object, **options: object) -> subprocess.CompletedProcess[str]:
+    """Python, run with these arguments to its end; what it printed. options: those of `subprocess.run`."""
+    command = [sys.executable, *map(str, args)]
+    return subprocess.run(command, **{"capture_output": True, "text": True, "timeout": SECONDS} | options)
+
+
+@contextmanager
+def killed_late(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Kill a process that the block still waits for after `SECONDS`: reading its output then ends."""
+    timer = threading.Timer(SECONDS, process.kill)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def until(true: Callable[[], object], seconds: float = SECONDS, every: float = 0.002) -> None:
+    """Wait for something that must come true."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(every)
+
+
+def commands(
+    requested: Sequence[Sequence[str]],
+    place: Path,
+    executable: Path | str = sys.executable,
+    env: Mapping[str, str] = os.environ,
+) -> tuple[Path, list[tuple[int, str, str]]]:
+    """Run commands of lanternpp in one process, in a folder; the package's file, and of each the status, stdout and stderr."""
+    run = [str(executable), "-c", SCRIPT]
+    done = subprocess.run(
+        run, input=json.dumps(requested), capture_output=True, text=True, env=env, cwd=place, timeout=SECONDS
+    )
+    assert done.returncode == 0, done.stderr
+    file, ended = json.loads(done.stdout.splitlines()[-1])
+    return Path(file), ended
 
 
 def command(pid: int) -> bytes:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
 import socket
 import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -20,8 +20,9 @@ import uvicorn
 from fastapi.testclient import TestClient
 from PIL import Image
 
+from helpers.processes import LANTERNPP, SECONDS, killed_late, until
 from lanternpp import Pipeline
-from lanternpp.api.default_method import Chosen
+from lanternpp.api.defaults import Chosen
 from lanternpp.api.options import AUTO, Settings
 from lanternpp.api.settings import resolve
 from lanternpp.engine.decode import FinishedSample
@@ -69,7 +70,7 @@ class SlowEngine:
         self.pipe.admitted.append(seed)
 
     def step(self) -> None:
-        self.pipe.allowed.acquire()
+        assert self.pipe.allowed.acquire(timeout=SECONDS)
         if (self.codes == 13).any():
             raise RuntimeError("a step broke")
         self.passes += self.count < LENGTH
@@ -120,11 +121,11 @@ class SlowPipe:
         if "spaceship" in conditions[0]:
             raise InputError("prompt 'a spaceship' names no subject this model knows")
 
-    def new_engine(self, settings: Settings) -> SlowEngine:
+    def new_engine(self, settings: Settings, shape: object = None) -> SlowEngine:
         self.engines.append(settings)
         return SlowEngine(self, settings.batch_size)
 
-    def images(self, codes: torch.Tensor) -> list[Image.Image]:
+    def images(self, codes: torch.Tensor, target: object = None) -> list[Image.Image]:
         return [Image.new("L", (2, 2), int(codes[0, 0]) % 256)]
 
     def allow(self, steps: int = 10_000) -> None:
@@ -140,12 +141,12 @@ class PacedPipe:
     def __getattr__(self, name: str) -> object:
         return getattr(self.pipe, name)
 
-    def new_engine(self, settings: Settings) -> object:
-        engine = self.pipe.new_engine(settings)
+    def new_engine(self, settings: Settings, shape: object = None) -> object:
+        engine = self.pipe.new_engine(settings, shape)
         step = engine.step
 
         def wait() -> None:
-            self.allowed.acquire()
+            assert self.allowed.acquire(timeout=SECONDS)
             step()
 
         engine.step = wait
@@ -153,14 +154,6 @@ class PacedPipe:
 
     def allow(self, steps: int = 10_000) -> None:
         self.allowed.release(steps)
-
-
-def until(true: Callable[[], object], seconds: float = 120) -> None:
-    """Wait for something that must come true."""
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.002)
 
 
 @contextmanager
@@ -220,6 +213,11 @@ def client_of(pipe: object, config: ServerConfig | None = None, page: bool = Fal
         yield http
 
 
+def drawn(b64: str) -> Image.Image:
+    """The picture in an answer."""
+    return Image.open(io.BytesIO(base64.b64decode(b64)))
+
+
 def dial(address: str) -> socket.socket:
     """A connection to a server."""
     host, _, port = address.removeprefix("http://").partition(":")
@@ -233,23 +231,21 @@ def request(**fields: object) -> bytes:
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
-COMMAND = [sys.executable, "-c", "from lanternpp.cli import main; main()", "serve"]
-
-
 @contextmanager
-def serving(model: Path, *options: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`lanternpp serve` as a process of its own, once it answers, and its address."""
+def serving(
+    model: Path, *options: str, limit: Callable[[], None] | None = None, **environment: str
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`lanternpp serve` as a process of its own, once it answers, and its address. limit: what it calls first."""
+    command = [*LANTERNPP, "serve", "--port", "0", "--model", str(model), "--device", "cpu", *options]
+    pipe, environment = subprocess.PIPE, {**os.environ, **environment}
     process = subprocess.Popen(
-        [*COMMAND, "--port", "0", "--model", str(model), "--device", "cpu", *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **environment},
+        command, stdout=pipe, stderr=pipe, text=True, env=environment, preexec_fn=limit
     )
     try:
-        line = process.stdout.readline()
-        assert line.startswith("http://"), process.stderr.read()
+        with killed_late(process):
+            line = process.stdout.readline()
+            assert line.startswith("http://"), process.stderr.read()
         yield process, line.split(": ")[0]
     finally:
         process.kill()
-        process.communicate()
+        process.communicate(timeout=SECONDS)

@@ -6,9 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lanternpp.nn.decoder import additive_mask
-from lanternpp.nn.rope import rotate
-from lanternpp.nn.stack import HeadScale, Stack, StackLayer
+from lanternpp.nn.decoder import HeadScale, Stack, StackLayer, additive_mask, rotate
 from lanternpp.types import Nodes
 
 
@@ -64,6 +62,14 @@ class StackPasses:
             x = x if bias is None else x + bias.to(x.dtype)
         order = self.stack.qk_order
         return rotate(x if order is None else x[..., order], rotation)
+
+
+def with_biases(module: nn.Module) -> nn.Module:
+    """The same module with random biases in its linear layers, as layers of transformers may have."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear):
+            layer.bias = nn.Parameter(torch.randn(layer.out_features) * 0.1, requires_grad=False)
+    return module
 
 
 def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

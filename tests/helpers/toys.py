@@ -13,40 +13,43 @@ from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
 from lanternpp.engine.cache import RowCache
 from lanternpp.engine.decode import Engine
+from lanternpp.engine.noise import Noise
 from lanternpp.models.base import Target
-from lanternpp.nn.decoder import AttentionCache, Decoder, DecoderConfig
-from lanternpp.nn.rope import grid_table
-from lanternpp.nn.stores import quantised
+from lanternpp.nn.checkpoints import quantised
+from lanternpp.nn.decoder import AttentionCache, Decoder, DecoderConfig, grid_table
 from lanternpp.proposers.jacobi import Jacobi
 from lanternpp.proposers.network import AutoregressiveProposer
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.types import Nodes, Prompt
 
+# Markov chains of three codes: a target's, a drafter's that is far from it, and one that forbids codes.
+CHAIN = torch.tensor([[0.5, 0.3, 0.2], [0.05, 0.15, 0.8], [0.6, 0.3, 0.1]], dtype=torch.float64)
+FAR = torch.tensor([[0.1, 0.2, 0.7], [0.9, 0.05, 0.05], [0.3, 0.3, 0.4]], dtype=torch.float64)
+HOLES = torch.tensor([[0.0, 0.4, 0.6], [1.0, 0.0, 0.0], [0.5, 0.5, 0.0]], dtype=torch.float64)
+BUSHY = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))  # a tree
+
+
+def noise(draws: int, seed: int = 0) -> Noise:
+    """The noise of the second step of so many samples."""
+    return Noise(torch.arange(draws) + (seed << 32), torch.ones(draws, dtype=torch.int64))
+
 
 class ToyTarget(Target):
     """A tiny random decoder over a random codebook; a condition is a word whose length decides the prompt."""
 
-    def __init__(
-        self,
-        vocab: int = 12,
-        grid: int = 4,
-        seed: int = 0,
-        sharp: float = 3.0,
-        lively: float = 4.0,
-        layers: int = 2,
-    ):
+    def __init__(self, vocab: int = 12, grid: int = 4, seed: int = 0, layers: int = 2):
         super().__init__()
         torch.manual_seed(seed)
         self.vocab, self.width, self.length = vocab, grid, grid * grid
         shape = DecoderConfig(dim=16, layers=layers, heads=2, hidden=24)
         self.decoder = Decoder(shape, grid_table(self.slots, grid, shape.head_dim))
         self.table = torch.nn.Parameter(torch.randn(vocab, 16))
-        self.out = torch.nn.Parameter(torch.randn(vocab, 16) * sharp / 4)
+        self.out = torch.nn.Parameter(torch.randn(vocab, 16) * 0.75)
         self.book = torch.nn.functional.normalize(torch.randn(vocab, 3), dim=-1)
         self.null = torch.nn.Parameter(torch.randn(16))
         for weight in self.decoder.parameters():  # strong enough for the context to matter
             if weight.dim() == 2:
-                weight.data *= lively
+                weight.data *= 4
         self.double().eval().requires_grad_(False)
 
     slots = 3
@@ -75,6 +78,15 @@ class ToyTarget(Target):
 
     def pixels(self, codes: Tensor) -> Tensor:
         return self.book[codes].transpose(1, 2).reshape(len(codes), 3, self.width, self.width)
+
+
+class RowsEnd(ToyTarget):
+    """A format that forces code 7 at the end of every row and forbids it elsewhere."""
+
+    def constrain(self, logits: Tensor, index: Tensor) -> Tensor:
+        end = (index % self.width == self.width - 1)[..., None]
+        seven = torch.arange(self.vocab, device=logits.device) == 7
+        return logits.masked_fill(end ^ seven, float("-inf"))
 
 
 class MarkovTarget(ToyTarget):
@@ -246,13 +258,13 @@ class SmallerTarget(ToyTarget):
         return Prompt(prompt.embeds[:, :2], prompt.start)
 
 
-def smaller(target: ToyTarget, seed: int = 3, near: float = 0.7) -> SmallerTarget:
+def smaller(target: ToyTarget) -> SmallerTarget:
     """A smaller target that shares the tables, so that it agrees now and then."""
-    made = SmallerTarget(target.vocab, target.width, seed, layers=1).to(target.table.dtype)
+    made = SmallerTarget(target.vocab, target.width, seed=3, layers=1).to(target.table.dtype)
     made.book = target.book
     for name in ("table", "out"):
         ours, theirs = getattr(made, name), getattr(target, name)
-        ours.copy_(ours.lerp(theirs, near))
+        ours.copy_(ours.lerp(theirs, 0.7))
     return made
 
 
@@ -261,5 +273,5 @@ def stored_in_8_bits(weight: Tensor) -> Tensor:
     whole, scale = quantised(weight.float(), 8)
     exact = whole.double() * scale.double()[:, None]
     weight.copy_(exact)
-    weight.eight_bits = whole, scale  # type: ignore[attr-defined]
+    weight.int8_weight = whole, scale  # type: ignore[attr-defined]
     return exact

@@ -11,19 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.stacks import StackPasses
+from helpers.stacks import StackPasses, with_biases
 from kernels.rounding import attends_with_tiles, groups_inputs
 from torch import nn
 
 from lanternpp.engine.cache import Cache
 from lanternpp.kernels import loading as native
-from lanternpp.kernels import memory
-from lanternpp.kernels.decoder import KernelDecoder, kernel_decoder
+from lanternpp.kernels.decoder import KernelDecoder
+from lanternpp.kernels.linear import ALIGNED, ROOM, LargePages
 from lanternpp.nn import checkpoints
 from lanternpp.nn.backend import backend
-from lanternpp.nn.decoder import Decoder, DecoderConfig
-from lanternpp.nn.int8 import quantise, stored_parts
-from lanternpp.nn.rope import grid_table
+from lanternpp.nn.decoder import Decoder, DecoderConfig, grid_table
+from lanternpp.nn.int8 import int8_parts, quantise
 from lanternpp.nn.sources import Rename, Source
 from lanternpp.types import Nodes
 
@@ -41,6 +40,11 @@ def decoder(*sizes: int, **more: object) -> Decoder:
         if name.endswith("norm.weight"):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     return made.to(HALF).eval().requires_grad_(False)
+
+
+def in_16_bits(network: Decoder) -> Decoder:
+    """The same network."""
+    return network
 
 
 def in_8_bits(network: Decoder) -> Decoder:
@@ -65,7 +69,7 @@ def in_float64(network: Decoder) -> Decoder:
     """With the weights that those of `network` stand for."""
     found = copy.deepcopy(network)
     for child, known in zip(found.modules(), network.modules(), strict=True):
-        parts = stored_parts(known.weight) if isinstance(known, nn.Linear) else None
+        parts = int8_parts(known.weight) if isinstance(known, nn.Linear) else None
         if parts:
             child.weight = nn.Parameter(parts[0].double() * parts[1].double()[:, None], requires_grad=False)
     return found.double()
@@ -74,7 +78,7 @@ def in_float64(network: Decoder) -> Decoder:
 def in_c(network: Decoder, library: object = None) -> Decoder:
     """Its passes in C, with the 8 bits that weights have."""
     found = copy.deepcopy(network)
-    int8 = all(stored_parts(block.wqkv.weight) is not None for block in network.blocks)
+    int8 = all(int8_parts(block.wqkv.weight) is not None for block in network.blocks)
     library = library or native.library()
     found.native = KernelDecoder(network.stack(), network.rotary_table, library, int8)  # type: ignore[arg-type]
     return found
@@ -99,37 +103,18 @@ def features(network: Decoder, x: torch.Tensor, nodes: int, aux_layers: tuple[in
 
 Stored = Callable[[Decoder], Decoder]
 WEIGHTS = [
-    pytest.param(lambda network: network, id="bfloat16"),
+    pytest.param(in_16_bits, id="bfloat16"),
     pytest.param(in_8_bits, id="int8"),
     pytest.param(read_in_8_bits, id="read in 8 bits"),
 ]
 
 
 @pytest.mark.parametrize("stored", WEIGHTS)
-@pytest.mark.parametrize(
-    ("sizes", "more"),
-    [
-        ((64, 3, 4, 96), {}),
-        ((128, 3, 4, 64), {"kv_heads": 2}),
-        (
-            (64, 2, 2, 96),
-            {"attention_bias": True, "ffn_bias": True, "first_norm": False, "final_norm": False},
-        ),
-        ((96, 2, 2, 32), {"norm_eps": 1e-2}),
-        ((320, 2, 2, 64), {}),
-        ((96, 2, 4, 96), {"qk_norm": True}),
-        ((96, 2, 4, 96), {"norm_after": True, "kv_heads": 2}),
-        ((96, 2, 4, 96), {"norm_both": True}),
-        ((96, 2, 4, 72), {"head_dim": 24, "kv_heads": 1}),
-        ((200, 2, 3, 104), {"head_dim": 100, "qkv_bias": True}),
-    ],
-)
-def test_it_is_nearer_to_float64_than_pytorch_is(
-    library: object, sizes: tuple[int, ...], more: dict[str, object], stored: Stored
-):
-    plain = stored(decoder(*sizes, **more))
+def test_it_is_nearer_to_float64_than_pytorch_is(library: object, stored: Stored):
+    """Other shapes are in `test_fuzz_kernels.py`."""
+    plain = stored(with_biases(decoder(200, 2, 3, 104, head_dim=100, norm_eps=1e-2)).to(HALF))
     mine = in_c(plain, library)
-    x = torch.randn(2, 44, sizes[0]).to(HALF)
+    x = torch.randn(2, 44, 200).to(HALF)
     exact = features(in_float64(plain), x.double(), 5)
     wrong, usual = ((features(network, x, 5) - exact).abs() for network in (mine, plain))
     coarse = mine.native.int8 and groups_inputs(library)  # type: ignore[union-attr]
@@ -159,30 +144,35 @@ def test_so_is_what_it_returns_of_the_layers_below_the_last(library: object, aux
     assert torch.equal(features(mine, x, 5, aux_layers)[..., :64], features(mine, x, 5))
 
 
-@pytest.mark.parametrize("stored", WEIGHTS)
-@pytest.mark.parametrize("sizes", [(64, 2, 4, 96), (192, 2, 6, 288)], ids=str)
+@pytest.mark.parametrize(
+    ("stored", "sizes"),
+    [
+        pytest.param(in_16_bits, (192, 2, 6, 288), id="bfloat16"),
+        pytest.param(in_8_bits, (64, 2, 4, 96), id="int8"),
+    ],
+)
 def test_a_row_does_not_depend_on_its_neighbours_nor_on_how_many_there_are(
     library: object, sizes: tuple[int, ...], stored: Stored
 ):
     """Up to 300 rows; nor on the number of threads, with heads that they can share evenly and with others."""
     network = in_c(stored(decoder(*sizes)), library)
     x = torch.randn(3, 103, sizes[0]).to(HALF)
-    pair = x[:1].repeat(2, 1, 1)
-    alone, many = features(network, pair, 1)[0], features(network, pair, 5)[0]
+    pair, start = x[:1].repeat(2, 1, 1), x[:, :51]
+    alone, many = features(network, pair[:, :51], 1)[0], features(network, pair, 5)[0]
     if attends_with_tiles(library):
         # Up to 4 queries of a head attend by vectors and more by tiles, which round the weights before they divide by their sum.
-        assert torch.allclose(alone.float(), many.float(), rtol=0.02, atol=0.03)
+        assert torch.allclose(alone.float(), many[:51].float(), rtol=0.02, atol=0.03)
     else:
-        assert torch.equal(alone, many)
+        assert torch.equal(alone, many[:51])
     for nodes in (1, 2, 3, 4):
-        assert torch.equal(features(network, x, nodes)[0], alone)
+        assert torch.equal(features(network, start, nodes)[0], alone)
     for nodes in (19, 38, 43, 100):
         assert torch.equal(features(network, x, nodes)[0], many)
     before = torch.get_num_threads()
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            assert torch.equal(features(network, x, 2)[0], alone)
+            assert torch.equal(features(network, start, 2)[0], alone)
             assert torch.equal(features(network, x, 10)[0], many)
             assert torch.equal(features(network, x, 19)[0], many)
     finally:
@@ -190,12 +180,12 @@ def test_a_row_does_not_depend_on_its_neighbours_nor_on_how_many_there_are(
 
 
 def test_weights_in_large_pages_are_copies_one_behind_the_other():
-    pages = memory.LargePages()
-    given = [torch.randn(3, 5).to(HALF).T, torch.randn(7), torch.randn(memory.ROOM // 4 + 1), torch.ones(2)]
+    pages = LargePages()
+    given = [torch.randn(3, 5).to(HALF).T, torch.randn(7), torch.randn(ROOM // 4 + 1), torch.ones(2)]
     kept = [pages.put(x) for x in given]
     for x, copied in zip(given, kept, strict=True):
         assert torch.equal(x, copied) and copied.is_contiguous() and copied.data_ptr() % 64 == 0
-    assert kept[1].data_ptr() - kept[0].data_ptr() == memory.ALIGNED
+    assert kept[1].data_ptr() - kept[0].data_ptr() == ALIGNED
 
 
 def test_sums_of_equal_weights_and_inputs_stay_within_32_bits(library: object):
@@ -206,29 +196,6 @@ def test_sums_of_equal_weights_and_inputs_stay_within_32_bits(library: object):
     plain = in_8_bits(plain)
     exact = features(in_float64(plain), x.double(), 3)
     assert torch.allclose(features(in_c(plain, library), x, 3).double(), exact, rtol=0.03)
-
-
-@torch.inference_mode()
-def test_a_tree_attends_to_ancestors_alone():
-    plain = decoder(64, 2, 4, 96)
-    x = torch.randn(1, 6, 64).to(HALF)
-    mask = torch.eye(3, dtype=torch.bool)
-    mask[:, 0] = True  # two children of one node
-    depth = torch.tensor([[0, 1, 1]])
-    found = []
-    for network in (in_c(plain), plain):
-        cache = Cache(network.config, 1, 9, x)
-        prompt = cache.rows(torch.tensor([0]), torch.tensor([0]), 3)
-        network(x[:, :3], prompt.nodes(), prompt)
-        nodes = cache.nodes(depth, mask[None])
-        both = network(x[:, 3:], nodes, cache)
-        changed = x[:, 3:].clone()
-        changed[:, 1] += 1
-        again = network(changed, nodes, cache)
-        assert torch.equal(again[:, 2], both[:, 2])
-        assert not torch.equal(again[:, 1], both[:, 1])
-        found.append(both)
-    assert torch.allclose(*found, atol=0.1)
 
 
 @torch.inference_mode()
@@ -265,7 +232,7 @@ def test_norms_and_gates_of_other_families(library: object, qk_norm: str, gate: 
     x = torch.randn(2, 9, 64).to(HALF)
     slot = torch.arange(9).expand(2, -1).contiguous()
     mask = torch.ones(9, 9, dtype=torch.bool).tril().expand(2, 1, -1, -1).contiguous()
-    kv = torch.zeros(2, 2, 2, 4, 9, found.kv_head_dim, dtype=HALF)
+    kv = torch.zeros(2, 2, 2, 4, 9, 32, dtype=HALF)
     mine = found(x, Nodes(slot, slot, mask), kv).double()
     by_pytorch = StackPasses(stack, network.rotary_table)
     exact, usual = (
@@ -273,17 +240,6 @@ def test_norms_and_gates_of_other_families(library: object, qk_norm: str, gate: 
         for dtype in (torch.double, HALF)
     )
     assert (mine - exact).abs().mean() < (usual - exact).abs().mean()
-
-
-def test_weights_of_decoders_in_c_are_in_memory_once() -> None:
-    network = decoder(64, 2, 4, 96)
-    library = native.library()
-    assert library is not None and kernel_decoder(network, library, True) is not None
-    kept = {name for name, _ in network.named_parameters()}
-    assert kept == {
-        *(f"blocks.{i}.{part}_norm.weight" for i in range(2) for part in ("attention", "ffn")),
-        "norm.weight",
-    }
 
 
 def test_other_dtypes_are_left_to_pytorch():

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from helpers.processes import SECONDS
 from kernels.compiling import setup
 from torch import Tensor
 
@@ -22,9 +23,8 @@ from lanternpp.engine.cache import Cache
 from lanternpp.kernels import loading
 from lanternpp.kernels.decoder import KernelDecoder
 from lanternpp.kernels.kinds import KINDS, choose
-from lanternpp.nn.decoder import Decoder, DecoderConfig
+from lanternpp.nn.decoder import Decoder, DecoderConfig, grid_table
 from lanternpp.nn.int8 import quantise
-from lanternpp.nn.rope import grid_table
 
 HARNESS = Path(__file__).with_name("harness.c")
 CROSS, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
@@ -143,28 +143,28 @@ class Recorder:
 
 def unshifted() -> ctypes.CDLL:
     """The best kernels here that read weights in 8 bits without something added to them, as those for ARM do."""
-    files = loading._installed()
-    for kind in choose(loading.features(loading._whole(files["cpu"]))):
+    files = loading.installed()
+    for kind in choose(loading.features(loading.LIBRARIES / files["cpu"])):
         found = loading.library(kind) if kind in files else None
-        if found is not None and not found.weight_zero():
+        if found is not None and not found.number_of(b"weight zero"):
             return found
     pytest.skip("no such kernels here")
 
 
 @torch.inference_mode()
-def recorded_pass(eight_bits: bool) -> Recorder:
+def recorded_pass(int8_weight: bool) -> Recorder:
     """A chain of 5 nodes in two rows, after a prefill of 3 slots."""
     torch.manual_seed(0)
     config = DecoderConfig(64, 2, 4, 96)
     network = (
         Decoder(config, grid_table(3, 8, config.head_dim).float()).bfloat16().eval().requires_grad_(False)
     )
-    if eight_bits:
+    if int8_weight:
         pytest.importorskip("torchao")
         quantise(network)
     found = unshifted()
     cache, x = Cache(config, 2, 10, torch.zeros(0).bfloat16()), torch.randn(2, 8, 64).bfloat16()
-    network.native = KernelDecoder(network.stack(), network.rotary_table, found, eight_bits)
+    network.native = KernelDecoder(network.stack(), network.rotary_table, found, int8_weight)
     prompt = cache.rows(torch.arange(2), torch.zeros(2, dtype=torch.int64), 3)
     network(x[:, :3], prompt.nodes(), prompt)
     network.native.library = recorder = Recorder(found, "decode")  # type: ignore[assignment]
@@ -192,13 +192,13 @@ def arm(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "-o",
         str(folder / "harness"),
     ]
-    subprocess.run(command, check=True)
+    subprocess.run(command, check=True, timeout=SECONDS)
     return folder
 
 
 def emulate(cpu: str, folder: Path, *arguments: object) -> str:
     command = [EMULATOR, "-L", "/usr/aarch64-linux-gnu", "-cpu", cpu, folder / "harness", *arguments]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -210,14 +210,14 @@ def library_of(folder: Path, kind: str) -> Path:
 
 @cross
 @pytest.mark.skipif(loading.library() is None, reason="no kernels here")
-@pytest.mark.parametrize("eight_bits", [False, True], ids=["bfloat16", "int8"])
+@pytest.mark.parametrize("int8_weight", [False, True], ids=["bfloat16", "int8"])
 @pytest.mark.parametrize("kind", ARM, ids=lambda kind: kind.name)
-def test_a_pass_on_arm_is_that_of_this_cpu(arm: Path, kind, eight_bits: bool, tmp_path: Path):
-    recorder = recorded_pass(eight_bits)
+def test_a_pass_on_arm_is_that_of_this_cpu(arm: Path, kind, int8_weight: bool, tmp_path: Path):
+    recorder = recorded_pass(int8_weight)
     (tmp_path / "in").write_bytes(recorder.text)
     emulate("max", arm, library_of(arm, kind.name), "decode", tmp_path / "in", tmp_path / "out")
     # Inputs have 16 bits here and 8 on a CPU with products of 8 bits.
-    share = 0.01 if eight_bits and "dotprod" in kind.needs else 0.004
+    share = 0.01 if int8_weight and "dotprod" in kind.needs else 0.004
     recorder.compare((tmp_path / "out").read_bytes(), share)
 
 
@@ -240,8 +240,8 @@ def test_an_older_cpu_of_intel_says_what_it_has(cpu: str, kinds: list[str], tmp_
     """QEMU 7.2 emulates no AVX-512: what its CPU does not do is not taken, whatever its name says."""
     if not (loading.LIBRARIES / "manifest.json").is_file():
         pytest.skip("no kernels here")
-    subprocess.run(["cc", str(HARNESS), "-ldl", "-o", str(tmp_path / "harness")], check=True)
-    library = loading.LIBRARIES / loading._installed()["cpu"]
+    subprocess.run(["cc", str(HARNESS), "-ldl", "-o", str(tmp_path / "harness")], check=True, timeout=SECONDS)
+    library = loading.LIBRARIES / loading.installed()["cpu"]
     command = ["qemu-x86_64", "-cpu", cpu, str(tmp_path / "harness"), str(library), "features"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=SECONDS)
     assert choose(set(done.stdout.split())) == kinds

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from dataclasses import replace
 from random import Random
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.toys import neighbours, stored_in_8_bits
+from helpers.stacks import StackPasses, with_biases
+from helpers.toys import neighbours, noise, stored_in_8_bits
+from kernels.drafting import drafter_of, empty_chain, kernels_of
 from kernels.rounding import groups_inputs, multiplied
 from torch import Tensor, nn
 
@@ -25,30 +27,25 @@ from lanternpp.engine.verify.joint import verify_joint
 from lanternpp.engine.verify.tokenwise import verify_tokenwise
 from lanternpp.kernels import Kernels
 from lanternpp.kernels import loading as native
-from lanternpp.kernels.chain import NativeChain, native_chain
 from lanternpp.kernels.decoder import KernelDecoder
-from lanternpp.kernels.linear import NativeHead, Packed
-from lanternpp.kernels.sampling import NativeVerifier
-from lanternpp.nn.decoder import Decoder, DecoderConfig
-from lanternpp.nn.rope import grid_table
-from lanternpp.nn.stores import quantised
-from lanternpp.trees.chain import chain_tree
-from lanternpp.trees.shapes import chain
+from lanternpp.kernels.linear import KernelLinear
+from lanternpp.nn.checkpoints import quantised
+from lanternpp.nn.decoder import Decoder, DecoderConfig, Stack, grid_table
+from lanternpp.proposers.parallel import _masked
+from lanternpp.trees.dynamic import DynamicTree
+from lanternpp.trees.shapes import EAGLE, SHAPES, chain
 from lanternpp.trees.static import StaticTree
 from lanternpp.types import Draft
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="no kernels here")
+pytestmark = [
+    pytest.mark.skipif(native.library() is None, reason="no kernels here"),
+    pytest.mark.usefixtures("without_gradients"),
+]
 
-SEEDS = range(20)
+SEEDS = range(14)
 VOCABS = [1, 2, 3, 7, 63, 64, 65, 1000, 4097]
 MOST_CODES = 300_000
 HALF, NEVER = torch.bfloat16, float("-inf")
-
-
-@pytest.fixture(autouse=True)
-def without_gradients() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
 
 
 @pytest.fixture(params=SEEDS)
@@ -68,10 +65,6 @@ def vocab(seed: int, rng: Random) -> int:
     return rng.choice(VOCABS) if seed else MOST_CODES
 
 
-def noise(batch: int) -> Noise:
-    return Noise(torch.arange(batch), torch.ones(batch, dtype=torch.int64))
-
-
 def near(found: Tensor, usual: Tensor, exact: Tensor, times: float = 1) -> None:
     """Assert that `found` is so many times as far from `exact` as `usual`, the same in bfloat16, but for what chance does to few numbers."""
     wrong, other = (found - exact).abs(), (usual - exact).abs()
@@ -85,8 +78,7 @@ def shape_of(rng: Random) -> DecoderConfig:
     width = rng.choice([1, 2, 3, 5, 7]) * 32 + rng.choice([0, 0, 0, 0, 8])
     hidden = rng.choice([1, 2, 3, 6, 11]) * 32 + rng.choice([0, 0, 0, 0, 16, 4])
     kv_heads = rng.choice([n for n in (1, 2, 3, 6) if heads % n == 0])
-    flags = {name: rng.random() < 0.5 for name in ("attention_bias", "ffn_bias", "first_norm", "final_norm")}
-    flags |= {"qk_norm": rng.random() < 0.3, rng.choice(["norm_after", "norm_both"]): rng.random() < 0.4}
+    flags = {name: rng.random() < 0.5 for name in ("qk_norm", "first_norm", "final_norm")}
     return DecoderConfig(width, 2, heads, hidden, kv_heads, head_dim=head_dim, **flags)
 
 
@@ -107,6 +99,8 @@ def tree_pass(network: Decoder, x: Tensor, parent: list[int]) -> Tensor:
 def test_passes(library: object, rng: Random) -> None:
     config = shape_of(rng)
     plain = Decoder(config, grid_table(3, 8, config.head_dim).float())
+    if rng.random() < 0.5:
+        with_biases(plain)
     plain = plain.to(HALF).eval().requires_grad_(False)
     exact = copy.deepcopy(plain).double()
     int8 = rng.random() < 0.4
@@ -114,8 +108,22 @@ def test_passes(library: object, rng: Random) -> None:
         for child, same in zip(plain.modules(), exact.modules(), strict=True):
             if isinstance(child, nn.Linear):
                 same.weight = nn.Parameter(stored_in_8_bits(child.weight), requires_grad=False)
-    mine = copy.deepcopy(plain)
-    mine.native = KernelDecoder(plain.stack(), plain.rotary_table, library, int8)  # type: ignore[arg-type]
+    mine, only_after = copy.deepcopy(plain), rng.random() < 0.5
+    norms = [torch.rand(config.dim) + 0.5 for _ in range(4)] if rng.random() < 0.4 else []
+
+    def stack(network: Decoder) -> Stack:
+        """As some models have it, with norms of what sublayers return, in the place of their inputs' or beside these."""
+        found, left = network.stack(), iter(norms)
+        given = {"attention_norm": None, "ffn_norm": None} if norms and only_after else {}
+        layers = [
+            replace(layer, attention_out_norm=next(left, None), ffn_out_norm=next(left, None), **given)
+            for layer in found.layers
+        ]
+        return replace(found, layers=layers)
+
+    mine.native = KernelDecoder(stack(plain), plain.rotary_table, library, int8)  # type: ignore[arg-type]
+    if norms:
+        plain.native, exact.native = (StackPasses(stack(x), x.rotary_table) for x in (plain, exact))
     rows, nodes = rng.choice([(1, 1), (1, 300), (300, 1), (2, 8), (3, 43), (10, 13), (17, 1), (5, 26)])
     parent = [rng.randint(max(-1, i - 5), i - 1) for i in range(nodes)]
     x = torch.randn(rows, 3 + nodes, config.dim).to(HALF)
@@ -133,11 +141,12 @@ def test_heads(library: object, rng: Random, vocab: int) -> None:
     int8 = rng.random() < 0.4
     exact = stored_in_8_bits(weight) if int8 else weight.double()
     features = torch.randn(guidance.branches * pictures, nodes, inputs).to(HALF)
-    packed = Packed(library, [weight], [bias], int8)  # type: ignore[arg-type]
-    found = NativeHead(packed)(features, guidance.scale, guidance.branches)
+    head = KernelLinear(library, [(weight, bias)], int8)  # type: ignore[arg-type]
+    found = head.logits(features, guidance.scale, guidance.branches)
     guided = guidance.merge(features.double()).to(HALF)
     given = multiplied(guided, library) if int8 else guided.double()
     expected = F.linear(given, exact, None if bias is None else bias.double())
+    assert found is not None and head.logits(features.float(), 1.0, 1) is None
     far = (found - expected).abs()
     assert found.shape == (pictures, nodes, vocab) and far.median() < 1e-3 and far.max() < 0.1
 
@@ -156,10 +165,12 @@ def test_probabilities_and_children(library: object, rng: Random, vocab: int) ->
     plain, made = Sampling(*warp), Sampling(*warp, backend=Kernels(library))  # type: ignore[arg-type]
     logits = torch.randn(1 if vocab == MOST_CODES else rng.choice([1, 3, 100]), rng.choice([1, 3]), vocab) * 3
     logits[0, 0, 1:] = NEVER  # forced
+    logits[0, -1, 1::2] = NEVER
     p, exact = made.probs(logits), plain.probs(logits.double())
     far = (p - exact).abs().sum(-1)
     # Where top-p ends at a code, rounding may keep the next one too, or not.
     assert (far < 1e-4).float().mean() > 0.98 and not p[logits == NEVER].any(), (vocab, warp)
+    assert Kernels(library).probs(logits.double(), warp) is None, "float64 is PyTorch's"  # type: ignore[arg-type]
     for count in (1, 3, 10):
         likely, usual = made.likeliest(p, count), plain.likeliest(p, count)
         assert torch.equal(p.gather(-1, likely), p.gather(-1, usual))
@@ -177,44 +188,52 @@ def test_chains(library: object, rng: Random, vocab: int) -> None:
     )
     if vocab == MOST_CODES:
         dim, batch = 30, 2
-    levels, bias = 3, torch.randn(dim).to(HALF)
-    up, head = torch.randn(dim, hidden).to(HALF) / 4, (torch.randn(vocab, dim) / 2).to(HALF)
-    assert native_chain((F.pad(up, (0, 8)), bias), (head, None)) is None, "an odd width"
+    levels, drafter = 3, drafter_of(dim, hidden)
+    head = (torch.randn(vocab, dim) / 2).to(HALF)
     features, query = torch.randn(batch, levels, dim).to(HALF), torch.randn(batch, levels, hidden).to(HALF)
     prev, u = torch.randn(vocab, hidden).to(HALF), torch.rand(batch, levels, dtype=torch.float64)
-    warp = rng.choice([0.7, 1.0]), rng.choice([0, 1, 50]), 1.0
-    codes = torch.zeros(batch, levels + 1, dtype=torch.int64)
-    draft = Draft(
-        chain_tree(batch, levels, torch.device("cpu")), codes, torch.zeros(batch, levels + 1, vocab)
-    )
-    made = NativeChain((up, bias), (head, None), library)  # type: ignore[arg-type]
-    made(features, query, prev, None, u, warp, draft)
-    assert draft.probs is not None
-    probs = draft.probs[:, :-1]
-    assert torch.equal(codes[:, 1:], draw(probs, u[..., None])[..., 0])
-    whole, scale = quantised((head.double() @ up.double()).float(), 8)
+    sampling = Sampling(rng.choice([0.0, 0.7, 1.0]), rng.choice([0, 0, 1, 50]), rng.choice([1.0, 1.0, 0.6]))
+    forbidden = torch.zeros(batch, levels, vocab)
+    forbidden[:, rng.randrange(levels), vocab // 2 + 1 :] = NEVER
+    draft = empty_chain(batch, levels, vocab)
+    made = kernels_of(drafter, head, library)
+    made.sample(draft, sampling.warp, features=features, query=query, prev=prev, bias=forbidden, u=u)
+    assert draft.probs is not None and not draft.probs[:, -1].any(), "what is the caller's"
+    probs, codes = draft.probs[:, :-1], draft.codes
+    drawn = probs.argmax(-1) if sampling.greedy else draw(probs, u[..., None])[..., 0]
+    assert (codes[:, 0] == vocab - 1).all() and torch.equal(codes[:, 1:], drawn)
+    up, bias = drafter.up.weight.double(), drafter.up.bias.double()
+    numbers, scale = quantised((head.double() @ up).float(), 8)
     active = F.silu(query.double() + prev[codes[:, :-1]].double()).to(HALF)
-    more = (
-        multiplied(active, library) @ (whole.double() * scale.double()[:, None]).T
-        + head.double() @ bias.double()
-    )
+    turn = numbers.double() * scale.double()[:, None]
+    more = multiplied(active, library) @ turn.T + head.double() @ bias
     more[:, 0] = 0
-    exact = Sampling(*warp).probs(features.double() @ head.double().T + more)
-    far = (probs - exact).abs().sum(-1)
-    assert far.median() < 2e-3 and far.max() < (2.1 if warp[1] else 0.05), "top-k may keep another code"
+    exact = sampling.probs(features.double() @ head.double().T + more + forbidden)
+    far, cut = (probs - exact).abs().sum(-1), sampling.top_k or sampling.top_p < 1
+    assert far.median() < 2e-3 and far.max() < (2.1 if cut else 0.05), "a cut may keep another code"
 
 
 def rule_of(rng: Random, vocab: int) -> Acceptance:
-    """Exact, or with up to 9 neighbours of every code, which are slow to find for many codes."""
+    """Exact, or with up to 90 neighbours of every code, which are slow to find for many codes."""
     if vocab == 1 or vocab > 1000 or rng.random() < 0.3:
         return Exact()
-    table = neighbours(torch.randn(vocab, 3), rng.randint(1, min(9, vocab - 1)))
+    table = neighbours(torch.randn(vocab, 3), rng.randint(1, min(rng.choice([9, 90]), vocab - 1)))
     kind, residual = rng.choice([Lantern, LanternPlusPlus]), rng.choice(["paper", "optimal"])
-    return kind(table, rng.choice([0.0, 0.3, 1.0]) + (kind is LanternPlusPlus), residual)
+    most = rng.choice([0.0, 0.3, 1.0]) + (kind is LanternPlusPlus)
+    return kind(table, most, residual, nu=rng.choice([0.0, 0.0, 0.4]))
 
 
-def tree_of(rng: Random) -> StaticTree:
-    """Up to 30 nodes, up to 5 children of each."""
+def builder_of(rng: Random, vocab: int) -> StaticTree | DynamicTree:
+    """A chain, a tree of a paper, one that is grown by probability, or one of up to 30 nodes and up to 5 children of each."""
+    if rng.random() < 0.4 and vocab > 3:
+        known = (
+            StaticTree(chain(4)),
+            StaticTree(EAGLE),
+            StaticTree(SHAPES["lantern-57"]),
+            StaticTree(SHAPES["deep-8"]),
+            DynamicTree(4, 3, 12),
+        )
+        return rng.choice(known)
     paths: list[tuple[int, ...]] = [()]
     while len(paths) < rng.choice([2, 6, 30]):
         above = rng.choice(paths[-8:])
@@ -224,34 +243,44 @@ def tree_of(rng: Random) -> StaticTree:
     return StaticTree(tuple(paths[1:]))
 
 
-def drafted(builder: StaticTree, batch: int, vocab: int) -> tuple[Draft, Tensor]:
-    """A draft, and the target's logits at its nodes; the root of some samples is forced."""
+def drafted(builder: StaticTree | DynamicTree, batch: int, vocab: int) -> tuple[Draft, Tensor]:
+    """A draft, and the target's logits at its nodes; some codes are forbidden at some nodes, and the root of some is forced."""
     common = torch.randn(batch, builder.size, vocab)
     logits = common + 0.7 * torch.randn(batch, builder.size, vocab)
-    logits[: batch // 4, 0, 1:] = NEVER
+    logits[: batch // 4, 1, 1::2] = NEVER
+    logits[: batch // 8, 0, 1:] = NEVER
     q, rows = common.softmax(-1), torch.arange(batch)[:, None]
 
     def children(q: Tensor, count: int, level: int) -> Tensor:
+        if not builder.drawn:
+            return Sampling().likeliest(q, count)
         return Sampling().children(q, count, noise(batch), Noise.DRAFT + level)
 
     root = torch.zeros(batch).long()
-    return builder.grow(root, q[:, 0], lambda at: q[rows, at.node % builder.size], children), logits
+    draft = builder.grow(root, q[:, 0], lambda at: q[rows, at.node % builder.size], children)
+    if draft.tree.chain:  # chains of a batch end at different places
+        lengths = 1 + torch.arange(batch) % draft.tree.depth.shape[1]
+        draft = replace(draft, tree=_masked(draft.tree, lengths, torch.arange(builder.size)))
+    return draft, logits
 
 
 def test_verification(library: object, rng: Random, vocab: int) -> None:
-    native_verifier = NativeVerifier(library)  # type: ignore[arg-type]
     rule, batch = rule_of(rng, vocab), 2 if vocab > 1000 else 100
-    builder = StaticTree(chain(1)) if vocab == MOST_CODES else tree_of(rng)
+    builder = StaticTree(chain(1)) if vocab == MOST_CODES else builder_of(rng, vocab)
     draft, logits = drafted(builder, batch, vocab)
     sampling, budget = Sampling(rng.choice([0.9, 1.0]), rng.choice([0, 0, 50])), rule.as_numbers(6)
     assert budget is not None
-    for verifier in (
-        (verify_tokenwise, verify_joint) if rule.lossless or budget.optimal else (verify_tokenwise,)
-    ):
+    joint = (rule.lossless or budget.optimal) and draft.probs is not None
+    for verifier in (verify_tokenwise, verify_joint) if joint else (verify_tokenwise,):
         usual, found = (
             each(draft, logits, sampling, rule, noise(batch), False)
-            for each in (verifier, with_native(verifier, native_verifier))
+            for each in (verifier, with_native(verifier, Kernels(library)))  # type: ignore[arg-type]
         )
         same = (found.path == usual.path).all(1) & (found.kept == usual.kept) & (found.bonus == usual.bonus)
         assert same.float().mean() > 0.95, (vocab, rule, verifier)
-        assert torch.equal(found.next_codes[same], usual.next_codes[same])
+        decided = same[:, None] & (torch.arange(usual.path.shape[1]) < usual.kept[:, None])
+        assert torch.equal(found.next_codes[decided], usual.next_codes[decided])
+        if verifier is verify_joint:
+            assert found.distribution is not None and usual.distribution is not None
+            far = (found.distribution - usual.distribution).abs().sum(-1)
+            assert (far < 1e-4).float().mean() > 0.98 and far.max() < 0.05

@@ -7,14 +7,14 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.processes import python
+from helpers.refusals import rejects
 from kernels.compiling import setup
 
-from lanternpp.errors import InputError
 from lanternpp.kernels import loading
 from lanternpp.kernels.kinds import KINDS, V3, V4, choose
 
@@ -95,7 +95,7 @@ def kind_of(found: object) -> str:
 @pytest.mark.parametrize("kind", ["x86-64-v3", "x86-64-v4"])
 def test_what_the_cpu_lacks_is_not_loaded(fresh: pytest.MonkeyPatch, kind: str):
     real = loading.features
-    if kind not in choose(real(loading.LIBRARIES / loading._installed()["cpu"])):
+    if kind not in choose(real(loading.LIBRARIES / loading.installed()["cpu"])):
         pytest.skip("not this CPU")
     needs = next(every.needs for every in KINDS if every.name == kind)
     fresh.setattr(loading, "features", lambda path: real(path) & needs)
@@ -104,7 +104,7 @@ def test_what_the_cpu_lacks_is_not_loaded(fresh: pytest.MonkeyPatch, kind: str):
 
 @installed
 def test_a_kind_can_be_asked_for(fresh: pytest.MonkeyPatch):
-    for kind in choose(loading.features(loading.LIBRARIES / loading._installed()["cpu"])):
+    for kind in choose(loading.features(loading.LIBRARIES / loading.installed()["cpu"])):
         fresh.setenv(loading.SWITCH, kind)
         assert kind_of(loading.kernels()) == kind
     fresh.setenv(loading.SWITCH, "0")
@@ -119,8 +119,7 @@ def test_a_kind_can_be_asked_for(fresh: pytest.MonkeyPatch):
 def test_a_kind_that_is_not_to_be_had_is_refused_with_those_that_are(fresh, asked: str, said: str):
     fresh.setattr(loading, "features", lambda path: V3)
     fresh.setenv(loading.SWITCH, asked)
-    with pytest.raises(InputError, match=f"LANTERNPP_KERNELS: {said}: choose x86-64-v3, 0."):
-        loading.kernels()
+    rejects(f"LANTERNPP_KERNELS: {said}: choose x86-64-v3, 0.", loading.kernels)
 
 
 def cut(folder: Path) -> None:
@@ -192,10 +191,7 @@ def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_kernels_of_another_version_are_refused(older: Path):
-    with pytest.raises(
-        InputError, match=r"older.so was not compiled from this version \(its Pass has \d+ bytes"
-    ):
-        loading.load(older)
+    rejects(r"older.so was not compiled from this version \(its Pass has \d+ bytes", loading.load, older)
 
 
 DRAW = """
@@ -225,7 +221,7 @@ def test_a_picture_runs_no_other_program_and_no_code_from_a_cache(tmp_path: Path
         "PATH": str(tmp_path),
     }
     env.pop(loading.SWITCH, None)
-    done = subprocess.run([sys.executable, "-c", DRAW], env=env, cwd=tmp_path, capture_output=True, text=True)
+    done = python("-c", DRAW, env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     loaded = [Path(line) for line in done.stdout.splitlines()]
     assert not [path for path in loaded if path.is_relative_to(tmp_path)]
@@ -310,10 +306,8 @@ def test_pip_installs_without_a_compiler_and_says_what_is_lost(tmp_path: Path):
         shutil.copy(ROOT / name, source)
     env = {**os.environ, "PATH": str(tmp_path), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     env.pop("CC", None)
-    pip = [sys.executable, "-m", "pip", "install", "-v", "--no-deps", "--no-index", "--no-build-isolation"]
-    done = subprocess.run(
-        [*pip, "--target", str(tmp_path / "there"), str(source)], env=env, capture_output=True, text=True
-    )
+    pip = ["-m", "pip", "install", "-v", "--no-deps", "--no-index", "--no-build-isolation"]
+    done = python(*pip, "--target", tmp_path / "there", source, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     sentence = "lanternpp: no kernels were compiled, so that passes take two to three times as long"
     assert sentence in done.stdout + done.stderr

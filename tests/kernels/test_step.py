@@ -14,7 +14,7 @@ from lanternpp.engine.decode import Engine, FinishedSample
 from lanternpp.engine.observers import AcceptanceByRank
 from lanternpp.engine.stopwatch import TimedEngine
 from lanternpp.kernels import loading as native
-from lanternpp.kernels.structs import Pass
+from lanternpp.kernels.binding import structs
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
 
@@ -37,10 +37,11 @@ def pipeline() -> Pipeline:
     return Pipeline.from_pretrained("nature-128")
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+@pytest.fixture
+def threads(batch: int) -> Iterator[None]:
+    """Two threads for one picture at a time and one for two."""
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
+    torch.set_num_threads(3 - batch)
     yield
     torch.set_num_threads(before)
 
@@ -65,10 +66,11 @@ def assert_same(found: list[FinishedSample], expected: list[FinishedSample]) -> 
 def test_whole_pictures_are_those_of_steps_by_parts(
     pipeline: Pipeline, name: str, batch: int, threads: None
 ) -> None:
-    """Three pictures, so that in a batch of two one enters while another is drawn, and one slot is idle in the end."""
+    """Three pictures in a batch of two, so that one enters while another is drawn, and one slot is idle in the end."""
     method, dials = METHODS[name]
-    found = generate(engine_of(pipeline, method, batch, **dials), PROMPTS, [1, 2, 3])
-    expected = generate(by_parts(engine_of(pipeline, method, batch, **dials)), PROMPTS, [1, 2, 3])
+    given = PROMPTS[: 2 * batch - 1], [1, 2, 3][: 2 * batch - 1]
+    found = generate(engine_of(pipeline, method, batch, **dials), *given)
+    expected = generate(by_parts(engine_of(pipeline, method, batch, **dials)), *given)
     assert_same(found, expected)
 
 
@@ -130,6 +132,6 @@ def test_a_pass_over_more_rows_takes_no_less_memory(pipeline: Pipeline, part: st
     passes = {"target": pipeline.target, "drafter": proposer.drafter}[part].decoder.native
     sizes = []
     for nodes in range(1, 40):
-        work = Pass(rows=1, nodes=nodes, slots=300)
-        sizes.append(passes.library.scratch_bytes(byref(passes.shape), passes.layers, byref(work), 2))
+        work = structs.Pass(passes.shape, passes.layers, 1, nodes, 300)
+        sizes.append(passes.library.decode(byref(work), byref(structs.Scratch()), 2))
     assert sizes == sorted(sizes)

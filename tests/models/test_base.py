@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.toys import ToyTarget, eagle, neighbours
+from helpers.toys import RowsEnd, ToyTarget, eagle, neighbours
 
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.neighbours import Lantern, LanternPlusPlus
@@ -16,17 +16,8 @@ from lanternpp.trees.shapes import EAGLE
 from lanternpp.trees.static import StaticTree
 
 
-class Ruled(ToyTarget):
-    """A format that forces code 7 at the end of every row and forbids it elsewhere."""
-
-    def constrain(self, logits, index):
-        end = (index % self.width == self.width - 1)[..., None]
-        seven = torch.arange(self.vocab, device=logits.device) == 7
-        return logits.masked_fill(end ^ seven, float("-inf"))
-
-
 def test_what_the_format_forces_is_drawn_and_nothing_else_whatever_is_drafted():
-    target = Ruled()
+    target = RowsEnd()
     for sampling in (Sampling(), Sampling(0), Sampling(0.7, 5)):
         proposer = TreeProposer(eagle(target), StaticTree(EAGLE))
         for cfg in (1.0, 3.0):
@@ -38,7 +29,7 @@ def test_what_the_format_forces_is_drawn_and_nothing_else_whatever_is_drafted():
 
 @pytest.mark.parametrize("rule", [Lantern, LanternPlusPlus], ids=["lantern", "lantern++"])
 def test_no_rule_is_so_relaxed_that_it_breaks_the_format(rule):
-    target = Ruled()
+    target = RowsEnd()
     most = {Lantern: 0.9, LanternPlusPlus: 1000.0}[rule]  # nearly every neighbour lends
     relaxed = rule(neighbours(target.book, 10), most)
     for proposer in (

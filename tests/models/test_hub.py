@@ -4,97 +4,125 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from helpers.hub import COMMIT, hub
 from helpers.models import write_model
+from helpers.processes import commands
+from helpers.refusals import rejects
 
-from lanternpp.errors import InputError
 from lanternpp.models.hub import HubId, choose, hub_id
 
-SCRIPT = "import sys; from lanternpp.cli import main; main(sys.argv[1:])"
+DRAW = ["generate", "a red tulip", "--model", "lamp/tiny", "--json", "-o", "a.png"]
+ABSENT = {"lamp/absent": "lamp/absent", "lamp/tiny@v9": "v9", "lamp/tiny/other.pt": "other.pt"}
+Outcome = tuple[int, str, str]
 
 
-@pytest.fixture
-def shelf(tmp_path: Path) -> Path:
-    """A repository with our tiny model, and things beside it that nobody should fetch."""
-    folder = write_model(tmp_path / "hub" / "lamp" / "tiny")
+def shelf(place: Path) -> Path:
+    """A folder for the hub: our tiny model, and things beside it that nobody should fetch."""
+    folder = write_model(place / "hub" / "lamp" / "tiny")
     (folder / "training_state.onnx").write_bytes(b"0" * 10_000)
     (folder / "target" / "old.pt").write_bytes(b"0" * 10_000)
-    return tmp_path / "hub"
+    return place / "hub"
 
 
-def lanternpp(tmp_path: Path, address: str, *args: object, **more: str) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
-    env |= {"XDG_CACHE_HOME": str(tmp_path / "cache"), "NO_PROXY": "127.0.0.1"} | more
-    command = [sys.executable, "-c", SCRIPT, *map(str, args)]
-    return subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=400)
+def ended(place: Path, address: str, *requested: list[str], **more: str) -> list[Outcome]:
+    """How commands in one process ended: status, stdout, stderr."""
+    env = os.environ | {"HF_ENDPOINT": address, "HF_HOME": str(place / "home"), "HF_HUB_DISABLE_XET": "1"}
+    env |= {"XDG_CACHE_HOME": str(place / "cache"), "NO_PROXY": "127.0.0.1"} | more
+    return commands(requested, place, env=env)[1]
 
 
-def test_a_model_is_fetched_once_and_drawn_without_a_network_after(shelf, tmp_path):
-    requested = ("generate", "a red tulip", "--model", "lamp/tiny", "--json", "-o", "a.png")
-    with hub(shelf) as server:
-        first = lanternpp(tmp_path, server.address, *requested)
-        assert first.returncode == 0, first.stderr
-        got = {path.split("/resolve/")[1] for verb, path, _ in server.requested if "/resolve/" in path}
-        assert f"{COMMIT}/target/model.safetensors" in got and f"{COMMIT}/defaults.json" in got
-        assert not any(name.endswith((".onnx", ".pt")) for name in got)
-        address = server.address
-    again = lanternpp(tmp_path, address, *requested)  # nobody answers there now
-    assert again.returncode == 0, again.stderr
-    offline = lanternpp(tmp_path, address, *requested, HF_HUB_OFFLINE="1")
-    reported = [json.loads(run.stdout) for run in (first, again, offline)]
-    assert (
-        reported[0]["accepted_per_pass"]
-        == reported[1]["accepted_per_pass"]
-        == reported[2]["accepted_per_pass"]
-    )
-    assert reported[0]["model"] == "lamp/tiny"
+def bench(shelf: Path, prompts: str, out: str) -> list[str]:
+    quick = ["--methods", "ar", "-n", "1", "--no-plots", "--no-measure-tv", "--json"]
+    return [
+        "bench",
+        "--model",
+        str(shelf / "lamp/tiny"),
+        *quick,
+        "--prompts",
+        f"lamp/words/{prompts}",
+        "-o",
+        out,
+    ]
 
 
-def test_a_line_that_goes_dead_is_taken_up_where_it_stopped(shelf, tmp_path):
-    large = shelf / "lamp" / "tiny" / "large.safetensors"
-    large.write_bytes(bytes(24 << 20))  # more than the hub's library writes at a time
-    requested = ("generate", "a red tulip", "--model", f"lamp/tiny@{COMMIT}", "-o", "a.png")
-    with hub(shelf) as server:
+@pytest.fixture(scope="module")
+def fetched(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[dict[str, Outcome], list[tuple[str, str, str]]]:
+    """How commands ended with the hub, in another process without it, and offline; and what the hub was asked for."""
+    place = tmp_path_factory.mktemp("fetched")
+    there = shelf(place)
+    (there / "lamp/words").mkdir()
+    (there / "lamp/words/PartiPrompts.tsv").write_text("Prompt\tCategory\na red tulip\tPlants\n")
+    # more than the hub's library writes at a time
+    (there / "lamp/tiny/large.safetensors").write_bytes(bytes(24 << 20))
+    asked = {"first": DRAW, "commit": [*DRAW[:3], f"lamp/tiny@{COMMIT}", *DRAW[4:]]}
+    asked |= {name: ["generate", "a tulip", "--model", name] for name in ABSENT}
+    asked |= {"prompts": bench(there, "PartiPrompts.tsv", "a"), "no prompts": bench(there, "absent.tsv", "c")}
+    later = {"again": DRAW, "prompts again": bench(there, "PartiPrompts.tsv", "b")}
+    later["gone"] = ["generate", "a tulip", "--model", "lamp/gone"]
+    with hub(there) as server:
         server.cut = ("large.safetensors", 15 << 20, 1)
-        whole = lanternpp(tmp_path, server.address, *requested)
-        assert whole.returncode == 0 and whole.stderr == ""
-        spans = [span for verb, path, span in server.requested if verb == "GET" and path.endswith(large.name)]
-        assert len(spans) == 2 and int(spans[1].removeprefix("bytes=").split("-")[0]) >= 10 << 20
+        found = ended(place, server.address, *asked.values())
+        address = server.address
+    found += ended(place, address, *later.values())  # nobody answers there now
+    found += ended(place, address, DRAW, HF_HUB_OFFLINE="1")
+    assert not (place / "c").exists()
+    return dict(zip([*asked, *later, "offline"], found, strict=True)), server.requested
 
 
-def test_a_fetch_that_fails_keeps_the_files_it_has(shelf, tmp_path):
-    requested = ("generate", "a red tulip", "--model", "lamp/tiny", "-o", "a.png")
-    with hub(shelf) as server:
+def test_a_model_is_fetched_once_and_drawn_without_a_network_after(fetched) -> None:
+    outcomes, requested = fetched
+    got = {path.split("/resolve/")[1] for _, path, _ in requested if "/lamp/tiny/resolve/" in path}
+    assert f"{COMMIT}/target/model.safetensors" in got and f"{COMMIT}/defaults.json" in got
+    assert not any(name.endswith((".onnx", "old.pt")) for name in got)
+    for name in ("first", "commit", "again", "offline"):
+        code, out, err = outcomes[name]
+        assert (code, err) == (0, ""), name
+        drawn = json.loads(out)
+        assert drawn["accepted_per_pass"] == json.loads(outcomes["first"][1])["accepted_per_pass"]
+        assert drawn["model"] == ("lamp/tiny" if name != "commit" else f"lamp/tiny@{COMMIT}")
+
+
+def test_a_line_that_goes_dead_is_taken_up_where_it_stopped(fetched) -> None:
+    spans = [span for verb, path, span in fetched[1] if verb == "GET" and path.endswith("large.safetensors")]
+    assert len(spans) == 2 and int(spans[1].removeprefix("bytes=").split("-")[0]) >= 10 << 20
+
+
+def test_a_fetch_that_fails_keeps_the_files_it_has(tmp_path: Path) -> None:
+    with hub(shelf(tmp_path)) as server:
         server.cut = ("model.safetensors", 0, 100)
-        broken = lanternpp(tmp_path, server.address, *requested, HF_HUB_DOWNLOAD_TIMEOUT="1")
-        assert broken.returncode == 2 and "run it again" in broken.stderr and broken.stderr.count("\n") == 1
+        ((code, _, err),) = ended(tmp_path, server.address, DRAW, HF_HUB_DOWNLOAD_TIMEOUT="1")
+        assert code == 2 and "run it again" in err and err.count("\n") == 1
         assert not (tmp_path / "a.png").exists()
         server.cut = None
         server.requested.clear()
-        assert lanternpp(tmp_path, server.address, *requested).returncode == 0
+        assert ended(tmp_path, server.address, DRAW)[0][0] == 0
         got = [path for verb, path, _ in server.requested if verb == "GET" and "/resolve/" in path]
         assert got and all(path.endswith("model.safetensors") for path in got)
 
 
 @pytest.mark.parametrize(
-    ("model", "named"),
-    [("lamp/absent", "lamp/absent"), ("lamp/tiny@v9", "v9"), ("lamp/tiny/other.pt", "other.pt")],
+    ("name", "said"),
+    [
+        *ABSENT.items(),
+        ("gone", "lamp/gone is not on this machine"),  # without a network and without a copy
+        ("no prompts", "lamp/words/absent.tsv are not here, nor"),
+    ],
 )
-def test_what_the_hub_does_not_have_is_one_line(shelf, tmp_path, model, named):
-    with hub(shelf) as server:
-        outcome = lanternpp(tmp_path, server.address, "generate", "a tulip", "--model", model)
-    assert outcome.returncode == 2 and outcome.stderr.count("\n") == 1 and named in outcome.stderr
+def test_what_cannot_be_fetched_is_one_line(name: str, said: str, fetched) -> None:
+    code, _, err = fetched[0][name]
+    assert code == 2 and err.count("\n") == 1 and said in err
 
 
-def test_without_a_network_and_without_a_copy_it_says_so(tmp_path):
-    outcome = lanternpp(tmp_path, "http://127.0.0.1:9", "generate", "a tulip", "--model", "lamp/tiny")
-    assert outcome.returncode == 2 and outcome.stderr.count("\n") == 1
-    assert "lamp/tiny is not on this machine" in outcome.stderr
+def test_prompts_are_fetched_from_a_dataset_and_used_without_a_network_after(fetched) -> None:
+    for name in ("prompts", "prompts again"):
+        code, out, err = fetched[0][name]
+        assert code == 0, err
+        assert json.loads(out)["prompts"] == ["a red tulip"]
 
 
 def test_ids_are_told_from_paths():
@@ -118,9 +146,6 @@ def test_weights_of_one_format_come_with_what_stands_beside_them():
     assert choose(HubId("a/b"), [both[0], both[2]]) == [both[0], both[2]]
     assert choose(HubId("a/b", both[1]), both) == [both[1]]
     assert choose(HubId("a/b"), ["m.safetensors", "vqgan.ckpt"]) == ["m.safetensors", "vqgan.ckpt"]
-    with pytest.raises(InputError, match=r"name one: a/b/t2i_XL\.pt"):
-        choose(HubId("a/b"), ["c2i_B.pt", *both][::-1])
-    with pytest.raises(InputError, match=r"name one: a/b/x\.pt"):
-        choose(HubId("a/b"), ["x.pt", "y.pt"])
-    with pytest.raises(InputError, match="no weights"):
-        choose(HubId("a/b"), ["readme.md"])
+    rejects(r"name one: a/b/t2i_XL\.pt", choose, HubId("a/b"), ["c2i_B.pt", *both][::-1])
+    rejects(r"name one: a/b/x\.pt", choose, HubId("a/b"), ["x.pt", "y.pt"])
+    rejects("no weights", choose, HubId("a/b"), ["readme.md"])

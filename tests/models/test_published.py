@@ -5,21 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from helpers import checkpoints as llamagen
-from helpers.families import LANGUAGE, write_chameleon, write_emu3, write_janus
+from helpers.families import EVERY, write_eagle, write_ibq
 from helpers.hub import Hub, hub
-
-from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
-from lanternpp.nn import checkpoints
-from lanternpp.nn.decoder import DecoderConfig
-from lanternpp.nn.rope import line_table
+from helpers.processes import commands
 
 PROMPT = "a photo of the red tulip"
 FAMILIES = {  # target, drafter, prompt
@@ -30,22 +23,12 @@ FAMILIES = {  # target, drafter, prompt
     "lumina": ("lamp/Lumina-mGPT-7B-64", "lamp/eagle", PROMPT),
     "janus": ("lamp/janus", "lamp/eagle", PROMPT),
     "emu3": ("lamp/emu3", "lamp/eagle", PROMPT),
+    "lumina2": ("lamp/lumina2", "lamp/eagle", PROMPT),
+    "emu3.5": ("lamp/Emu3.5-Image", "lamp/eagle", PROMPT),
+    "liquid": ("lamp/liquid", "lamp/eagle", PROMPT),
+    "simplear": ("lamp/simplear", "lamp/eagle", PROMPT),
 }
 TOLD = "lantern++ --neighbours 8"  # the method that both verbs draw with, beside plain decoding
-SCRIPT = """
-import contextlib, io, json, sys
-from lanternpp.cli import main
-outcomes = []
-for args in json.load(sys.stdin):
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            main(args)
-        except SystemExit as end:
-            code = end.code
-    outcomes.append((code, out.getvalue(), err.getvalue()))
-print(json.dumps(outcomes))
-"""
 
 
 def write_shelf(shelf: Path) -> None:
@@ -63,14 +46,14 @@ def write_shelf(shelf: Path) -> None:
     (bare / "vq_ds16.pt").unlink()
     llamagen.write_drafter(shelf / "llamagen_drafter")
     llamagen.write_drafter(shelf / "llamagen_drafter2", text=True)
-    write_chameleon(shelf / "anole")
-    write_chameleon(shelf / "Lumina-mGPT-7B-64", lumina=True)
-    write_janus(shelf / "janus")
-    write_emu3(shelf / "emu3", hub=True)
-    shape = EagleConfig.like(DecoderConfig(LANGUAGE["hidden_size"], 1, LANGUAGE["num_attention_heads"], 48))
-    torch.manual_seed(1)
-    drafter = EagleDrafter(shape, line_table(8, 8))
-    checkpoints.save(shelf / "eagle", {"kind": "eagle", **shape.flat()}, drafter.state_dict())
+    apart = {"emu3": {"hub": True}, "emu3.5": {"tokenizer": False}, "liquid": {"head_dim": 8}}
+    for name, write in EVERY.items():
+        write(shelf / Path(FAMILIES.get(name, (name,))[0]).name, **apart.get(name, {}))
+    tokenizer = shelf.parent / "ai-forever" / "MoVQGAN"  # where its authors publish it
+    tokenizer.mkdir(parents=True)
+    shutil.move(shelf / "lumina2" / "movqgan_270M.ckpt", tokenizer)
+    write_ibq(shelf.parent / "BAAI" / "Emu3.5-VisionTokenizer")
+    write_eagle(shelf / "eagle")
 
 
 def command(verb: str, name: str, *more: object) -> list[str]:
@@ -94,17 +77,7 @@ def fetched(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], H
     env = os.environ | {"HF_HOME": str(place / "home"), "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1"}
     env |= {"XDG_CACHE_HOME": str(place / "cache"), "OMP_NUM_THREADS": "1"}
     with hub(place / "hub") as server:
-        requested = json.dumps(list(orders.values()))
-        ran = subprocess.run(
-            [sys.executable, "-c", SCRIPT],
-            env=env | {"HF_ENDPOINT": server.address},
-            cwd=place,
-            input=requested,
-            capture_output=True,
-            text=True,
-        )
-    assert ran.returncode == 0, ran.stderr
-    outcomes = json.loads(ran.stdout.splitlines()[-1])
+        _, outcomes = commands(list(orders.values()), place, env=env | {"HF_ENDPOINT": server.address})
     return dict(zip(orders, outcomes, strict=True)), server
 
 

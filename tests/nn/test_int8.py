@@ -6,11 +6,11 @@ import importlib.util
 
 import pytest
 import torch
+from helpers.refusals import rejects
 from torch import nn
 
 from lanternpp.api import model as models
 from lanternpp.drafters.parallel import ParallelDrafter
-from lanternpp.errors import InputError
 from lanternpp.nn import int8
 
 
@@ -41,8 +41,7 @@ def test_without_torchao_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         int8, "find_spec", lambda name: None if name == "torchao" else importlib.util.find_spec(name)
     )
-    with pytest.raises(InputError, match=r"needs torchao.*pip install 'lanternpp\[int8\]'"):
-        int8.quantise(nn.Linear(2, 2))
+    rejects(r"needs torchao.*pip install 'lanternpp\[int8\]'", int8.quantise, nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("floats", [False, True])
@@ -51,17 +50,17 @@ def test_weights_on_disk_in_8_bits_stay_so_where_the_kernels_multiply_floats(
 ) -> None:
     computed = torch.float32 if floats else torch.bfloat16
     monkeypatch.setattr("lanternpp.kernels.Kernels.gemm_dtype", lambda self, like: computed)
-    monkeypatch.setattr("lanternpp.kernels.Kernels.packs_blocks", lambda self, like: False)
+    monkeypatch.setattr("lanternpp.kernels.Kernels.packs", lambda self, like: False)
     monkeypatch.setattr(models, "pack_target", lambda target: None)
     monkeypatch.setattr(ParallelDrafter, "pack", lambda self, target: None)
     half = torch.bfloat16
     model = models.Model(models.model_folder("nature-128"), None, torch.device("cpu"), half)
-    drafter, head = model.network("parallel"), model.target.codes_out.table
+    drafter, head = model.network("parallel"), model.target.codes_out.weight
     weights = [head, drafter.fc.weight, drafter.decoder.blocks[0].w2.weight]  # the drafter's in 6 bits
     weights += [weight for weight in model.target.decoder.parameters() if weight.ndim == 2]
-    kept = [int8.stored_parts(weight) for weight in weights]
+    kept = [int8.int8_parts(weight) for weight in weights]
     assert all(parts is not None for parts in kept) if floats else not any(kept)
     for weight, parts in zip(weights, kept, strict=True):
         if parts is not None:
             assert torch.equal((parts[0].float() * parts[1][:, None]).to(half), weight)
-            assert int8.stored(weight) == weight.numel() + 4 * len(weight)
+            assert sum(part.nbytes for part in parts) == weight.numel() + 4 * len(weight)

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.processes import python
+from helpers.refusals import rejects
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
 from lanternpp.nn import checkpoints
-from lanternpp.nn.decoder import Decoder, DecoderConfig
-from lanternpp.nn.rope import line_table
+from lanternpp.nn.checkpoints import Store
+from lanternpp.nn.decoder import Decoder, DecoderConfig, line_table
 from lanternpp.nn.sources import SAME, Rename, Source, blank, halves
-from lanternpp.nn.stores import Store
 
 
 class Ours(nn.Module):
@@ -128,16 +127,6 @@ def test_pairs_become_halves_head_by_head() -> None:
     assert halves(rows, 4)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
-def faults(change: Callable[[dict[str, Tensor]], object], folder: Path) -> str:
-    tensors = upstream()
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(InputError) as caught:
-        filled(folder)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -156,21 +145,15 @@ def faults(change: Callable[[dict[str, Tensor]], object], folder: Path) -> str:
             lambda t: t.update({"norm.scale": torch.ones(4, dtype=torch.complex64)}),
             "norm.scale is no plain tensor of real numbers",
         ),
+        (lambda t: t.update({f"x{i}": torch.ones(1) for i in range(14)}), "unexpected x5, and 4 more"),
     ],
 )
 def test_what_does_not_fit_is_named(change, said: str, tmp_path: Path) -> None:
-    message = faults(change, tmp_path)
+    tensors = upstream()
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    message = rejects("", filled, tmp_path)
     assert said in message and str(tmp_path) in message
-
-
-def test_at_most_ten_faults_are_listed(tmp_path: Path) -> None:
-    message = faults(lambda t: t.update({f"x{i}": torch.ones(1) for i in range(14)}), tmp_path)
-    assert message.count("unexpected") == 10 and "and 4 more" in message
-
-
-class Bomb:
-    def __reduce__(self) -> tuple[object, ...]:
-        return print, ("boom",)
 
 
 def spoil(name: str, folder: Path) -> Path:
@@ -184,8 +167,6 @@ def spoil(name: str, folder: Path) -> Path:
             save_file(upstream(), path) if name == "truncated" else torch.save(upstream(), path)
             whole = path.read_bytes()
             path.write_bytes(whole[: len(whole) - 100] if name != "cut.pt" else whole[:60])
-        case "code.pt":
-            torch.save({"model": {"x": Bomb()}}, folder / name)
         case "empty.pt":
             torch.save({"epoch": 3}, folder / name)
         case "two":
@@ -211,7 +192,6 @@ SPOILED = {
     "truncated": "truncated",
     "truncated.pt": "truncated",
     "cut.pt": "truncated",
-    "code.pt": "could run code",
     "empty.pt": "no named tensors",
     "two": "(a.safetensors, b.safetensors): name one",
     "text": "should end in .safetensors",
@@ -222,13 +202,12 @@ SPOILED = {
 
 
 @pytest.mark.parametrize("name", SPOILED)
-def test_spoiled_files_are_refused_in_one_line(name: str, tmp_path: Path, capsys) -> None:
+def test_spoiled_files_are_refused_in_one_line(name: str, tmp_path: Path) -> None:
     path = spoil(name, tmp_path)
     with pytest.raises(InputError) as caught:
         Source.open(path).shapes()
     assert SPOILED[name] in str(caught.value) and str(tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert "boom" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -245,14 +224,12 @@ def test_spoiled_files_are_refused_in_one_line(name: str, tmp_path: Path, capsys
 )
 def test_an_index_names_files_beside_it(files: object, said: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    with pytest.raises(InputError, match=said):
-        Source.open(tmp_path)
+    rejects(said, Source.open, tmp_path)
 
 
 def test_names_that_no_model_has_are_refused(tmp_path: Path) -> None:
     save_file({"n" * 600: torch.ones(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(InputError, match="names of up to 600 characters"):
-        Source.open(tmp_path).shapes()
+    rejects("names of up to 600 characters", Source.open(tmp_path).shapes)
 
 
 PEAK = """
@@ -277,14 +254,12 @@ print((peak() - before) / size, size)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="peak memory is read from Linux's /proc")
-@pytest.mark.parametrize(("name", "count"), [("big.safetensors", 32), ("big.pt", 16)])
+@pytest.mark.parametrize(("name", "count"), [("big.safetensors", 16), ("big.pt", 16)])
 def test_loading_takes_little_more_memory_than_the_weights(name: str, count: int, tmp_path: Path) -> None:
     big = {f"{i}.weight": torch.full((4096, 4096), float(i), dtype=torch.bfloat16) for i in range(count)}
     save_file(big, tmp_path / name) if name.endswith("s") else torch.save({"model": big}, tmp_path / name)
     del big
-    done = subprocess.run(
-        [sys.executable, "-c", PEAK, tmp_path / name, str(count)], capture_output=True, text=True, timeout=300
-    )
+    done = python("-c", PEAK, tmp_path / name, count)
     (tmp_path / name).unlink()
     assert done.returncode == 0, done.stderr
     ratio, size = map(float, done.stdout.split())
@@ -318,56 +293,3 @@ def test_blocks_are_packed_while_others_are_not_read_yet(split: bool, tmp_path: 
     assert split or left == [per_block * (11 - done) for done in range(12)], "block by block"
     assert all(isinstance(block.w2, nn.Identity) for block in read.blocks)
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in read.state_dict().items())
-
-
-PACKED_PEAK = """
-import re, sys, torch
-from pathlib import Path
-from torch import nn
-from lanternpp.nn.decoder import Decoder, DecoderConfig
-from lanternpp.nn.rope import line_table
-from lanternpp.nn.sources import SAME, Source, blank
-
-class Halved(nn.Module):
-    def __init__(self, weight):
-        super().__init__()
-        self.register_buffer("packed", weight.detach().to(torch.int8))
-
-def pack(block):
-    for name, child in list(block.named_children()):
-        if isinstance(child, nn.Linear):
-            setattr(block, name, Halved(child.weight))
-
-def peak():
-    return 1024 * int(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1])
-
-config = DecoderConfig(1024, layers=16, heads=16, hidden=4096)
-with blank():
-    net = Decoder(config, line_table(4, 64).float())
-torch.zeros(8).bfloat16().to(torch.int8)
-before, source = peak(), Source.open(Path(sys.argv[1]))
-source.pack = pack if sys.argv[2] == "packed" else None
-source.fill(net, [SAME], torch.bfloat16)
-for block in net.blocks:
-    pack(block)
-print((peak() - before) / sum(b.nbytes for n, b in net.named_buffers() if n.endswith("packed")))
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="peak memory is read from Linux's /proc")
-def test_weights_that_are_packed_while_they_are_read_are_never_there_unpacked(tmp_path: Path) -> None:
-    config = DecoderConfig(1024, layers=16, heads=16, hidden=4096)
-    with blank():
-        shapes = {
-            name: tensor.shape for name, tensor in Decoder(config, line_table(4, 64)).state_dict().items()
-        }
-    path = tmp_path / "model.safetensors"
-    save_file({name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}, path)
-
-    def ratio(how: str) -> float:
-        run = [sys.executable, "-c", PACKED_PEAK, path, how]
-        done = subprocess.run(run, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        return float(done.stdout)
-
-    assert ratio("packed") < 1.7 and ratio("afterwards") > 1.9

@@ -10,19 +10,13 @@ from helpers.families import lively
 from helpers.stacks import StackPasses
 
 from lanternpp.engine.cache import Cache
-from lanternpp.nn.decoder import Decoder, DecoderConfig
-from lanternpp.nn.rope import grid_table
+from lanternpp.nn.decoder import Decoder, DecoderConfig, grid_table
 
 OPTIONS: dict[str, dict[str, object]] = {
     "plain": {},
     "grouped queries": {"kv_heads": 2},
     "wide heads": {"head_dim": 100, "kv_heads": 1},
     "norms of queries and keys": {"qk_norm": True, "kv_heads": 2},
-    "norms after": {"norm_after": True},
-    "norms after, none at first": {"norm_after": True, "first_norm": False},
-    "norms before and after": {"norm_both": True, "qk_norm": True},
-    "biases": {"attention_bias": True, "ffn_bias": True},
-    "biases of queries, keys and values": {"qkv_bias": True},
     "a drafter": {"first_norm": False, "final_norm": False},
     "another epsilon": {"norm_eps": 0.1},
 }

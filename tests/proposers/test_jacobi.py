@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.distributions import chi_square
-from helpers.toys import MarkovTarget, ToyTarget, counts, neighbours
+from helpers.refusals import rejects
+from helpers.toys import CHAIN, MarkovTarget, ToyTarget, counts
 
 from lanternpp.accept.exact import Exact
-from lanternpp.accept.neighbours import LanternPlusPlus
 from lanternpp.engine.batching import generate
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
@@ -18,14 +18,12 @@ from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify.choose import VERIFIERS
 from lanternpp.errors import InputError
 from lanternpp.proposers.jacobi import COUPLINGS, INITS, Jacobi
-from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.trees.shapes import chain
 from lanternpp.trees.static import StaticTree
 from lanternpp.types import Draft, TargetOutput, Verdict
 
-CHAIN = torch.tensor([[0.5, 0.3, 0.2], [0.05, 0.15, 0.8], [0.6, 0.3, 0.1]])
-ALL = [(coupling, init) for coupling in COUPLINGS for init in INITS]
-every_way = pytest.mark.parametrize(("coupling", "init"), ALL)
+# The others are enumerated in `test_jacobi_exact.py`: coupling, init, alternatives.
+WAYS = [*((coupling, "uniform", 0) for coupling in COUPLINGS), *(("gumbel", init, 0) for init in INITS[1:])]
 
 
 def engine_of(
@@ -35,18 +33,9 @@ def engine_of(
     return Engine(MarkovTarget(table), proposer, Exact(), sampling, Guidance(), batch, verifier=verifier)
 
 
-@every_way
-def test_the_image_follows_the_targets_distribution(coupling, init):
-    engine = engine_of(CHAIN, 2, coupling, init, Sampling())
-    assert chi_square(counts(engine, 4, 200_000), engine.target.distribution()) > 1e-3
-
-
-@pytest.mark.parametrize(
-    ("coupling", "verify"),
-    [("none", "traversal"), ("maximal", "token"), ("maximal", "traversal"), ("gumbel", "token")],
-)
-def test_with_siblings_too(coupling, verify):
-    engine = engine_of(CHAIN, 2, coupling, "mixed", Sampling(), 50_000, 2, verify)
+@pytest.mark.parametrize(("coupling", "init", "alternatives"), [*WAYS, ("gumbel", "mixed", 2)])
+def test_the_image_follows_the_targets_distribution(coupling, init, alternatives):
+    engine = engine_of(CHAIN, 2, coupling, init, Sampling(), 50_000, alternatives)
     assert chi_square(counts(engine, 4, 200_000), engine.target.distribution()) > 1e-3
 
 
@@ -124,32 +113,6 @@ def drawn(target, proposer, sampling, cfg, batch, rule=None, count=4):
     return generate(engine, conditions, [3, 1, 4, 1 << 40, 5, 9, 2][:count])
 
 
-@every_way
-@pytest.mark.parametrize("cfg", [1.0, 3.0])
-@pytest.mark.parametrize("window", [5])
-def test_greedy_is_plain_ar_and_a_batch_is_its_samples(coupling, init, cfg, window):
-    target = ToyTarget()
-
-    def codes(proposer, sampling, batch):
-        return [(h.codes.tolist(), h.accepted) for h in drawn(target, proposer, sampling, cfg, batch)]
-
-    plain = [c for c, _ in codes(NoDraft(), Sampling(0), 1)]
-    for sampling in (Sampling(0), Sampling(0.8, 6, 0.9)):
-        four = codes(Jacobi(window, coupling, init), sampling, 4)
-        assert four == codes(Jacobi(window, coupling, init), sampling, 1)
-        assert sampling.temperature or [c for c, _ in four] == plain
-    assert any(kept > 1 for _, accepted in four for kept in accepted)
-
-
-@pytest.mark.parametrize(("window", "window_rows"), [(3, 2), (5, 3), (9, 2)])
-def test_windows_at_the_next_rows_leave_greedy_decoding_as_it_is(window, window_rows):
-    target = ToyTarget(grid=4)
-    plain = [h.codes.tolist() for h in drawn(target, NoDraft(), Sampling(0), 3.0, 1)]
-    for batch in (1, 4):
-        proposer = Jacobi(window, "maximal", "mixed", 1, window_rows)
-        assert [h.codes.tolist() for h in drawn(target, proposer, Sampling(0), 3.0, batch)] == plain
-
-
 def test_a_guess_of_the_next_row_is_redrawn_from_what_the_target_says_there():
     """In a grid 6 wide, with windows of 2: the second row's first guesses, whose p the pass gives as plain decoding would."""
     target = ToyTarget(grid=6)
@@ -175,18 +138,6 @@ def test_a_guess_of_the_next_row_is_redrawn_from_what_the_target_says_there():
     torch.testing.assert_close(outputs[0].logits, target.head(features[:, slots:]))
     now = proposer._at(proposer.p, torch.tensor([[7]]))[0, 0]
     torch.testing.assert_close(now, outputs[0].logits[0, 3].softmax(-1))
-
-
-@pytest.mark.parametrize("coupling", COUPLINGS)
-def test_when_a_sample_is_admitted_does_not_matter(coupling):
-    """More samples than slots: the later ones enter as others leave, and find nothing of theirs."""
-    target = ToyTarget()
-    rule = LanternPlusPlus(neighbours(target.codebook, 5), 3.0)
-    runs = [
-        [h.codes.tolist() for h in drawn(target, Jacobi(4, coupling, "mixed"), Sampling(), 3.0, b, rule, 7)]
-        for b in (1, 3)
-    ]
-    assert runs[0] == runs[1]
 
 
 @pytest.mark.parametrize("init", INITS)
@@ -274,5 +225,4 @@ def test_options_are_checked_and_default_to_sjd():
             Jacobi(*wrong)
     with pytest.raises(InputError, match="the model has 3 codes; use fewer alternatives"):
         engine_of(CHAIN, 2, "none", "last", Sampling(), 1, 3)
-    with pytest.raises(InputError, match="pictures have 2 rows"):
-        engine_of(CHAIN, 2, "none", "last", Sampling(), 1, window_rows=3)
+    rejects("pictures have 2 rows", engine_of, CHAIN, 2, "none", "last", Sampling(), 1, window_rows=3)

@@ -6,10 +6,9 @@ from math import prod
 
 import pytest
 import torch
-from helpers.toys import MarkovTarget
+from helpers.toys import CHAIN, HOLES, MarkovTarget
 from torch import Tensor
 
-from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Exact
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
@@ -20,8 +19,6 @@ from lanternpp.engine.verify.tokenwise import without
 from lanternpp.proposers import jacobi
 from lanternpp.proposers.jacobi import Jacobi
 
-CHAIN = torch.tensor([[0.5, 0.3, 0.2], [0.05, 0.15, 0.8], [0.6, 0.3, 0.1]], dtype=torch.float64)
-HOLES = torch.tensor([[0.0, 0.4, 0.6], [1.0, 0.0, 0.0], [0.5, 0.5, 0.0]], dtype=torch.float64)
 ENGINE, PROPOSER = ("codes", "count"), ("root", "count", "codes", "q", "p", "seen", "held", "end")  # state
 ROWS = 60_000  # samples in an engine
 
@@ -85,12 +82,10 @@ def choices(proposer: Jacobi, verify: str, vocab: int) -> int:
     return prod((vocab ** (window * proposer.window_rows + alternatives), tests, vocab))
 
 
-def distribution_of(
-    monkeypatch, table, proposer, verify, codes, rule: Acceptance | None = None, grid: int = 2
-) -> Tensor:
+def distribution_of(monkeypatch, table, proposer, verify, codes, grid) -> Tensor:
     """The distribution of the first `codes` codes of an image, [V ** codes]."""
     target, sampling = MarkovTarget(table, grid), Enumerated()
-    vocab, rule = target.vocab, rule or Exact()
+    vocab, rule = target.vocab, Exact()
     each = choices(proposer, verify, vocab)
     found = torch.zeros(vocab**codes, dtype=torch.float64)
     most = max(1, ROWS // each)
@@ -159,45 +154,32 @@ def merged(states: list[Tensor], weight: Tensor) -> tuple[list[Tensor], Tensor]:
     )
 
 
-CASES = [  # window, coupling, init, alternatives, verifier, codes
-    (2, "maximal", "last", 0, "token", 3),
-    (2, "maximal", "last", 0, "block", 3),
-    (3, "maximal", "mixed", 0, "block", 4),
-    (2, "maximal", "last", 1, "token", 3),
-    (2, "maximal", "last", 1, "traversal", 3),
-    (2, "maximal", "mixed", 2, "traversal", 3),
-    (2, "none", "last", 1, "traversal", 3),
-    (1, "maximal", "last", 1, "traversal", 3),
-    (2, "maximal", "above", 1, "traversal", 4),
+CASES = [  # window, coupling, init, alternatives, rows of windows; verifier, codes, side of the image
+    ((2, "maximal", "last", 0), "token", 3, 2),
+    ((2, "maximal", "last", 0), "block", 3, 2),
+    ((3, "maximal", "mixed", 0), "block", 4, 2),
+    ((2, "maximal", "last", 1), "token", 3, 2),
+    ((2, "maximal", "last", 1), "traversal", 3, 2),
+    ((2, "maximal", "mixed", 2), "traversal", 3, 2),
+    ((2, "none", "last", 1), "traversal", 3, 2),
+    ((1, "maximal", "last", 1), "traversal", 3, 2),
+    ((2, "maximal", "above", 1), "traversal", 4, 2),
+    ((1, "maximal", "last", 0, 2), "block", 5, 3),  # guesses that wait in the next rows
+    ((1, "maximal", "above", 1, 2), "traversal", 5, 3),
+    ((1, "none", "mixed", 0, 3), "token", 4, 3),
 ]
+WAYS = [(CHAIN, *case) for case in CASES] + [(HOLES, *case) for case in CASES if case[-1] == 2]
 
 
-WINDOW_ROWS = [  # coupling, init, alternatives, window_rows, verifier, codes; windows of 1 in images 3 codes wide
-    ("maximal", "last", 0, 2, "block", 5),
-    ("maximal", "above", 1, 2, "traversal", 5),
-    ("none", "mixed", 0, 3, "token", 4),
-]
+def gap(monkeypatch, table, dials, verify, codes, grid) -> float:
+    """How far the distribution of the first codes is from the target's, in all."""
+    found = distribution_of(monkeypatch, table, Jacobi(*dials), verify, codes, grid=grid)
+    return (found - MarkovTarget(table, grid).distribution(codes)).abs().sum()
 
 
-@pytest.mark.parametrize(("coupling", "init", "alternatives", "window_rows", "verify", "codes"), WINDOW_ROWS)
-def test_guesses_that_wait_in_the_next_rows(
-    monkeypatch, coupling, init, alternatives, window_rows, verify, codes
-):
-    distribution = distribution_of(
-        monkeypatch, CHAIN, Jacobi(1, coupling, init, alternatives, window_rows), verify, codes, grid=3
-    )
-    assert (distribution - MarkovTarget(CHAIN, 3).distribution(codes)).abs().sum() < 1e-12
-
-
-@pytest.mark.parametrize("table", [CHAIN, HOLES], ids=["chain", "holes"])
-@pytest.mark.parametrize(("window", "coupling", "init", "alternatives", "verify", "codes"), CASES)
-def test_images_follow_the_targets_distribution(
-    monkeypatch, table, window, coupling, init, alternatives, verify, codes
-):
-    distribution = distribution_of(
-        monkeypatch, table, Jacobi(window, coupling, init, alternatives), verify, codes
-    )
-    assert (distribution - MarkovTarget(table).distribution(codes)).abs().sum() < 1e-12
+@pytest.mark.parametrize(("table", "dials", "verify", "codes", "grid"), WAYS)
+def test_images_follow_the_targets_distribution(monkeypatch, table, dials, verify, codes, grid):
+    assert gap(monkeypatch, table, dials, verify, codes, grid) < 1e-12
 
 
 def wrong_kept(monkeypatch):
@@ -221,8 +203,7 @@ def wrong_q(monkeypatch):
 )
 def test_what_is_nearly_right_is_found_out(monkeypatch, wrong, alternatives, verify):
     wrong(monkeypatch)
-    distribution = distribution_of(monkeypatch, CHAIN, Jacobi(2, "maximal", "last", alternatives), verify, 3)
-    assert (distribution - MarkovTarget(CHAIN).distribution(3)).abs().sum() > 1e-4
+    assert gap(monkeypatch, CHAIN, (2, "maximal", "last", alternatives), verify, 3, 2) > 1e-4
 
 
 def test_a_waiting_guess_with_another_q_than_its_own_is_found_out(monkeypatch):
@@ -235,7 +216,4 @@ def test_a_waiting_guess_with_another_q_than_its_own_is_found_out(monkeypatch):
         put(self, ring, place, value)
 
     monkeypatch.setattr(Jacobi, "_put", wrong)
-    distribution = distribution_of(
-        monkeypatch, CHAIN, Jacobi(1, "maximal", "above", 0, 2), "block", 5, grid=3
-    )
-    assert (distribution - MarkovTarget(CHAIN, 3).distribution(5)).abs().sum() > 1e-4
+    assert gap(monkeypatch, CHAIN, (1, "maximal", "above", 0, 2), "block", 5, 3) > 1e-4

@@ -18,14 +18,9 @@ from lanternpp.trees.shapes import EAGLE, chain
 from lanternpp.trees.static import StaticTree
 from lanternpp.types import TargetOutput
 
+pytestmark = pytest.mark.usefixtures("without_gradients")
+
 SAMPLING = Sampling(0.8, 8)
-
-
-@pytest.fixture(autouse=True)
-def without_gradients():
-    """As the engine calls a proposer."""
-    with torch.inference_mode():
-        yield
 
 
 def engine(target, cfg: float, batch: int = 1, queries: int = 4, aux_layers: tuple[int, ...] = ()) -> Engine:
@@ -105,20 +100,6 @@ def test_the_draft_comes_from_the_drafter_run_over_all_that_is_decided(cfg, step
             guess = drafter.condition_on(more[:, 0, depth - 1], target.embed(draft.codes[:, node]))
         expected = SAMPLING.probs(target.head(guess))
         assert torch.allclose(draft.probs[:, node], expected, atol=1e-10), node
-
-
-def test_a_newcomer_leaves_the_others_drafts_alone():
-    target = ToyTarget()
-    loop = engine(target, 3.0, 2)
-    loop.admit(0, "hill", 5)
-    loop.step()
-    alone = engine(target, 3.0, 2)
-    alone.admit(0, "hill", 5)
-    alone.step()
-    loop.admit(1, "sea", 6)
-    one, other = loop.proposer.propose(loop.noise), alone.proposer.propose(alone.noise)
-    assert torch.equal(one.codes[0], other.codes[0])
-    assert torch.allclose(one.probs[0], other.probs[0], atol=1e-12)
 
 
 def test_levels_beyond_the_trained_ones_repeat_the_last_query():

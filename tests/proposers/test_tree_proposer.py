@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.toys import OracleDrafter, ToyTarget, eagle
+from helpers.toys import ToyTarget, eagle
 
 from lanternpp.accept.exact import Exact
-from lanternpp.drafters.base import Drafter
 from lanternpp.engine.batching import generate
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
@@ -13,30 +12,12 @@ from lanternpp.engine.sampling import Sampling
 from lanternpp.nn.backend import PYTORCH, backend
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.tree import TreeProposer
-from lanternpp.trees.shapes import EAGLE, chain
+from lanternpp.trees.shapes import EAGLE
 from lanternpp.trees.static import StaticTree
 
+pytestmark = pytest.mark.usefixtures("without_gradients")
+
 SAMPLING = Sampling(0.8, 8)
-
-
-@pytest.fixture(autouse=True)
-def without_gradients():
-    """As the engine calls a proposer."""
-    with torch.inference_mode():
-        yield
-
-
-class Spy(Drafter):
-    """An EAGLE drafter that keeps what it was told and answered."""
-
-    def __init__(self, drafter):
-        super().__init__()
-        self.inner, self.decoder, self.calls = drafter, drafter.decoder, []
-
-    def forward(self, next_embeds, features, nodes, cache):
-        out = self.inner(next_embeds, features, nodes, cache)
-        self.calls.append((next_embeds.clone(), features.clone(), out.clone()))
-        return out
 
 
 @pytest.mark.parametrize("cfg", [1.0, 3.0])
@@ -67,77 +48,6 @@ def test_the_draft_comes_from_the_drafter_run_over_all_that_is_decided(cfg, step
                 decided = torch.cat((decided, target.embed(drafted[:, i : i + 1])), 1)
         expected = SAMPLING.probs(guidance.merge(target.head(guess)))[:, 0]
         assert torch.allclose(draft.probs[:, node], expected, atol=1e-10), node
-
-
-def test_after_a_pass_the_drafter_hears_the_targets_features_of_the_kept_path():
-    target = ToyTarget()
-    spy = Spy(eagle(target))
-    engine = Engine(target, TreeProposer(spy, StaticTree(EAGLE)), Exact(), Sampling(), Guidance(), 1)
-    engine.admit(0, "hill", 5)
-    while int(engine.passes[0]) < 3:
-        before = int(engine.count[0])
-        spy.calls.clear()
-        engine.step()
-    kept = int(engine.count[0]) - before
-    next_embeds, features, out = spy.calls[-1]
-    codes = engine.codes[:, : int(engine.count[0])]
-    prompt = target.prompt(["hill"], 1)
-    known = target.states(prompt.embeds, codes)
-    assert torch.allclose(features[:, :kept], known[:, -kept:], atol=1e-10)
-    assert torch.equal(next_embeds[:, :kept], target.embed(codes[:, -kept:]))
-    assert torch.equal(engine.proposer.features[:, 0], out[:, kept - 1])
-    assert engine.proposer.root.tolist() == codes[:, -1].tolist()
-
-
-def test_what_a_draft_was_drawn_from_is_warped_as_the_target_is():
-    target = ToyTarget()
-    engine = Engine(
-        target, TreeProposer(eagle(target), StaticTree(EAGLE)), Exact(), SAMPLING, Guidance(3.0), 2
-    )
-    engine.admit(0, "hill", 5)
-    engine.admit(1, "sea", 6)
-    draft = engine.proposer.propose(engine.noise)
-    inner = draft.probs.sum(-1) > 0
-    assert ((draft.probs > 0).sum(-1)[inner] == 8).all()
-    assert torch.allclose(draft.probs.sum(-1)[inner], torch.ones(()).double())
-
-
-def test_an_oracle_sees_what_the_target_sees():
-    target = ToyTarget()
-    engine = Engine(
-        target, TreeProposer(OracleDrafter(target), StaticTree(chain(4))), Exact(), Sampling(), Guidance(), 1
-    )
-    engine.admit(0, "hill", 5)
-    draft = engine.proposer.propose(engine.noise)
-    prompt = target.prompt(["hill"], 1)
-    p = target.head(
-        target.forward_sequence(prompt.embeds, torch.cat((draft.codes, draft.codes[:, :1]), 1))
-    ).softmax(-1)
-    assert torch.allclose(draft.probs[:, :4], p[:, 1:5], atol=1e-10)
-
-
-def test_nothing_proposes_the_root_and_no_copy_of_its_own_state():
-    proposer = NoDraft()
-    proposer.open(ToyTarget(), Sampling(), Guidance(), 2)
-    proposer.root.copy_(torch.tensor([3, 4]))
-    draft = proposer.propose(None)
-    assert draft.codes.tolist() == [[3], [4]] and draft.probs is None and proposer.depth == 0
-    draft.codes.zero_()
-    assert proposer.root.tolist() == [3, 4]
-
-
-def test_a_newcomer_leaves_the_others_drafts_alone():
-    target = ToyTarget()
-    engine = Engine(
-        target, TreeProposer(eagle(target), StaticTree(EAGLE)), Exact(), Sampling(), Guidance(3.0), 2
-    )
-    engine.admit(0, "hill", 5)
-    engine.step()
-    before = engine.proposer.propose(engine.noise)
-    codes, probs = before.codes[0].clone(), before.probs[0].clone()
-    engine.admit(1, "sea", 6)
-    after = engine.proposer.propose(engine.noise)
-    assert torch.equal(after.codes[0], codes) and torch.equal(after.probs[0], probs)
 
 
 @pytest.mark.parametrize("used", [PYTORCH, backend()], ids=["PyTorch", "C"])

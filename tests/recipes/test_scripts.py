@@ -1,4 +1,4 @@
-"""Every stage by its script, from photos to a picture, at toy size; and what a script refuses."""
+"""Every stage by its script, from photos to a picture, at toy size; and what a script rejects."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def done(command, data: Path):
 
 
 @pytest.fixture
-def refused(command, data: Path):
-    """Runs a command that must be refused in one line: that line."""
+def rejected(command, data: Path):
+    """Runs a command that must end in one line: that line."""
 
     def run(*args: object) -> str:
         status, out, err = command(*args)
@@ -42,7 +42,7 @@ def refused(command, data: Path):
     return run
 
 
-def test_codes_from_photos_to_a_picture_and_on_to_larger_ones(done, refused) -> None:
+def test_codes_from_photos_to_a_picture_and_on_to_larger_ones(done, rejected) -> None:
     """4 pixels a code, and a side that is no power of two: 7 x 7 codes of 28 x 28 pixels."""
     done("tokenizer", *BASE, "--size", 28, "--down", 4, "--codes", 64, "--classifier-of", "nature-128")
     done("target", *BASE, *SHAPE)
@@ -54,47 +54,33 @@ def test_codes_from_photos_to_a_picture_and_on_to_larger_ones(done, refused) -> 
     figures = json.loads(done(*draw, "mine", *window, "--json"))
     assert figures["settings"]["window_rows"] == 3 and figures["settings"]["verify"] == "traversal"
     assert sum(figures["accepted_per_pass"]) == 49
-    assert "window_rows 8: the model's pictures have 7 rows" in refused(
+    assert "window_rows 8: the model's pictures have 7 rows" in rejected(
         *draw, "mine", "--method", "jacobi", "--window-rows", 8
     )
     # The same codes for larger pictures, and a target that begins with the smaller one's weights.
     larger = ("--data", "data", "--model", "larger", *SMALL)
     done("tokenizer", *larger, "--codes-of", "mine", "--size", 36, "--perceptual", 0)
     done("target", *larger, *SHAPE, "--weights-of", "mine", "--lr", 1e-9, "--muon-lr", 1e-9)
-    tables = [read_target(Path(name), torch.float32).codes_in.table for name in ("mine", "larger")]
+    tables = [read_target(Path(name), torch.float32).codes_in.weight for name in ("mine", "larger")]
     assert torch.allclose(*tables, atol=1e-4), "the codes are not the same ones"
     done(*draw, "larger", "-o", "large.png", "--json")
     assert Image.open("large.png").size == (36, 36)
 
 
 @pytest.mark.parametrize("head", [("--head", "mixture", "--components", 3), DENOISER])
-def test_latents_from_photos_to_a_comparison(head: tuple[object, ...], done, refused) -> None:
+def test_latents_from_photos_to_a_comparison(head: tuple[object, ...], done, rejected) -> None:
+    train = ("lanternpp", "train", *BASE)
     done("tokenizer", *BASE, *LATENTS, "--perceptual", 0, "--no-adversarial")
+    assert "run recipes/nature/target.py" in rejected(*train)
     done("target", *BASE, *head, *SHAPE)
     draw = ("a red square", "--model", "mine")
     assert json.loads(done("lanternpp", "generate", *draw, "--json"))["method"] == "ar"
-    train = ("lanternpp", "train", *BASE)
-    assert "--kind eagle" in refused(*train, "--kind", "parallel")
+    assert "--kind eagle" in rejected(*train, "--kind", "parallel")
     done(*train)
     rules = ("exact", "cspd") if head is DENOISER else ("exact",)
     for rule in rules:
-        found = json.loads(
-            done(
-                "lanternpp",
-                "compare",
-                *draw,
-                "--runs",
-                1,
-                "--cfg",
-                2,
-                "--method",
-                "eagle",
-                "--accept",
-                rule,
-                "--json",
-            )
-        )
-        ar, eagle = found["methods"]
+        dials = ("--runs", 1, "--cfg", 2, "--method", "eagle", "--accept", rule)
+        ar, eagle = json.loads(done("lanternpp", "compare", *draw, *dials, "--json"))["methods"]
         assert (ar["passes"], eagle["method"], eagle["settings"]["tree"]) == (16, "eagle", "chain-4")
         assert eagle["codes"] == 16 and eagle["passes"] <= 16
     listed = json.loads(done("lanternpp", "models", "--model", "mine", "--json"))["methods"]
@@ -109,7 +95,7 @@ def test_latents_from_photos_to_a_comparison(head: tuple[object, ...], done, ref
         (("--top-k", 5), "top-k 5"),
         (("--top-p", 0.9), "top-p 0.9"),
     ):
-        assert said in refused("lanternpp", "generate", *draw, *options), options
+        assert said in rejected("lanternpp", "generate", *draw, *options), options
 
 
 @pytest.mark.parametrize(
@@ -131,8 +117,9 @@ def test_latents_from_photos_to_a_comparison(head: tuple[object, ...], done, ref
         ("target", ("--denoiser-width", 16), "--denoiser-width 16 is of --head diffusion"),
         ("target", ("--head", "diffusion", "--denoising-steps", 0), "--denoising-steps 0"),
         ("target", ("--dim", 30), "dim 30 over 6 heads"),
+        ("target", (*SHAPE, "--corrupt", 1.5), "--corrupt 1.5 is out of range"),
         ("classifier", (), "holds no tokenizer"),
     ],
 )
-def test_what_no_stage_can_do_is_one_sentence(stage: str, options, named: str, refused) -> None:
-    assert named in refused(stage, *BASE, *options)
+def test_what_no_stage_can_do_is_one_sentence(stage: str, options, named: str, rejected) -> None:
+    assert named in rejected(stage, *BASE, *options)

@@ -1,6 +1,5 @@
 """The target's training and the code cache beneath it."""
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -8,40 +7,23 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.photos import random_codes
+from helpers.refusals import rejects
+from helpers.stages import SHAPE, facts
+from helpers.stages import target as train
 
 from captions import one_per_subject, vocabulary, word_ids
 from common import read_codes
 from lanternpp.api.model import read_target
 from lanternpp.errors import InputError
-from lanternpp.models.vq.folder import read_vq
-from lanternpp.training.codes import Codes, Sampler, Split
-from lanternpp.training.options import TrainingOptions
+from lanternpp.models.vq.autoencoder import read_vq
+from lanternpp.models.words import WordsTarget
+from lanternpp.training.codes import Codes, Sampler
 from pictures import Pictures
-from target import Shape, train
 from weights import init_weights
 from words import TargetSettings, TargetTask, code_logits, corrupt_codes, unigram
 
-SHAPE = {"dim": 32, "layers": 2, "heads": 2, "hidden": 48}
 CPU = torch.device("cpu")
-
-
-def go(
-    data: Path,
-    model: Path,
-    steps: int = 6,
-    stop: int | None = None,
-    checks: int = 1,
-    weights_of: Path | None = None,
-    **settings: Any,
-) -> bool:
-    options = TrainingOptions(model / "target", steps, stop_after=stop, log_steps=1, checks=checks)
-    hparams = TargetSettings(**{"batch_size": 4, "warmup": 2, **settings})
-    return train(data, model, Shape(**SHAPE), hparams, options, crops=1, weights_of=weights_of)
-
-
-def log(model: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (model / "target" / "log.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
 
 
 def test_the_cache_is_written_once_and_keyed_by_what_decides_it(data: Path, model: Path) -> None:
@@ -69,23 +51,6 @@ def test_cached_codes_are_the_tokenizers(data: Path, model: Path) -> None:
         assert agree > 0.9  # the cache is encoded in bfloat16 where that is fast
 
 
-def test_a_broken_cache_is_named(data: Path, model: Path) -> None:
-    read_codes(data, model, 1, CPU)
-    (path,) = (model / "codes").glob("val-*/*.safetensors")
-    path.write_bytes(path.read_bytes()[:40])
-    with pytest.raises(InputError, match=rf"{path.name} cannot be read .*delete it"):
-        read_codes(data, model, 1, CPU)
-
-
-def test_missing_parts_name_the_command_to_run(data: Path, model: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"run recipes/nature/tokenizer\.py"):
-        go(data, tmp_path / "none")
-    with pytest.raises(InputError, match="dim 30 over 2 heads"):
-        Shape(**{**SHAPE, "dim": 30}).check()
-    with pytest.raises(InputError, match=r"--corrupt 1\.5 is out of range"):
-        go(data, model, corrupt=1.5)
-
-
 def test_every_variant_comes_once_before_any_comes_again() -> None:
     sampler = Sampler(8, 6, 4, seed=3)
     seen = torch.zeros(8, 6, dtype=torch.int64)
@@ -95,43 +60,33 @@ def test_every_variant_comes_once_before_any_comes_again() -> None:
     assert (seen == 1).all()
 
 
-def some_codes(
-    texts: tuple[str, ...], labels: tuple[str, ...] | None = None, length: int = 16, vocab: int = 64
-) -> Codes:
-    generator = torch.Generator().manual_seed(1)
-    codes = torch.randint(vocab, (len(texts), 1, length), generator=generator)
-    split = Split(codes.to(torch.uint16), texts, labels or ("",) * len(texts))
-    return Codes(split, split, {"codes": "made"})
-
-
 def task(model: Path, codes: Codes, **settings: Any) -> TargetTask:
     from lanternpp.models.words import WordsConfig
 
     vq = read_vq(model / "tokenizer")
-    config = WordsConfig(
-        **vocabulary(codes, 4), **SHAPE, grid=4, vocab=64, code_dim=vq.config.dim, factored=True
-    )
+    config = WordsConfig(**vocabulary(codes, 4), **vars(SHAPE), grid=4, vocab=64)
     return TargetTask(config, TargetSettings(**settings), codes, vq, CPU)
 
 
 def test_words_and_subjects_come_from_captions_and_labels() -> None:
     texts = ("a photo of the sea at night", "a photo of a red tulip", "a photo of a red rose", "a photo")
-    found = vocabulary(some_codes(texts, ("sea", "tulip", "rose", "")), 8)
+    found = vocabulary(random_codes(texts, ("sea", "tulip", "rose", "")), 8)
     assert found == {
         "words": ("red", "at", "night", "rose", "sea", "tulip"),
         "subjects": ("rose", "sea", "tulip"),
         "slots": 8,
     }
-    assert vocabulary(some_codes(texts), 8)["subjects"] == found["words"]  # no labels: any word will do
-    assert vocabulary(some_codes(texts, ("sea", "", "", "")), 2)["subjects"] == found["words"]
-    assert vocabulary(some_codes(texts), 2)["slots"] == 3
+    assert vocabulary(random_codes(texts), 8)["subjects"] == found["words"]  # no labels: any word will do
+    assert vocabulary(random_codes(texts, ("sea", "", "", "")), 2)["subjects"] == found["words"]
+    assert vocabulary(random_codes(texts), 2)["slots"] == 3
     assert one_per_subject(list(texts), ("sea", "tulip", "rose"), 2) == list(texts[:2])
-    with pytest.raises(InputError, match="no caption says anything"):
-        vocabulary(some_codes(("a photo",)), 8)
+    rejects("no caption says anything", vocabulary, random_codes(("a photo",)), 8)
 
 
 def test_it_learns_six_pictures_by_heart(model: Path) -> None:
-    codes = some_codes(("a red square", "a blue square", "a red tulip", "a blue tulip", "a rose", "a photo"))
+    codes = random_codes(
+        ("a red square", "a blue square", "a red tulip", "a blue tulip", "a rose", "a photo")
+    )
     made = task(model, codes, batch_size=6, drop_captions=0.0, lr=1e-2, muon_lr=1e-2)
     before = made.validate_on(torch.arange(6))
     assert before["nll"] == pytest.approx(torch.tensor(64.0).log().item(), abs=0.05)
@@ -145,9 +100,9 @@ def test_it_learns_six_pictures_by_heart(model: Path) -> None:
 
 
 def test_the_caption_decides_only_where_it_is_not_dropped(model: Path) -> None:
-    codes = some_codes(("a red square", "a blue square"))
+    codes = random_codes(("a red square", "a blue square"))
     made = task(model, codes)
-    torch.nn.init.normal_(made.model.codes_out.table)
+    torch.nn.init.normal_(made.model.codes_out.weight)
     for block in made.model.decoder.blocks:
         torch.nn.init.normal_(block.wo.weight, std=0.3)
     picture = codes.train.codes[:1, 0].long().expand(2, -1)
@@ -157,7 +112,7 @@ def test_the_caption_decides_only_where_it_is_not_dropped(model: Path) -> None:
 
 
 def test_a_tenth_of_the_captions_is_dropped(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = task(model, some_codes(("a red square",) * 50), batch_size=50)
+    made = task(model, random_codes(("a red square",) * 50), batch_size=50)
     shares = []
 
     def loss(words: Any, null: Any, input_codes: Any, codes: Any) -> Any:
@@ -179,25 +134,12 @@ def test_corruption_replaces_its_share() -> None:
     assert corrupt_codes(codes, 0.0, 1000, torch.Generator()) is codes
 
 
-def test_a_stopped_and_resumed_run_repeats_the_unbroken_one(data: Path, model: Path, twin: Path) -> None:
-    assert go(data, model, corrupt=0.1)
-    assert not go(data, twin, corrupt=0.1, stop=3)
-    assert not (twin / "target" / "config.json").exists()
-    assert go(data, twin, corrupt=0.1)
-    assert log(model) == log(twin)
-    one, two = (read_target(folder, torch.float32) for folder in (model, twin))
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
-    with pytest.raises(InputError, match=r"muon_lr 0\.002 -> 0\.004.*--restart"):
-        go(data, model, corrupt=0.1, muon_lr=4e-3)
-
-
 def test_what_is_exported_is_what_was_validated(data: Path, model: Path) -> None:
-    assert go(data, model, steps=4, checks=2)
+    assert train(data, model, steps=4, checks=2)
     folder = model / "target"
-    facts = json.loads((folder / "provenance.json").read_text())
     assert len(list((folder / "samples").glob("*.png"))) == 2
     target = read_target(model, torch.float32).eval()
-    assert not target.config.factored
+    assert type(target) is WordsTarget
     assert target.config.subjects == ("blue", "red")
     codes = read_codes(data, model, 1, CPU)
     with torch.no_grad():
@@ -209,12 +151,12 @@ def test_what_is_exported_is_what_was_validated(data: Path, model: Path) -> None
             torch.float32,
         )
     nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), codes.val.codes.flatten().long())
-    assert facts["validation"]["nll"] == pytest.approx(nll.item(), abs=0.02)
-    assert facts["validation"]["validation_pictures"] == 4
+    found = facts(model, "target")["validation"]
+    assert found["nll"] == pytest.approx(nll.item(), abs=0.02) and found["validation_pictures"] == 4
 
 
 def test_unigram_is_what_frequencies_alone_cost() -> None:
-    codes = some_codes(("a b",) * 200, vocab=8)
+    codes = random_codes(("a b",) * 200, vocab=8)
     assert unigram(codes, 8) == pytest.approx(torch.tensor(8.0).log().item(), abs=0.01)
     other = replace(codes.val, codes=torch.zeros(1, 1, 16, dtype=torch.uint16))
     p = (codes.train.codes.flatten().long() == 0).double().mean()
@@ -224,23 +166,16 @@ def test_unigram_is_what_frequencies_alone_cost() -> None:
 def test_training_begins_with_the_weights_of_another_model(data: Path, model: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(model / "tokenizer", other / "tokenizer")
-    assert go(data, model, steps=4)
-    assert go(data, other, steps=1, weights_of=model, lr=1e-6, muon_lr=1e-6)  # learns next to nothing
+    assert train(data, model, steps=4)
+    assert train(data, other, steps=1, weights_of=model, lr=1e-6, muon_lr=1e-6)  # learns next to nothing
     first, then, random = (read_target(folder, torch.float32) for folder in (model, other, model))
     init_weights(random)
     words, null = torch.ones(1, first.slots, dtype=torch.int64), torch.zeros(1, dtype=torch.bool)
     codes = torch.arange(16)[None]
-    mine, same, fresh = (code_logits(x, words, null, codes, torch.float32) for x in (first, then, random))
-    assert (mine - same).abs().max() < 1e-3 * (mine - fresh).abs().max()
-    with pytest.raises(InputError, match="weights_of"):
-        go(data, other, steps=2, lr=1e-6, muon_lr=1e-6)
+    mine, same, other_logits = (
+        code_logits(x, words, null, codes, torch.float32) for x in (first, then, random)
+    )
+    assert (mine - same).abs().max() < 1e-3 * (mine - other_logits).abs().max()
     with pytest.raises(InputError, match="--dim 32 --layers 2 --heads 2 --hidden 48"):
-        train(
-            data,
-            tmp_path / "other",
-            Shape(**{**SHAPE, "layers": 1}),
-            TargetSettings(batch_size=4),
-            TrainingOptions(tmp_path / "wider", 1),
-            crops=1,
-            weights_of=model,
-        )
+        narrower = replace(SHAPE, layers=1)
+        train(data, tmp_path / "other", steps=1, weights_of=model, shape=narrower)

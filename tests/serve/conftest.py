@@ -6,24 +6,9 @@ from pathlib import Path
 
 import pytest
 from helpers.models import write_model
-from helpers.served import tiny
-
-from lanternpp import Pipeline
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model's folder."""
-    return write_model(tmp_path_factory.mktemp("served") / "tiny")
 
 
 @pytest.fixture(scope="session")
 def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a model with 16 times the codes: it draws long enough for requests to come meanwhile."""
     return write_model(tmp_path_factory.mktemp("served") / "long", grid=16)
-
-
-@pytest.fixture(scope="session")
-def pipe(model: Path) -> Pipeline:
-    """The tiny model."""
-    return tiny(model)

@@ -16,8 +16,10 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from helpers.served import IMAGES, serving, until
+from helpers.processes import until
+from helpers.served import IMAGES, serving
 
+from lanternpp.serve.config import EDITS
 from lanternpp.serve.metrics import ROUTES
 from lanternpp.serve.schemas import ImagesRequest
 
@@ -92,14 +94,13 @@ def requests(seed: int, count: int) -> Iterator[tuple[str, str, bytes, dict[str,
     chance = random.Random(seed)
     for _ in range(count):
         path = chance.choice(PATHS) + ("/" + chance.choice(PARTS) if chance.random() < 0.3 else "")
-        way = "POST" if path == IMAGES and chance.random() < 0.8 else chance.choice(WAYS)
+        way = "POST" if path in (IMAGES, EDITS) and chance.random() < 0.8 else chance.choice(WAYS)
         kind = chance.choice(KINDS) if chance.random() < 0.3 else JSON
         yield way, path, body(chance) if way in ("POST", "PUT", "PATCH") else b"", {"Content-Type": kind}
 
 
-@pytest.mark.parametrize("page", ["--page", "--no-page"])
-def test_random_requests(model: Path, page: str) -> None:
-    with serving(model, page, "--slots", "2", "--method", "ar") as (process, address):
+def test_random_requests(model: Path) -> None:
+    with serving(model, "--page", "--slots", "2", "--method", "ar") as (process, address):
 
         def ask(seed: int, count: int) -> None:
             with closing(HTTPConnection(address.removeprefix("http://"), timeout=120)) as http:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import socket
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,7 +11,8 @@ from contextlib import ExitStack, contextmanager
 import httpx
 import psutil
 import pytest
-from helpers.served import AUTHORIZED, COMMAND, IMAGES, KEY, SlowPipe, app_of, dial, listening, request, until
+from helpers.processes import until
+from helpers.served import AUTHORIZED, IMAGES, KEY, SlowPipe, app_of, dial, listening, request, serving
 
 from lanternpp.serve.config import ServerConfig
 from lanternpp.serve.connections import Limits
@@ -21,7 +21,7 @@ SHORT = {"request": 0.5, "idle": 1.0, "stalled": 0.5}
 
 
 @contextmanager
-def serving(
+def slowly(
     limits: Limits, proxies: tuple[str, ...] = (), **config: object
 ) -> Iterator[tuple[SlowPipe, object, str]]:
     """A pipeline of slow engines, its batcher and the address."""
@@ -53,7 +53,7 @@ def received(line: socket.socket) -> bytes:
     ],
 )
 def test_who_sends_no_whole_request_is_not_waited_for(sent: bytes, answer: bytes) -> None:
-    with serving(Limits(**SHORT)) as (_, _, address), dial(address) as line:
+    with slowly(Limits(**SHORT)) as (_, _, address), dial(address) as line:
         line.sendall(sent)
         said = received(line)
         assert said.startswith(answer) and (said == b"") == (answer == b"")
@@ -61,7 +61,7 @@ def test_who_sends_no_whole_request_is_not_waited_for(sent: bytes, answer: bytes
 
 
 def test_a_byte_now_and_then_buys_no_time(caplog: pytest.LogCaptureFixture) -> None:
-    with serving(Limits(**SHORT)) as (_, _, address), dial(address) as line:
+    with slowly(Limits(**SHORT)) as (_, _, address), dial(address) as line:
         line.settimeout(0.05)
         end = time.monotonic() + 60
         line.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Slow: ")
@@ -80,7 +80,7 @@ def test_a_byte_now_and_then_buys_no_time(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_a_request_that_is_drawn_is_waited_for() -> None:
-    with serving(Limits(**SHORT)) as (pipe, batcher, address), dial(address) as line:
+    with slowly(Limits(**SHORT)) as (pipe, batcher, address), dial(address) as line:
         line.sendall(request())
         until(lambda: batcher.load.running == 1)
         time.sleep(1.5)  # longer than it may take to ask
@@ -89,7 +89,7 @@ def test_a_request_that_is_drawn_is_waited_for() -> None:
 
 
 def test_who_sends_requests_is_let_in_however_many_hold_connections_open(caplog) -> None:
-    with serving(Limits(connections=10)) as (pipe, batcher, address), ExitStack() as ends:
+    with slowly(Limits(connections=10)) as (pipe, batcher, address), ExitStack() as ends:
         drawn = ends.enter_context(dial(address))
         drawn.sendall(request())
         until(lambda: batcher.load.running == 1)
@@ -114,16 +114,22 @@ def test_who_takes_nothing_of_an_answer_is_not_waited_for(caplog: pytest.LogCapt
         assert httpx.get(address).text == "fine"
 
 
+def two_requests(line: socket.socket, pipe: SlowPipe, together: bool) -> None:
+    """The second is sent while the first is drawn, or in one piece with it."""
+    line.sendall(request(seed=1) + request(seed=2) if together else request(seed=1))
+    until(lambda: pipe.admitted == [1])
+    if not together:
+        line.sendall(request(seed=2))
+        time.sleep(0.1)
+
+
 @pytest.mark.parametrize("together", [True, False])
 def test_a_request_sent_ahead_is_not_drawn_and_the_first_ends_with_its_client(together: bool) -> None:
-    with serving(Limits()) as (pipe, batcher, address):
+    with slowly(Limits()) as (pipe, batcher, address):
         with dial(address) as line:
-            line.sendall(request(seed=1) + request(seed=2) if together else request(seed=1))
-            until(lambda: pipe.admitted == [1])
-            if not together:
-                line.sendall(request(seed=2))
+            two_requests(line, pipe, together)
         ticket = batcher._scheduler.tickets[0]
-        until(lambda: ticket.done)
+        until(lambda: ticket.done())
         pipe.allow(1)
         until(lambda: batcher.load.running == 0)
         assert httpx.post(address + IMAGES, json={"prompt": "tulip", "deadline": 1e-9}).status_code == 504
@@ -132,12 +138,8 @@ def test_a_request_sent_ahead_is_not_drawn_and_the_first_ends_with_its_client(to
 
 @pytest.mark.parametrize("together", [True, False])
 def test_a_connection_on_which_a_request_was_sent_ahead_is_closed_after_the_answer(together: bool) -> None:
-    with serving(Limits()) as (pipe, _, address), dial(address) as line:
-        line.sendall(request(seed=1) + request(seed=2) if together else request(seed=1))
-        until(lambda: pipe.admitted == [1])
-        if not together:
-            line.sendall(request(seed=2))
-            time.sleep(0.1)
+    with slowly(Limits()) as (pipe, _, address), dial(address) as line:
+        two_requests(line, pipe, together)
         pipe.allow()
         said = received(line)
         assert said.count(b"HTTP/1.1 ") == said.count(b"HTTP/1.1 200 ") == 1 and b'"seed":1' in said
@@ -145,7 +147,7 @@ def test_a_connection_on_which_a_request_was_sent_ahead_is_closed_after_the_answ
 
 
 def test_nobody_sends_ahead_without_end() -> None:
-    with serving(Limits()) as (pipe, _, address), dial(address) as line:
+    with slowly(Limits()) as (pipe, _, address), dial(address) as line:
         line.sendall(request())
         until(lambda: pipe.admitted)
         with pytest.raises(ConnectionError):
@@ -163,7 +165,7 @@ def test_nobody_sends_ahead_without_end() -> None:
     ],
 )
 def test_what_is_no_request_is_refused_quietly(sent: bytes, caplog) -> None:
-    with serving(Limits(**SHORT), keys=[KEY]) as (_, _, address), dial(address) as line:
+    with slowly(Limits(**SHORT), keys=[KEY]) as (_, _, address), dial(address) as line:
         line.sendall(sent)
         said = received(line)
         assert said.startswith(b"HTTP/1.1 4") or said == b""
@@ -174,7 +176,7 @@ def test_what_is_no_request_is_refused_quietly(sent: bytes, caplog) -> None:
 @pytest.mark.parametrize(("proxies", "clients"), [((), 1), (("127.0.0.1",), 3), (("10.0.0.0/8",), 1)])
 def test_only_a_named_proxy_says_who_its_clients_are(proxies: tuple[str, ...], clients: int) -> None:
     """Else one client is as many as it likes, and the turns of the others are late."""
-    with serving(Limits(), proxies) as (pipe, batcher, address), ExitStack() as ends:
+    with slowly(Limits(), proxies) as (pipe, batcher, address), ExitStack() as ends:
         for seed in range(3):
             line = ends.enter_context(dial(address))
             line.sendall(request(seed=seed).replace(b"Host:", b"X-Forwarded-For: 9.9.9.%d\r\nHost:" % seed))
@@ -193,31 +195,11 @@ def few_files() -> None:
 
 def test_a_real_process_outlives_floods_of_headers_and_of_connections(model) -> None:
     """The attack needs no key; memory does not grow, and other clients are answered meanwhile."""
-    command = [
-        *COMMAND,
-        "--no-page",
-        "--port",
-        "0",
-        "--model",
-        str(model),
-        "--device",
-        "cpu",
-        "--api-key",
-        KEY,
-    ]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=few_files
-    )
-    try:
-        line = process.stdout.readline()
-        assert line.startswith("http://"), process.stderr.read()
-        address = line.split(": ")[0]
+    with serving(model, "--no-page", "--api-key", KEY, limit=few_files) as (process, address):
 
         def draw() -> None:
-            answer = httpx.post(
-                address + IMAGES, json={"prompt": "red tulip"}, headers=AUTHORIZED, timeout=300
-            )
-            assert answer.status_code == 200
+            body = {"prompt": "red tulip"}
+            assert httpx.post(address + IMAGES, json=body, headers=AUTHORIZED, timeout=300).status_code == 200
 
         draw()
         before = psutil.Process(process.pid).memory_info().rss
@@ -241,6 +223,3 @@ def test_a_real_process_outlives_floods_of_headers_and_of_connections(model) -> 
         _, said = process.communicate(timeout=120)
         assert process.returncode == 0
         assert "connections are in use" in said and "Traceback" not in said and len(said.splitlines()) < 5
-    finally:
-        process.kill()
-        process.communicate()

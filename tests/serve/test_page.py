@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from pathlib import Path
 
 from helpers.latents import write_diffusion
@@ -13,7 +12,7 @@ from helpers.served import AUTHORIZED, KEY, SlowPipe, client_of, tiny
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.serve.config import ServerConfig
 from lanternpp.serve.page import FILES
-from lanternpp.serve.page.routes import DIALS, FOLDER, methods, setup
+from lanternpp.serve.page.routes import DIALS, methods, setup
 from lanternpp.serve.schemas import ImagesRequest
 
 
@@ -83,14 +82,3 @@ def test_with_keys_the_page_is_open_and_says_nothing(pipe: Pipeline) -> None:
 def test_without_the_page_its_paths_are_nothing() -> None:
     with client_of(SlowPipe()) as http:
         assert {http.get(path).status_code for path in (*FILES, "/page/setup")} == {404}
-
-
-def test_every_file_of_the_page_is_served_and_packaged() -> None:
-    assert {path.name for path in FOLDER.iterdir() if path.suffix not in (".py", "")} == {
-        name for name, _ in FILES.values()
-    }
-    data = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
-    patterns = data["tool"]["setuptools"]["package-data"]["lanternpp"]
-    package = FOLDER.parents[1]
-    packaged = {path for pattern in patterns for path in package.glob(pattern)}
-    assert {FOLDER / name for name, _ in FILES.values()} <= packaged

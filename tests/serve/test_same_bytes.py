@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 
 import pytest
-from helpers.served import batcher_of, until
+from helpers.processes import until
+from helpers.served import batcher_of
 
 from lanternpp import Pipeline
 from lanternpp.serve.tickets import FinishedImage, ImageSpec
@@ -70,15 +71,3 @@ def test_what_is_chosen_for_a_runner_is_what_the_picture_says(pipe, monkeypatch)
     assert (small.settings.batch_size, small.settings.method) == (1, "lantern++")
     for spec, one in [*zip(specs, drawn, strict=True), (specs[0], small)]:
         same(pipe, spec, one)
-
-
-def test_the_shipped_model():
-    pipe = Pipeline.from_pretrained("nature-128", tuned=False)
-    settings = pipe.settings("lantern++", temperature=0.6, lam=8.0)  # few passes
-    specs = [ImageSpec(prompt, 3, settings) for prompt in ("a red tulip", "the sea at sunset", "a forest")]
-    with batcher_of(pipe, slots=4) as batcher:
-        first = batcher.submit_all(specs[:2])
-        until(lambda: batcher.load.running == 2 or first[0].done)
-        late = batcher.submit(specs[2])
-        drawn = [ticket.result(300) for ticket in (*first, late)]
-    same(pipe, specs[1], drawn[1])

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers.served import settings, spec
 
-from lanternpp.serve.queue import FairQueue
-from lanternpp.serve.scheduler import AllRunnersBusy, ClientAtLimit, Scheduler
+from lanternpp.serve.scheduler import AllRunnersBusy, ClientAtLimit, FairQueue, Scheduler
 from lanternpp.serve.tickets import Ticket
 
 AR, OTHER = settings("ar"), settings("ar", temperature=0.5)
@@ -152,7 +151,7 @@ def test_the_last_runner_is_not_for_a_client_that_has_all_others(scheduler):
     runner = scheduler.runner_for(AR, 1, "one").fill(1, "one")
     with pytest.raises(AllRunnersBusy) as waits:
         scheduler.runner_for(OTHER, 1, "many")
-    assert not isinstance(waits.value, ClientAtLimit)  # all are busy: pictures behind it wait as well
+    assert not isinstance(waits.value, ClientAtLimit)  # all are busy: pictures after it wait as well
     runner.tickets = []
     scheduler.runners[0].fill(1, "third")
     assert scheduler.runner_for(OTHER, 1, "many")
@@ -185,7 +184,7 @@ def test_leaving_gives_no_one_a_better_turn():
     waiting = queue("a", "a", "b", "b")
     waiting.remove(next(iter(waiting)))
     assert seeds(waiting) == [2, 1, 3]
-    waiting.add(Ticket(spec(9, "a")))  # behind its own first, as b's second is
+    waiting.add(Ticket(spec(9, "a")))  # after its own first, as b's second is
     assert seeds(waiting) == [2, 1, 3, 9]
 
 

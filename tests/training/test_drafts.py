@@ -13,7 +13,7 @@ from lanternpp.training.parallel import chain_gain, keep_chances
 
 
 def estimates(p: Contexts, q: Contexts) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of all chains, each as often as the target draws it: the estimated w_1 .. w_g and the last guess's own chances, [chains, g]."""
+    """Of all chains, each as often as the target draws it: the estimated w_1 .. w_g and the last draft code's own chances, [chains, g]."""
     vocab, depth = p[0].shape[-1], len(q)
     found = []
     for chain in itertools.product(range(vocab), repeat=depth):
@@ -47,16 +47,16 @@ def test_along_its_gradient_drafts_keep_more(seed: int) -> None:
     logits = [table.log().requires_grad_() for table in q]
     found = []
     for _ in range(5):
-        laws = [x.softmax(-1) for x in logits]
-        found.append(float(chain_distribution(chain_tails, p, [x.detach() for x in laws])[1].sum()))
-        grads = torch.autograd.grad(chain_gain(*estimates(p, laws)), logits)
+        probs = [x.softmax(-1) for x in logits]
+        found.append(float(chain_distribution(chain_tails, p, [x.detach() for x in probs])[1].sum()))
+        grads = torch.autograd.grad(chain_gain(*estimates(p, probs)), logits)
         with torch.no_grad():
             for x, slope in zip(logits, grads, strict=True):
                 x += 0.3 * slope
     assert found == sorted(found) and found[-1] > found[0] + 0.01
 
 
-def test_a_guess_does_not_learn_which_code_was_recorded() -> None:
+def test_a_draft_does_not_learn_which_code_was_recorded() -> None:
     """It would know its pictures by heart, and drafts keep no more for it."""
     p, q = contexts(4, 2, "random")
     ways = []

@@ -20,7 +20,7 @@ from lanternpp.proposers.tree import TreeProposer
 from lanternpp.training.codes import Codes, Split
 from lanternpp.training.eagle import EagleTask
 from lanternpp.training.features import CaptionPrompts, causal_mask, drafter_inputs
-from lanternpp.training.options import DrafterSettings
+from lanternpp.training.options import DrafterSettings, TrainingData
 from lanternpp.trees import build_tree
 
 LONG = "the sea at sunset " * 9 + "the red tulip"  # over 32 tokens: shorter prompts are padded beside it
@@ -55,11 +55,13 @@ def test_teacher_forced_features_are_those_of_the_engines_drafter(name: str, tmp
     prompts, start = captions(torch.tensor([0]), 2)
     assert (start is not None) == (name != "words")
     next_inputs, features = drafter_inputs(target, prompts, codes, start)
-    guess = drafter.forward_sequence(next_inputs, features[:, :-1], causal_mask(start, next_inputs.shape[1]))
-    assert guess.isfinite().all()
+    drafted = drafter.forward_sequence(
+        next_inputs, features[:, :-1], causal_mask(start, next_inputs.shape[1])
+    )
+    assert drafted.isfinite().all()
     for count, expected in seen.items():
         if count < target.length:
-            here = guess[:, prompts.shape[1] + count - 2]
+            here = drafted[:, prompts.shape[1] + count - 2]
             assert (here - expected).abs().max() < 1e-6, (
                 f"after {count} codes"
             )  # rotations are kept in float32
@@ -90,8 +92,13 @@ def test_features_from_the_disk_teach_as_computed_ones_do(
     for cache in (False, True):
         settings = DrafterSettings(cfg=3.0, loss=loss, batch_size=4, drop_captions=0.4)  # type: ignore[arg-type]
         teacher = teacher_of(read_target(tmp_path, torch.float32), tmp_path / "codes")
-        made = EagleTask(settings.of("eagle"), teacher, Codes(split, split, {"codes": "made"}), cache)
+        made = EagleTask(
+            settings.of("eagle"),
+            teacher,
+            Codes(split, split, {"codes": "made"}),
+            TrainingData(cache_features=cache),
+        )
         torch.manual_seed(0)
         figures.append([made.step(step, 0.0)["loss"].item() for step in range(4)])
     assert figures[0] == pytest.approx(figures[1], rel=1e-3)
-    assert "the features of all pictures: 6 pictures, about 57.0 KiB in" in capsys.readouterr().err
+    assert "the features of all pictures: 6 pictures, about 0.1 MB in" in capsys.readouterr().err

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -11,22 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.killed import COMMANDS, check_files, measured, obey, start
+from helpers.killed import COMMANDS, check_files, ended, measured, obey, start
 from helpers.models import write_model
+from helpers.processes import until
 
 from lanternpp.nn import checkpoints
 
 
 @pytest.fixture
-def places(tmp_path: Path, paint: Callable[[Path, int], None]) -> tuple[Path, Path]:
+def places(tmp_path: Path, paint: Callable[..., None]) -> tuple[Path, Path]:
     """Two folders with the same model, prompts and photos."""
     one = tmp_path / "whole"
     write_model(one / "tiny")
     (one / "mine").write_text("red tulip\na tulip\n")
     for split, count in (("train", 40), ("val", 4)):
-        paint(one / "photos" / split, count)
-        rows = one / "photos" / split / "metadata.jsonl"
-        rows.write_text(rows.read_text().replace("square", "tulip"))
+        paint(one / "photos" / split, count, "tulip")
     return one, Path(shutil.copytree(one, tmp_path / "killed"))
 
 
@@ -47,13 +48,10 @@ def killed(name: str, folder: Path, work: float, times: int) -> int:
     draw, ends, lines = random.Random(f"{name} {times}"), [], list[str]()
     for _ in range(times):
         process = start(obey, name, str(folder), draw.uniform(0.1, 1.2 / times) * work)
-        process.join()
-        ends.append(process.exitcode)
+        ends.append(ended(process))
         check_files(folder)
         assert set(lines) <= set(lines := measured(folder)), "a measurement was lost"
-    last = start(obey, name, str(folder))
-    last.join()
-    assert last.exitcode == 0 and set(ends) <= {0, -signal.SIGPROF}
+    assert ended(start(obey, name, str(folder))) == 0 and set(ends) <= {0, -signal.SIGPROF}
     assert set(lines) <= set(measured(folder))
     check_files(folder)
     return ends.count(-signal.SIGPROF)
@@ -64,9 +62,7 @@ def test_a_command_killed_at_any_moment_ends_as_if_nothing_had_happened(
     name: str, places: tuple[Path, Path], request: pytest.FixtureRequest
 ) -> None:
     whole, other = places
-    one = start(obey, name, str(whole))
-    one.join()
-    assert one.exitcode == 0
+    assert ended(start(obey, name, str(whole))) == 0
     times = request.config.getoption("--kills")
     work = float((whole / "work").read_text())
     count = killed(name, other, work, times)
@@ -75,8 +71,7 @@ def test_a_command_killed_at_any_moment_ends_as_if_nothing_had_happened(
     if name == "tune":  # what it measures differs, what follows from it does not
         reported, lines = (other / "out/tune/tiny-lantern++/tune.json"), measured(other)
         before = json.loads(reported.read_text())
-        last = start(obey, name, str(other))
-        last.join()
+        ended(start(obey, name, str(other)))
         assert json.loads(reported.read_text()) == before
         new = set(measured(other)) - set(lines)
         assert set(lines) <= set(measured(other)) and not any('"drawn"' in line for line in new)
@@ -85,3 +80,21 @@ def test_a_command_killed_at_any_moment_ends_as_if_nothing_had_happened(
     else:
         expected = results(whole)
         assert len(expected) > 3 and results(other) == expected
+
+
+@pytest.mark.parametrize(("name", "begun"), [("tune", "**/trials.jsonl"), ("own", "**/drafter/state.pt")])
+def test_ctrl_c_in_the_middle_is_one_line_and_130_and_the_command_goes_on(
+    name: str, begun: str, places: tuple[Path, Path]
+) -> None:
+    place, _ = places
+    process = start(obey, name, str(place))
+    until(lambda: any(path.stat().st_size for path in place.glob(begun)) or not process.is_alive())
+    assert process.is_alive(), (place / "said").read_text()
+    os.kill(process.pid, signal.SIGINT)
+    status = ended(process)
+    said, lines = (place / "said").read_text(), measured(place)
+    assert status == 130 and "Traceback" not in said, said
+    assert re.search("interrupted|stopped at step .* resumes it", said), said
+    check_files(place)
+    assert ended(start(obey, name, str(place))) == 0 and set(lines) <= set(measured(place))
+    check_files(place)

@@ -8,8 +8,10 @@ import torch
 from helpers.photos import teacher_of
 from helpers.toys import ToyTarget, parallel
 
+from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.mixture import DraftMixture
+from lanternpp.drafters.parallel import ParallelDrafter
 from lanternpp.engine.batching import generate
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
@@ -19,32 +21,38 @@ from lanternpp.errors import InputError
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.training.features import drafter_inputs
 from lanternpp.training.options import DrafterSettings
-from lanternpp.training.rollouts import Rollout, RolloutTask, grown, record, replay
+from lanternpp.training.rollouts import Rollout, RolloutTask, RunCodes, grown, record, replay
 from lanternpp.trees.shapes import chain
 from lanternpp.trees.static import StaticTree
 
 TEXTS = ["hill", "sea", "stone", "clouds", "a"]
 
 
-def runs(target: ToyTarget, count: int = 5, aux_layers: tuple[int, ...] = ()) -> list[Rollout]:
-    return sorted(
-        record(target, parallel(target, aux_layers=aux_layers), TEXTS[:count], 3.0, 4, batch=2),
-        key=lambda r: TEXTS.index(r.text or ""),
+def engine_of(
+    target: ToyTarget,
+    drafter: ParallelDrafter,
+    batch: int = 2,
+    rule: Acceptance | None = None,
+    verifier: str = "block",
+) -> Engine:
+    proposer, guidance = Parallel(drafter, StaticTree(chain(4))), Guidance(3.0)
+    return Engine(
+        target, proposer, rule or Exact(), Sampling(), guidance, batch, verifier=VERIFIERS[verifier]
     )
 
 
 @pytest.mark.parametrize("aux_layers", [(), (0, 1)])
 def test_a_run_holds_the_features_of_the_picture_it_drew(aux_layers: tuple[int, ...]) -> None:
     target = ToyTarget(layers=3)
-    for run in runs(target, aux_layers=aux_layers):
+    for run in record(engine_of(target, parallel(target, aux_layers=aux_layers)), TEXTS):
         features, anchors, hints = replay(run, 4)
         prompt = target.prompt([run.text], 2)
         codes = run.codes[None].long().expand(2, -1)
-        whole = drafter_inputs(target, prompt.embeds, codes, prompt.start, aux_layers=aux_layers)[1]
-        expected = Guidance(3.0).merge(whole)[0]
+        all_features = drafter_inputs(target, prompt.embeds, codes, prompt.start, aux_layers=aux_layers)[1]
+        expected = Guidance(3.0).merge(all_features)[0]
         assert torch.allclose(features.double(), expected, atol=1e-9)
         assert anchors[0] == 2 and len(anchors) == len(run.kept) == len(hints)
-        assert not hints[0].any(), "nothing was refused before the first draft"
+        assert not hints[0].any(), "nothing was rejected before the first draft"
 
 
 @pytest.mark.parametrize(
@@ -53,21 +61,15 @@ def test_a_run_holds_the_features_of_the_picture_it_drew(aux_layers: tuple[int, 
 def test_runs_are_those_of_the_rule_and_the_verifier_that_are_given(
     rule: DraftMixture | None, verifier: str
 ) -> None:
-    """By default of block verification without loss, as drafts of a chain are verified."""
     target = ToyTarget()
-    proposer = Parallel(parallel(target), StaticTree(chain(4)))
-    parts = proposer, rule or Exact(), Sampling(), Guidance(3.0), 2
-    engine = Engine(target, *parts, verifier=VERIFIERS[verifier])
-    expected = generate(engine, TEXTS, range(5))
-    given = {} if (rule, verifier) == (None, "block") else {"rule": rule, "verifier": VERIFIERS[verifier]}
-    recorded = list(record(target, parallel(target), TEXTS, 3.0, 4, batch=2, **given))
-    for run in recorded:
+    expected = generate(engine_of(target, parallel(target), 2, rule, verifier), TEXTS, range(5))
+    for run in record(engine_of(target, parallel(target), 2, rule, verifier), TEXTS):
         sample = expected[TEXTS.index(run.text or "")]
         assert run.codes.tolist() == sample.codes.tolist() and run.kept.tolist() == sample.accepted[1:]
 
 
-def test_hints_lie_where_the_refused_nodes_were() -> None:
-    features = torch.arange(2.0 * 4).view(2, 4, 1)  # two passes over three guesses
+def test_hints_lie_where_the_rejected_nodes_were() -> None:
+    features = torch.arange(2.0 * 4).view(2, 4, 1)  # two passes over three drafts
     run = Rollout(
         "x", torch.zeros(7, dtype=torch.int32), torch.tensor([2, 4]), features, torch.zeros(1, 1), 0
     )
@@ -91,7 +93,7 @@ def test_hints_lie_where_the_refused_nodes_were() -> None:
 def test_training_drafts_as_the_engine_did(
     monkeypatch: pytest.MonkeyPatch, aux_layers: tuple[int, ...]
 ) -> None:
-    """From a recorded run follow the very distributions that its guesses were drawn from, hints and all."""
+    """From a recorded run follow the very distributions that its drafts were drawn from, hints and all."""
     target, seen = ToyTarget(layers=3), []
     propose = Parallel.propose
 
@@ -102,20 +104,22 @@ def test_training_drafts_as_the_engine_did(
 
     monkeypatch.setattr(Parallel, "propose", spy)
     drafter = parallel(target, aux_layers=aux_layers)
-    (run,) = record(target, drafter, ["stone"], 3.0, 4, batch=1)
+    (run,) = record(engine_of(target, drafter, 1), ["stone"])
     assert run.kept.max() > 1 and len(seen) == len(run.kept) > 4
     settings = settings_of(anchors=len(seen), noise=0.0, aux_layers=len(aux_layers))
     begin = grown(drafter, settings, target)
-    made = RolloutTask(settings, teacher_of(target), [run, run, run], 2, {"codes": "runs"}, begin)
+    made = RolloutTask(
+        settings, teacher_of(target), RunCodes.of_runs([run, run, run], 2, {"codes": "runs"}, begin)
+    )
     read = made.drafts(made.train, [run], torch.tensor([0]), torch.Generator())
     assert read.hints is not None and read.hints.any() and read.start is not None and read.start[0] == 1
     with torch.no_grad():
         features = made.conditioned(drafter, read, made.level_features(drafter, read)[1])
-    guesses = target.head(features).softmax(-1)[0]
-    for guess, anchor in zip(guesses, read.anchors[0].tolist(), strict=True):
+    drafts = target.head(features).softmax(-1)[0]
+    for draft, anchor in zip(drafts, read.anchors[0].tolist(), strict=True):
         turn = replay(run, 4)[1].tolist().index(anchor)
-        known = min(int(run.kept[turn]), 4, 15 - (anchor - 2))  # levels drafted behind codes that were kept
-        assert torch.allclose(guess[:known], seen[turn].probs[0, :known], atol=1e-9), turn
+        known = min(int(run.kept[turn]), 4, 15 - (anchor - 2))  # levels drafted after codes that were kept
+        assert torch.allclose(draft[:known], seen[turn].probs[0, :known], atol=1e-9), turn
 
 
 def test_a_drafter_that_grows_drafts_as_before() -> None:
@@ -154,5 +158,5 @@ def test_a_drafter_that_grows_drafts_as_before() -> None:
 
 
 def settings_of(**settings: Any) -> DrafterSettings:
-    small = {"batch_size": 2, "levels": 4, "turn": 16, "cfg": 3.0}
+    small = {"batch_size": 2, "levels": 4, "condition_width": 16, "cfg": 3.0}
     return DrafterSettings(**{**small, **settings}).of("parallel")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.toys import MarkovTarget, OtherMarkovDrafter, admit_all
+from helpers.toys import CHAIN, MarkovTarget, OtherMarkovDrafter, admit_all
 
 from lanternpp.accept.exact import Exact
 from lanternpp.engine.decode import Engine
@@ -19,7 +19,6 @@ from lanternpp.trees.search import expected
 from lanternpp.trees.shapes import Shape
 from lanternpp.trees.static import StaticTree
 
-CHAIN = torch.tensor([[0.5, 0.3, 0.2], [0.05, 0.15, 0.8], [0.6, 0.3, 0.1]], dtype=torch.float64)
 FAR = torch.tensor([[0.1, 0.2, 0.7], [0.6, 0.2, 0.2], [0.3, 0.3, 0.4]], dtype=torch.float64)
 
 

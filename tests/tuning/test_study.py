@@ -7,23 +7,18 @@ import sys
 from dataclasses import replace
 
 import pytest
-from helpers.models import write_model
+from helpers.refusals import rejects
 
-from lanternpp import InputError, Pipeline
-from lanternpp.trees.shapes import SHAPES, is_chain
+from lanternpp import InputError
+from lanternpp.trees import static_shape
+from lanternpp.trees.shapes import is_chain
 from lanternpp.tuning import study
-from lanternpp.tuning.candidates import acceptance_table, shape_of
+from lanternpp.tuning.candidates import acceptance_table
 from lanternpp.tuning.options import TuningOptions
 from lanternpp.tuning.study import LOG, Tuner
 
 PROMPTS = ["a red tulip", "a tulip"]
 SMALL = TuningOptions(trials=12, rounds=2, nodes=12, depth=4)
-
-
-@pytest.fixture(scope="module")
-def pipe(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
-    folder = write_model(tmp_path_factory.mktemp("models") / "tiny")
-    return Pipeline.from_pretrained(str(folder), dtype="float32", device="cpu", tuned=False)
 
 
 @pytest.fixture
@@ -33,7 +28,7 @@ def priced(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
 
     def draw(pipe, settings, plain, prompt, seeds):
         drawn.append(prompt)
-        nodes = len(shape_of(settings.tree)) if settings.tree else settings.window
+        nodes = len(static_shape(settings.tree)) if settings.tree else settings.window
         seconds = {"outside": 0.5 + abs(nodes - 5), "step": 0.0, "plain": 1.0, "plain_step": 0.1}
         figures = seconds | {"codes_per_pass": 2.0}
         return figures | {"nodes": nodes, "tried": [[4.0, 2.0]], "kept": [[2.0, 1.0]]}
@@ -53,7 +48,7 @@ def test_the_cheapest_draft_is_found(pipe, tmp_path, priced) -> None:
     assert found.nodes == 5 and found.speedup == pytest.approx(2)
     tried = made.tried()
     assert len({json.dumps(one.overrides) for one in tried}) == len(tried), "none is drawn twice"
-    shapes = [shape_of(one.overrides["tree"]) for one in tried]
+    shapes = [static_shape(one.overrides["tree"]) for one in tried]
     assert all(len(shape) <= 12 and max(map(len, shape)) <= 4 for shape in shapes)
     assert any(map(is_chain, shapes)) and not all(map(is_chain, shapes))
     given_up = [one for one in tried if not one.complete]
@@ -110,55 +105,30 @@ def test_a_budget_keeps_to_what_costs_little(pipe, tmp_path, priced, monkeypatch
     none = replace(limited, budget_tv=0.0)
     with pytest.raises(InputError, match=r"nothing .* stays within 0: the least was"):
         tuner(pipe, tmp_path / "b", "lantern++", none, {"lam": 2.0, "neighbours": 5}).tune()
-    with pytest.raises(InputError, match="'exact' has not"):
-        tuner(pipe, tmp_path / "c", "eagle", limited)
+    rejects("'exact' has not", tuner, pipe, tmp_path / "c", "eagle", limited)
 
 
-def test_a_damaged_log_and_a_run_of_something_else_are_refused(pipe, tmp_path, priced) -> None:
+def test_a_damaged_log_and_a_run_of_something_else_are_rejected(pipe, tmp_path, priced) -> None:
     tuner(pipe, tmp_path).tune()
-    with pytest.raises(InputError, match=r"other settings \(.*nodes 12 -> 9"):
-        tuner(pipe, tmp_path, options=replace(SMALL, nodes=9))
+    rejects(r"other settings \(.*nodes 12 -> 9", tuner, pipe, tmp_path, options=replace(SMALL, nodes=9))
     (tmp_path / LOG).write_text("{}\n")
-    with pytest.raises(InputError, match="damaged"):
-        tuner(pipe, tmp_path)
+    rejects("damaged", tuner, pipe, tmp_path)
     assert tuner(pipe, tmp_path, restart=True).tried() == []
     (tmp_path / "b").mkdir()
     (tmp_path / "b/run.json").write_text('{"methods": {}}')
-    with pytest.raises(InputError, match="something else"):
-        tuner(pipe, tmp_path / "b", restart=True)
+    rejects("something else", tuner, pipe, tmp_path / "b", restart=True)
     assert (tmp_path / "b/run.json").exists()
 
 
 def test_without_optuna_there_is_one_sentence(pipe, tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(InputError, match=r"install lanternpp\[tune\]"):
-        tuner(pipe, tmp_path)
+    rejects(r"install lanternpp\[tune\]", tuner, pipe, tmp_path)
 
 
 def test_acceptance_that_was_seen_often_stays_and_the_rest_follows_its_rank() -> None:
-    seen = [([[1000.0, 100.0], [500.0]], [[900.0, 20.0], [100.0]])] * 2
+    seen = [([[1000.0, 100.0], [500.0, 0.0]], [[900.0, 20.0], [100.0, 0.0]])] * 2
     table = acceptance_table(seen, 3, 4)
     assert table[0, 0] == pytest.approx(0.9, abs=0.01) and table[1, 0] == pytest.approx(0.2, abs=0.02)
     assert table[2, 0] == pytest.approx(2000 / 3000, abs=0.01), "a depth that was not seen"
     assert table[0, 1] == pytest.approx(0.2, abs=0.01)
     assert (table[:, 2] > table[:, 3]).all() and ((table > 0) & (table < 1)).all()
-
-
-def test_a_real_draft_is_timed_beside_plain_decoding(pipe, tmp_path) -> None:
-    made = tuner(pipe, tmp_path, options=replace(SMALL, trials=3, rounds=1))
-    found = made.tune()
-    for one in made.tried():
-        assert one.step > 0 < one.plain_step and 1 <= one.codes_per_pass <= pipe.target.length
-        assert one.speedup > 0 and one.pictures == 1
-    rows = made.race(found)
-    assert [row["method"] for row in rows] == ["ar", "default", "tuned"]
-    report = made.report(found, rows)
-    assert (
-        report["settings"]["tree"] == found.overrides["tree"] and report["measured"]["tuned"]["speedup"] > 0
-    )
-    assert [path.name for path in made.plot()] == ["history.png", "parameters.png"]
-    assert made.race(found) == rows, "a race that is over is read"
-
-
-def test_a_shape_is_that_of_a_static_tree() -> None:
-    assert shape_of("deep-8") == SHAPES["deep-8"] and shape_of("eagle2") == ()

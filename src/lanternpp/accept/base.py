@@ -65,14 +65,17 @@ class Acceptance(ABC):
         return self.relax(p, code)
 
     def accept_mass(self, p: Tensor, q: Tensor) -> Tensor:
-        """The probability relax(p, y)(y) that each code y is accepted with, [..., V]; p, q [..., V].
+        """The probability relax_with_draft(p, q, y)(y) that each code y is accepted with, [..., V]; p, q [..., V].
 
         Exact where it is below q(y) > 0. Elsewhere any value of at least q(y) will do, as callers take min(q, .).
         """
         mass = p.clone()
         for codes in candidate_codes(q, p.numel()):  # [m]
             each = broadcast_codes(codes, p)
-            accepted = self.relax(p.expand(len(codes), *p.shape), each).gather(-1, each[..., None])
+            shape = len(codes), *p.shape
+            accepted = self.relax_with_draft(p.expand(shape), q.expand(shape), each).gather(
+                -1, each[..., None]
+            )
             mass[..., codes] = accepted[..., 0].movedim(0, -1)
         return mass
 

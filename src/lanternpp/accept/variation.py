@@ -16,7 +16,7 @@ def tv_cost(rule: Acceptance, p: Tensor, q: Tensor) -> Tensor:
 
     With the optimal residual it is `excess`, the least possible for the same acceptance. Of a rule that defines neither
     `accept_mass` nor `output_distribution`, over more than `ENUMERATED` codes, it is an estimate of that least with either residual: the exact
-    value would call `relax` for each of V codes.
+    value would call `relax_with_draft` for each of V codes.
     """
     if rule.lossless:
         return torch.zeros_like(p[..., 0])
@@ -30,7 +30,10 @@ def tv_cost(rule: Acceptance, p: Tensor, q: Tensor) -> Tensor:
 
 def excess(rule: Acceptance, p: Tensor, q: Tensor) -> Tensor:
     """The accepted mass above p, sum [a - p]+ with a = min(q, accept_mass), [...]; p and q [..., V]."""
-    mass = rule.accept_mass(p, q.where(q > p, 0))  # where q <= p there is no excess
+    if type(rule).relax_with_draft is Acceptance.relax_with_draft:
+        mass = rule.accept_mass(p, q.where(q > p, 0))  # where q <= p there is no excess
+    else:
+        mass = rule.accept_mass(p, q)
     return (torch.minimum(q, mass) - p).clamp_(min=0).sum(-1)
 
 
@@ -45,7 +48,10 @@ def _sampled(rule: Acceptance, p: Tensor, q: Tensor) -> Tensor:
     places = (torch.arange(SAMPLED, device=p.device) + 0.5) / SAMPLED
     codes = torch.searchsorted(total, (places * total[:, -1:]).contiguous(), right=True)
     codes = codes.clamp_(max=p.shape[-1] - 1).T  # [m, B]
-    mass = rule.relax(p.expand(SAMPLED, -1, -1), codes).gather(-1, codes[..., None])[..., 0].T
+    shape = SAMPLED, -1, -1
+    mass = (
+        rule.relax_with_draft(p.expand(shape), q.expand(shape), codes).gather(-1, codes[..., None])[..., 0].T
+    )
     at = codes.T
     let_out = torch.minimum(q.gather(1, at), mass) - p.gather(1, at)
     share = let_out.clamp_(min=0) / most.gather(1, at).clamp_(min=torch.finfo(p.dtype).tiny)

@@ -1,1 +1,1 @@
-"""What a user of the library calls: the pipeline, its options and its results."""
+"""The interface of the library: the pipeline, its options and its results."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import NoneType
@@ -20,7 +19,8 @@ from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 
 from lanternpp.api import calls
-from lanternpp.api.model import Model
+from lanternpp.api.calls import Request
+from lanternpp.api.model import Model, model_folder
 from lanternpp.api.options import AUTO, MethodDials, Settings, listing
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.api.results import Partial
@@ -29,45 +29,46 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.errors import InputError
 from lanternpp.models.transformers import CLASSES
 from lanternpp.models.transformers.adapter import TransformersTarget
-from lanternpp.models.transformers.call import MODE, Call, Processors, check_config, refused, token_rows
+from lanternpp.models.transformers.call import (
+    MODE,
+    Call,
+    Processors,
+    check_config,
+    reject_arguments,
+    token_rows,
+)
 from lanternpp.models.transformers.format import Format
 from lanternpp.util.registry import find, unknown
 
-HELD = "_lanternpp"  # the attribute of a model that keeps what it is drawn with
+HELD = "_lanternpp"  # the attribute of a model that keeps its pipeline
 EMBEDDED = ("inputs_embeds", "pixel_values", "image")  # prompts that are more than tokens
 M = TypeVar("M")
 
 
-class Held:
-    """A model's target, the drafters that were read for it, and the engine of its last call; copies of a model have none."""
+class Held(Pipeline):
+    """The pipeline of a model that is open in transformers, kept with it for later calls; copies of the model have none."""
+
+    target: TransformersTarget
+    codes_per_pass: float | None = None  # of the last call
 
     def __init__(self, model: Any, drafter: str | None, kernels: str | None = None):
-        self.target, self.drafter, self.kernels = adapter_of(model), drafter, kernels
+        target, name = adapter_of(model), type(model).__name__
         if kernels is not None:
-            self.target.decoder.use_kernels(kernels)
+            target.decoder.use_kernels(kernels)
         here = Path(str(getattr(model, "name_or_path", "") or "-"))
-        name = type(model).__name__
-        self.model = Model.of(self.target, here if here.is_dir() else Path(name), drafter)
-        self.pipe = Pipeline(self.model, name, tuned=False)
-        self.codes_per_pass: float | None = None  # of the last call
-        self._lock = threading.RLock()
+        other = model_folder(drafter) if drafter else None
+        super().__init__(Model.of(target, here if here.is_dir() else Path(name), other), name, tuned=False)
+        self.of = drafter, kernels, self.model.dtype, self.model.device
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles have None in its place."""
         return NoneType, ()
 
-    def fits(self, drafter: str | None, kernels: str | None) -> bool:
-        """Whether it is of this drafter and these kernels, and of the dtype and device that the model has now."""
-        now = next(self.target.parameters())
-        made = self.drafter, self.kernels, self.model.dtype, self.model.device
-        return made == (drafter, kernels, now.dtype, now.device)
-
-    def settings(self, method: str, dials: Mapping[str, Any], **sampling: Any) -> Settings:
+    def checked(self, method: str, dials: Mapping[str, Any], **sampling: Any) -> Settings:
         """The settings of a call; drafters that these need are read. InputError."""
-        for name in dials:
-            if name not in MethodDials.__annotations__:
-                raise InputError(unknown("option", name, MethodDials.__annotations__))
-        settings = self.pipe.settings(method, **dials, **sampling)
+        for name in dials.keys() - MethodDials.__annotations__:
+            raise InputError(unknown("option", name, MethodDials.__annotations__))
+        settings = self.settings(method, **dials, **sampling)
         kind = network_needed(settings)
         if kind == "independent":
             raise InputError(
@@ -77,7 +78,7 @@ class Held:
             self.model.network(kind)
         return settings
 
-    def draw(
+    def codes(
         self,
         call: Call,
         scale: float,
@@ -101,16 +102,14 @@ class Held:
                     f"prompt and picture take {slots + format.length} positions and the model has {target.most}"
                 )
             if target.arrange(format, slots, prompts):
-                self.pipe.release()
+                self.release()
             target.decoder.prepare(slots + format.length)
             top_k = min(processors.top_k, target.vocab)
             sampling = {"temperature": processors.temperature, "top_k": top_k, "top_p": processors.top_p}
-            settings = self.settings(method, dials, cfg=scale, batch_size=len(seeds), **sampling)
-            settings = self.pipe.fit(settings)
-            rows = [str(row) for row in range(len(seeds))]
-            result = self.pipe.draw(
-                self.pipe.engine(settings), settings, rows, seeds, callback=callback, output_type="codes"
-            )
+            settings = self.fit(self.checked(method, dials, cfg=scale, batch_size=len(seeds), **sampling))
+            request = Request([str(row) for row in range(len(seeds))], seeds, settings)
+            with self._taken(settings) as engine:
+                result = self.draw(engine, request, callback=callback, output_type="codes")
             target.prompts = ()
             self.codes_per_pass = result.stats.codes_per_pass
             return result.codes, format
@@ -124,20 +123,17 @@ def adapter_of(model: Any) -> TransformersTarget:
     places = {str(parameter.device) for parameter in model.parameters()}
     if len(places) > 1:
         raise InputError(f"the model lies on {', '.join(sorted(places))}; load it on one device")
-    found: TransformersTarget = find("model family", name, CLASSES)(model)
-    return found
+    return find("model family", name, CLASSES)(model)
 
 
 def held(model: Any, drafter: str | Path | None, kernels: str | None = None) -> Held:
-    """What a model is drawn with, made now or for an earlier call with the same drafter, kernels, dtype and device."""
+    """The pipeline of a model, made now or for an earlier call with the same drafter, kernels, dtype and device."""
     named = None if drafter is None else calls.text("drafter", drafter)
-    found: Held | None = getattr(model, HELD, None)
-    if found is None or not found.fits(named, kernels):
-        found = None
+    now = next(model.parameters())
+    if getattr(getattr(model, HELD, None), "of", None) != (named, kernels, now.dtype, now.device):
         vars(model).pop(HELD, None)  # freed before another one is made
-        found = Held(model, named, kernels)
-        setattr(model, HELD, found)
-    return found
+        vars(model)[HELD] = Held(model, named, kernels)
+    return getattr(model, HELD)
 
 
 @listing(MethodDials)
@@ -166,7 +162,7 @@ def custom_generate(
     support.
     """
     check_config(generation_config, stopping_criteria)
-    refused(EMBEDDED, {**more, **(more.get("mm_encoder_outputs") or {})})
+    reject_arguments(EMBEDDED, {**more, **(more.get("mm_encoder_outputs") or {})})
     if input_ids.shape[1] == 0:
         raise InputError("prompts must be given as input_ids, not as inputs_embeds")
     dials = {name: more.pop(name) for name in MethodDials.__annotations__ if more.get(name) is not None}
@@ -174,16 +170,14 @@ def custom_generate(
     state = held(model, drafter, kernels)
     ends = [t for each in stopping_criteria for t in getattr(each, "eos_token_id", torch.tensor([])).tolist()]
     call = Call(input_ids, more.pop("attention_mask", None), generation_config, processors, ends, more)
-    scales = (
-        cfg,
-        processors.guidance,
-        generation_config.guidance_scale,
-        model.generation_config.guidance_scale,
-    )
+    configs = (generation_config, model.generation_config)
+    scales = (cfg, processors.guidance, *(config.guidance_scale for config in configs))
     scale = next((float(scale) for scale in scales if scale is not None), state.target.guidance)
     count = len(input_ids)
     seeds = [0] * count if processors.temperature == 0 else calls.random_seeds(count, generator)
-    codes, format = state.draw(call, scale, seeds, method, dials, callback)
+    if state.target.decoder.ranks > 1:
+        torch.distributed.broadcast_object_list(seeds)
+    codes, format = state.codes(call, scale, seeds, method, dials, callback)
     sequences = state.target.sequences(codes, format, call)
     if generation_config.return_dict_in_generate:
         return GenerateDecoderOnlyOutput(sequences=cast("torch.LongTensor", sequences))
@@ -193,7 +187,7 @@ def custom_generate(
 def generate(model: Any, *args: Any, usual: Callable[..., Any] | None = None, **given: Any) -> Any:
     """As `model.generate(...)`; a call that asks for a picture is drawn with drafts.
 
-    given: the arguments of the model's own `generate`, and those of `custom_generate`. usual: what other calls go to;
+    given: the arguments of the model's own `generate`, and those of `custom_generate`. usual: the function for other calls;
     default: the `generate` of the model's class.
     """
     usual = usual or functools.partial(type(model).generate, model)
@@ -205,7 +199,7 @@ def generate(model: Any, *args: Any, usual: Callable[..., Any] | None = None, **
         for name in ("method", "drafter", "kernels", "callback", *MethodDials.__annotations__):
             given.pop(name, None)
         return usual(*args, **given)
-    refused(["streamer", "assistant_model", "past_key_values", *EMBEDDED], named)
+    reject_arguments(["streamer", "assistant_model", "past_key_values", *EMBEDDED], named)
     named.pop(MODE, None)
     named.pop("custom_generate", None)
     state.target.adjust(named)
@@ -215,17 +209,9 @@ def generate(model: Any, *args: Any, usual: Callable[..., Any] | None = None, **
 class Generate:
     """The `generate` of an accelerated model; `codes_per_pass` is of its last picture."""
 
-    def __init__(
-        self,
-        model: Any,
-        method: str,
-        drafter: str | Path | None,
-        kernels: str | None,
-        dials: Mapping[str, Any],
-    ):
-        self.model, self.usual = model, model.generate
+    def __init__(self, model: Any, **options: Any):
+        self.model, self.usual, self.options = model, model.generate, options
         self.replaced = vars(model).get("generate")  # of the instance, not of its class
-        self.options: dict[str, Any] = {"method": method, "drafter": drafter, "kernels": kernels, **dials}
         # no more than signature, name and documentation: the rest cannot be pickled
         functools.update_wrapper(self, self.usual, ("__name__", "__qualname__", "__doc__"), ())
 
@@ -256,28 +242,28 @@ def accelerate(
 ) -> M:
     """Let a loaded transformers model draw with drafts; returns the model.
 
-    `model.generate(...)` keeps its arguments and what it returns; pictures take fewer passes of the model, and calls that ask
+    `model.generate(...)` keeps its arguments and its results; pictures take fewer passes of the model, and calls that ask
     for no picture are as before. The weights stay where they are: memory grows by the KV cache and the drafter. Known are
-    Janus, Emu3, Chameleon and GLM-Image.
+    Janus, Emu3, Emu3.5, Chameleon, GLM-Image, Liquid and SimpleAR.
     method: a name of `lanternpp.METHODS`; "auto" takes the drafter's lossless method, or `jacobi-coupled` without one.
     drafter: a folder or hub id. How codes are sampled comes with each call of `generate`, as usual.
     kernels: compute the layers in C, from a copy of their weights in this dtype, of 2 bytes a weight or 1.13; for a model in
-    bfloat16 on a CPU. `model.generate.packed_bytes` is what the copy takes.
+    bfloat16 on a CPU. `model.generate.packed_bytes` is the size of the copy.
     Raises InputError for a model that is not known, a method without its drafter, a wrong dial, and layers that the kernels
     do not compute.
     """
     restore(model)
     try:
-        held(model, drafter, kernels).settings(method, dials)
+        held(model, drafter, kernels).checked(method, dials)
     except InputError:
         restore(model)
         raise
-    setattr(model, "generate", Generate(model, method, drafter, kernels, dials))  # noqa: B010
+    setattr(model, "generate", Generate(model, method=method, drafter=drafter, kernels=kernels, **dials))  # noqa: B010
     return model
 
 
 def restore(model: M) -> M:
-    """Undo `accelerate`, and free what was kept for the model; returns the model."""
+    """Undo `accelerate`, and free the pipeline that was kept for the model; returns the model."""
     made = vars(model).get("generate")
     if isinstance(made, Generate):
         delattr(model, "generate")

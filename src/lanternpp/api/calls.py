@@ -4,43 +4,50 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 
 from lanternpp.api.options import Settings
+from lanternpp.api.picture import open_image
 from lanternpp.api.results import Partial
 from lanternpp.engine.batching import ContinuousBatch, opened
 from lanternpp.engine.decode import Engine, FinishedSample
 from lanternpp.errors import InputError
+from lanternpp.types import shape_of
 
 FREE = 64  # batch sizes that may be larger than the number of pictures
 EMPTY = 'the prompt is empty; say what to draw, such as "a photo of a red tulip"'
 
 
-def number(kind: Callable[[Any], Any], name: str, value: Any) -> Any:
-    """A number, also one of NumPy or PyTorch: a whole one by `operator.index`, or one by `float`. Raises InputError."""
+# By the type of an argument: the conversion of a value, also of NumPy or PyTorch, and the description of a wrong one.
+TYPES: dict[type, tuple[Callable[[Any], Any], str]] = {
+    int: (operator.index, "no whole number; give one such as 1"),
+    float: (float, "no number; give one such as 1.5"),
+    bool: (bool, "neither True nor False"),
+    str: (os.fspath, "no text; give a name"),
+}
+
+
+def converted(kind: type, name: str, value: Any) -> Any:
+    """A value as a type of `TYPES`; a bool or a text is no number, and a path is text. Raises InputError."""
+    convert, wrong = TYPES[kind]
     try:
-        if isinstance(value, bool | str | bytes):
+        if isinstance(value, bool) != (kind is bool) or isinstance(
+            value, bytes if kind is str else str | bytes
+        ):
             raise TypeError
-        return kind(value)
+        return convert(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        what = "number; give one such as 1.5" if kind is float else "whole number; give one such as 1"
-        raise InputError(f"{name} {value!r} is no {what}") from None
+        raise InputError(f"{name} {value!r} is {wrong}") from None
 
 
-whole, real = partial(number, operator.index), partial(number, float)
-
-
-def switch(name: str, value: Any) -> bool:
-    """True or False. Raises InputError."""
-    if not isinstance(value, bool):
-        raise InputError(f"{name} {value!r} is neither True nor False")
-    return value
+integer, text = partial(converted, int), partial(converted, str)
 
 
 def batch_size(given: int, pictures: int) -> int:
@@ -49,15 +56,6 @@ def batch_size(given: int, pictures: int) -> int:
     Up to `FREE` it is as it is given: rounding depends on it, and a picture of a batch can be drawn again alone.
     """
     return given if given <= FREE else min(given, pictures)
-
-
-def text(name: str, value: Any) -> str:
-    """A text, or a path as text. Raises InputError."""
-    if isinstance(value, Path):
-        return os.fspath(value)
-    if not isinstance(value, str):
-        raise InputError(f"{name} {value!r} is no text; give a name")
-    return value
 
 
 def prompts(value: Any) -> list[str]:
@@ -74,7 +72,7 @@ def prompts(value: Any) -> list[str]:
 def seeds(value: Any, generator: Any, count: int, n: int) -> list[int]:
     """The seed of each of n pictures of `count` prompts, those of one prompt in a row. Raises InputError.
 
-    value: the first seed of each prompt, whose other pictures have those behind it; None is 0, unless a generator draws
+    value: the first seed of each prompt, whose other pictures have those that follow; None is 0, unless a generator draws
     all of them.
     """
     if generator is not None:
@@ -84,7 +82,7 @@ def seeds(value: Any, generator: Any, count: int, n: int) -> list[int]:
     if value is None:
         value = 0
     several = isinstance(value, Iterable) and not isinstance(value, str) and getattr(value, "ndim", 1) != 0
-    found = [whole("seed", one) for one in value] if several else [whole("seed", value)] * count
+    found = [integer("seed", one) for one in value] if several else [integer("seed", value)] * count
     if len(found) != count:
         raise InputError(f"{len(found)} seeds do not go with {count} prompts; give one for each")
     for first in found:
@@ -98,7 +96,20 @@ def random_seeds(count: int, generator: torch.Generator | None = None) -> list[i
     if not isinstance(generator, torch.Generator | None):
         raise InputError(f"generator {generator!r} is no torch.Generator; give one, or a seed")
     where = "cpu" if generator is None else generator.device
-    found: list[int] = torch.randint(2**63 - 1, (count,), generator=generator, device=where).tolist()
+    return torch.randint(2**63 - 1, (count,), generator=generator, device=where).tolist()
+
+
+def pictures(value: Any) -> list[Image.Image]:
+    """One picture or several, PIL images or files, as RGB. Raises InputError."""
+    found = []
+    for number, one in enumerate(value if isinstance(value, list | tuple) else [value], 1):
+        path = isinstance(one, str | Path)
+        image = open_image(Path(one) if path else one) if path or hasattr(one, "read") else one
+        if isinstance(image, str):
+            raise InputError(f"image {one if path else number} cannot be read: {image}")
+        if not isinstance(image, Image.Image):
+            raise InputError(f"image {one!r} is no picture; give a PIL image or a file")
+        found.append(image.convert("RGB"))
     return found
 
 
@@ -107,32 +118,36 @@ def size_text(value: Any) -> str | None:
     if value is None or isinstance(value, str):
         return value
     sides: Sequence[Any] = value if isinstance(value, list | tuple) else (value,)
-    return "x".join(str(whole("size", side)) for side in sides)
+    return "x".join(str(integer("size", side)) for side in sides)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a call asks for: a prompt and a seed for each picture, and their settings."""
+    """The content of a call: a prompt and a seed for each picture, and their settings."""
 
-    prompts: list[str]
-    seeds: list[int]
+    prompts: Sequence[str]
+    seeds: Sequence[int]
     settings: Settings
-    auto: str | None  # why the method was taken
+    auto: str | None = None  # why the method was taken
+    found: dict[int, FinishedSample] = field(default_factory=dict)  # finished samples by their place
 
-    def steps(
-        self, engine: Engine, found: dict[int, FinishedSample]
-    ) -> Generator[ContinuousBatch, None, None]:
-        """Draw: the batch after every admission and every step. Finished samples enter `found`, by their place."""
+    @property
+    def shape(self) -> Hashable:
+        """The shape of its pictures, which is one."""
+        return shape_of(self.prompts[0])
+
+    def steps(self, engine: Engine) -> Generator[ContinuousBatch, None, None]:
+        """Draw: the batch after every admission and every step."""
         with opened(engine, self.prompts, self.seeds) as batch:
             for sample in batch.run():
                 if sample:
-                    found[sample[0]] = sample[1]
+                    self.found[sample[0]] = sample[1]
                 else:
                     yield batch
 
-    def partial(self, batch: ContinuousBatch, found: dict[int, FinishedSample]) -> Partial:
+    def partial(self, batch: ContinuousBatch) -> Partial:
         """The pictures as they are now."""
         target, none = batch.engine.target, torch.zeros(0, dtype=torch.int64)
-        known = batch.codes | {place: sample.codes for place, sample in found.items()}
+        known = batch.codes | {place: sample.codes for place, sample in self.found.items()}
         codes = [known.get(place, none) for place in range(len(self.seeds))]
         return Partial(codes, len(codes) * target.length, target)

@@ -3,114 +3,121 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lanternpp.accept import RULES
 from lanternpp.accept.base import check_relax
+from lanternpp.api.fit.choice import Fit
 from lanternpp.api.model import Model
 from lanternpp.api.options import Settings
-from lanternpp.api.settings import build_proposer, build_rule, build_verifier
+from lanternpp.api.settings import build_proposer, build_rule
 from lanternpp.engine.compiled import check_compiler, compile_steps, compiled_folder, tensor_bytes, warm_up
 from lanternpp.engine.decode import Engine, engine_class
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
-from lanternpp.engine.verify.choose import TOKEN
+from lanternpp.engine.verify.choose import TOKEN, VERIFIERS, with_native
 from lanternpp.errors import InputError
-from lanternpp.models.vq.neighbours import cache_folder, neighbours
+from lanternpp.models.vq.codes import cache_folder, neighbours
 from lanternpp.nn.backend import PYTORCH, backend
 from lanternpp.util.files import digest, write_text
+from lanternpp.util.registry import find
 
 BYTES = 1 << 30
-# Neighbours of the tables on disk; others are cut from these.
+# Neighbours of the tables on disk; others are the first columns of these.
 TABLES = [m * 10**e for e in range(5) for m in (1, 2, 5)]
 
 
 class Engines:
-    """Makes engines, and keeps at most `most` bytes of them; beyond that the least recently used are dropped, but never the latest.
+    """Makes the engines of a model, and keeps those used last: at most `most` bytes, and always the latest."""
 
-    made: called with settings and every new engine. It is not thread-safe: `Pipeline` has the lock.
-    """
+    def __init__(self, model: Model, name: str, most: int = BYTES):
+        self.name, self.most = name, most
+        self._lock = threading.RLock()  # held while a call draws; its progress may call again
+        self._use(model)
 
-    def __init__(self, model: Model, name: str, most: int, made: Callable[[Settings, Engine], None]):
-        self.model, self.name, self.most, self.made = model, name, most, made
+    def _use(self, model: Model) -> None:
+        """Make engines of this model from now on."""
+        self.model, self.target, self.folder = model, model.target, model.folder
         self._models = {False: model}  # by whether their weights are unpacked, to be compiled on a CPU
-        self._kept: OrderedDict[Settings, Engine] = OrderedDict()
+        self._kept: OrderedDict[tuple[Settings, Hashable], Engine] = OrderedDict()
+        self.__dict__.pop("_fit", None)
 
-    def __len__(self) -> int:
-        return len(self._kept)
+    @cached_property
+    def _fit(self) -> Fit:
+        """The fit of drafts to this machine; engines made after it count what it does not know."""
+        return Fit(self.model, self.new_engine)
 
-    def get(self, settings: Settings) -> Engine:
-        """The engine for these settings, made now or before, and kept."""
-        engine = self._kept.get(settings) or self.new(settings)
-        self.keep(settings, engine)
-        return engine
+    def _take(self, settings: Settings, shape: Hashable = None) -> Engine:
+        """An engine for exclusive use, made now or kept; it is kept again once it is given to `_keep`."""
+        return self._kept.pop((settings, shape), None) or self.new_engine(settings, shape)
 
-    def take(self, settings: Settings) -> Engine:
-        """An engine for exclusive use; it is kept again once it is given to `keep`."""
-        return self._kept.pop(settings, None) or self.new(settings)
-
-    @contextmanager
-    def taken(self, settings: Settings) -> Iterator[Engine]:
-        """An engine for exclusive use; it is dropped where an error ends its use."""
-        engine = self.take(settings)
-        yield engine
-        self.keep(settings, engine)
-
-    def clear(self) -> None:
-        """Drop all engines."""
-        self._kept.clear()
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of tensors that the cached engines hold, without the networks."""
-        return tensor_bytes(list(self._kept.values()))
-
-    def keep(self, settings: Settings, engine: Engine) -> None:
-        """Keep an engine as the one used last."""
-        self._kept[settings] = engine
-        self._kept.move_to_end(settings)
-        while len(self._kept) > 1 and self.bytes > self.most:
+    def _keep(self, settings: Settings, engine: Engine, shape: Hashable = None) -> None:
+        # shaped targets share their weights with the model's
+        like = next(engine.target.parameters())
+        if all(like is not next(model.target.parameters()) for model in self._models.values()):
+            return  # of the model before `to`
+        self._kept[settings, shape] = engine
+        self._kept.move_to_end((settings, shape))
+        while len(self._kept) > 1 and tensor_bytes(list(self._kept.values())) > self.most:
             self._kept.popitem(last=False)
 
-    def new(self, settings: Settings) -> Engine:
-        """An engine for these settings that nobody else has. InputError where a part cannot be made."""
-        if settings.compile:
-            check_compiler(self.model.device)
-        model = self._model_for(settings)
-        proposer = build_proposer(settings, model.network)
-        used = backend()
-        rule = build_rule(settings, self.table)
-        if type(rule) not in RULES.values():
-            like = next(model.target.parameters())
-            check_relax(rule, str(settings.accept), model.target.vocab, proposer.depth, like)
-        sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, backend=used)
-        parts = (model.target, proposer, rule, sampling, Guidance(settings.cfg))
-        codes = not model.target.channels
-        verifier = build_verifier(settings, used if codes else PYTORCH)
-        engine = engine_class(model.target)(*parts, settings.batch_size, settings.measure_tv, verifier)
-        if settings.compile:
-            compile_steps(engine)
-        elif codes:
-            engine.fused = backend().step(engine, settings.verify or TOKEN)
-        self.made(settings, engine)
-        return engine
+    @contextmanager
+    def _taken(self, settings: Settings, shape: Hashable = None) -> Iterator[Engine]:
+        """An engine for exclusive use; it is dropped where an error ends its use."""
+        with self._lock:
+            engine = self._take(settings, shape)
+            yield engine
+            self._keep(settings, engine, shape)
+
+    def release(self) -> None:
+        """Free the kept engines and the memory of their KV caches."""
+        with self._lock:
+            self._kept.clear()
+
+    def new_engine(self, settings: Settings, shape: Hashable = None) -> Engine:
+        """An engine for these settings that no one else has; shape: of its prompts. InputError where a part cannot be made."""
+        with self._lock:
+            if settings.compile:
+                check_compiler(self.model.device)
+            model = self._model_for(settings)
+            target = model.target.shaped(shape)
+            proposer = build_proposer(settings, partial(model.network, shape=shape))
+            used = backend()
+            rule = build_rule(settings, self._table)
+            if type(rule) not in RULES.values():
+                like = next(target.parameters())
+                check_relax(rule, str(settings.accept), target.vocab, proposer.depth, like)
+            sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, backend=used)
+            parts = (target, proposer, rule, sampling, Guidance(settings.cfg))
+            codes = not target.channels
+            verifier = find("verifier", settings.verify or TOKEN, VERIFIERS)
+            verifier = with_native(verifier, used if codes else PYTORCH)
+            engine = engine_class(target)(*parts, settings.batch_size, settings.measure_tv, verifier)
+            if settings.compile:
+                compile_steps(engine)
+            elif codes:
+                engine.fused = used.step(engine, settings.verify or TOKEN)
+            if "_fit" in vars(self) and shape is None:
+                self._fit.count(settings, engine)
+            return engine
 
     def _model_for(self, settings: Settings) -> Model:
         """The networks; on a CPU those that are compiled are read again, as their weights must not be packed."""
         unpacked = settings.compile and self.model.device.type == "cpu"
         if unpacked not in self._models:
-            self._models[unpacked] = self.model.changed(packed=False, int8=self.model.effect is not None)
+            self._models[unpacked] = replace(self.model, packed=False, int8=self.model.effect is not None)
         return self._models[unpacked]
 
-    def table(self, k: int) -> Tensor:
+    def _table(self, k: int) -> Tensor:
         """The k nearest codes of every code, [V, k]; InputError where the family has no codebook table."""
         codebook, folder = self.model.target.codebook, self.model.folder
         if codebook is None:
@@ -122,14 +129,22 @@ class Engines:
         table = neighbours(codebook.cpu(), max(k, kept), beside)
         return table[:, :k].contiguous().to(self.model.device)
 
-    def warm(self, settings: Settings, described: Mapping[str, Any]) -> list[str]:
-        """Compile the steps of these settings and write down that they are; the parts that could not be compiled."""
-        failed = warm_up(self.new(settings))
-        if not failed:
-            write_text(self.mark(settings), json.dumps(described, default=str) + "\n")
-        return failed
+    def warm(self, settings: Settings) -> list[str]:
+        """Compile the steps of these settings, for this process and later ones; the parts that could not be compiled.
 
-    def mark(self, settings: Settings) -> Path:
+        On a GPU, calls that leave `compile` out are compiled from then on where all parts are.
+        """
+        with self._lock:
+            failed = warm_up(self.new_engine(replace(settings, compile=True)))
+            if not failed:
+                write_text(self._mark(settings), json.dumps(asdict(settings), default=str) + "\n")
+            return failed
+
+    def is_warm(self, settings: Settings) -> bool:
+        """Whether `warm` has compiled these settings, on a GPU; on a CPU the passes in C are faster than what it compiles."""
+        return self.model.device.type == "cuda" and self._mark(settings).is_file()
+
+    def _mark(self, settings: Settings) -> Path:
         """The file that says that these settings are compiled for this device by this version of torch."""
         device = self.model.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

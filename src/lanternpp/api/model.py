@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from hashlib import blake2b
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lanternpp.drafters import DRAFTERS
 from lanternpp.drafters.base import Drafter
@@ -20,8 +21,8 @@ from lanternpp.models.base import Target
 from lanternpp.models.hub import STAGE, fetch, hub_id
 from lanternpp.nn.backend import backend
 from lanternpp.nn.checkpoints import CONFIG, load_config
+from lanternpp.nn.files import INDEX, PICKLED, SAFE
 from lanternpp.nn.int8 import Effect, compared, quantise, require, weight_bytes
-from lanternpp.nn.shards import INDEX, PICKLED, SAFE
 from lanternpp.nn.sources import Source
 from lanternpp.util.devices import INT8, pick_device, pick_dtype
 from lanternpp.util.jsonfile import read_object
@@ -33,8 +34,12 @@ MODELS = {
     "nature-128": "128 px photos of flowers and landscapes from a prompt of words; shipped in this package"
 }
 DEFAULTS = "defaults.json"
-DRAWERS = {"drafter": "drafter", "parallel": "parallel drafter"}  # folders of a model, and what is in them
-USERS = {"drafter": "use --method eagle", "parallel": "use --method parallel"}
+# Networks that draft, by their folder in a model -> the lossless method of each, and what it is.
+NETWORKS = {
+    "parallel": ("parallel", "parallel drafter"),
+    "drafter": ("eagle", "drafter"),
+    "independent": ("independent", "smaller target"),
+}
 UNDRAFTED = "without one, --method jacobi-coupled and --method ar draw"
 MADE = {"classifier", "codes", "rollouts"}  # folders of files that are not used for drawing
 ENDS = 1 << 16  # bytes of a file's beginning and end that are hashed
@@ -73,7 +78,8 @@ def recognised(what: str, source: Source, table: Mapping[str, Any]) -> Any:
             return entries[name]
     called = f" (it calls itself {', '.join(map(repr, sorted(source.kinds)))})" if source.kinds else ""
     known = "; ".join(f"{name}: {entry.about}" for name, entry in entries.items())
-    raise InputError(f"{source.path} is no {what} known here{called}; known are {known}")
+    own = f"a {what} of your own is known once its file is imported (docs/extending.md)"
+    raise InputError(f"{source.path} is no {what} known here{called}; {own}; known are {known}")
 
 
 def target_source(model: Path, given: Mapping[str, Any] | None = None) -> tuple[Source, type[Target]]:
@@ -111,34 +117,21 @@ def read_target(
     return family.read(source, dtype, device)
 
 
-def drawing_dtype(name: str, device: torch.device, folder: Path) -> torch.dtype:
-    """`pick_dtype` for drawing with a model, of which at most the shapes are read.
-
-    On a CPU without products of bfloat16 auto is float32, but bfloat16 for a model that the backend serves: it
-    reads half the bytes and multiplies as floats.
-    """
-    dtype = pick_dtype(name, device)
-    if name not in ("auto", INT8) or device.type != "cpu" or dtype != torch.float32:
-        return dtype
-    try:
-        source, _ = target_source(folder)
-        weights = sum(shape.numel() for shape in source.metas.values())
-    except InputError:  # which reading the model will raise
-        return dtype
-    return torch.bfloat16 if backend().serves(weights) else dtype
-
-
 def placed(
     device: str | torch.device, dtype: str | torch.dtype, folder: Path
 ) -> tuple[torch.device, torch.dtype, bool]:
     """A device, the dtype that a model computes in there, and whether weights are kept in 8 bits. InputError.
 
-    auto keeps them so where the backend computes from them: that rounds less than PyTorch does in bfloat16, and takes half the time.
+    On a CPU without products of bfloat16 auto is float32, but bfloat16 where the backend computes: it reads half the bytes and
+    multiplies as floats. auto keeps weights in 8 bits where the backend computes from them: that rounds less than PyTorch does
+    in bfloat16, and takes half the time.
     """
     on, name = pick_device(str(device)), str(dtype).removeprefix("torch.")
-    kind = drawing_dtype(name, on, folder)
+    kind, half = pick_dtype(name, on), torch.empty(0, dtype=torch.bfloat16, device=on)
+    if kind == torch.float32 and name in ("auto", INT8) and backend().packs(half):
+        kind = torch.bfloat16
     codes = name == "auto" and latent_family(folder) is None
-    return on, kind, name == INT8 or (codes and backend().packs_blocks(torch.empty(0, dtype=kind, device=on)))
+    return on, kind, name == INT8 or (codes and backend().packs(torch.empty(0, dtype=kind, device=on)))
 
 
 def pack_target(target: Target) -> None:
@@ -154,9 +147,9 @@ def pack_target(target: Target) -> None:
         used.pack(vq.to(used.gemm_dtype(next(vq.parameters()))))
 
 
-def holds(folder: Path, kind: str) -> bool:
-    """Whether a model's folder has a network of this kind to draft with."""
-    return (folder / kind).is_dir()
+def own_network(folder: Path) -> str | None:
+    """The kind of network that a folder of ours holds to draft with; the fastest, where it has several."""
+    return next((kind for kind in ("parallel", "drafter") if (folder / kind).is_dir()), None)
 
 
 def read_defaults(folder: Path) -> dict[str, Any]:
@@ -180,36 +173,22 @@ def latent_family(folder: Path) -> type[Target] | None:
     return family if family is not None and family.channels else None
 
 
-def known_defaults(folder: Path) -> dict[str, Any]:
-    """The recommended settings of a model that is not read yet: its folder's, else those of a family of latents."""
-    family = latent_family(folder)
-    return read_defaults(folder) or (dict(family.defaults) if family else {})
-
-
 def fingerprint(model: Path, drafter: Path | None = None) -> str:
     """A hash of the names, sizes and ends of the weights of a model and its drafter; the classifier is left out."""
     found = blake2b(digest_size=8)
-    for folder in (model, *([drafter] if drafter else [])):
-        for path in _weights(folder):
-            found.update(
-                f"{path.relative_to(folder) if path != folder else ''} {path.stat().st_size}\n".encode()
+    for folder in filter(None, (model, drafter)):
+        for path in [folder] if folder.is_file() else sorted(folder.rglob("*")):
+            parts = path.relative_to(folder).parts
+            used = (
+                not MADE & set(parts) and path.name != "state.pt" and not path.name.startswith("neighbours-")
             )
-            with path.open("rb") as file:
-                found.update(file.read(ENDS))
-                file.seek(max(path.stat().st_size - ENDS, 0))
-                found.update(file.read(ENDS))
+            if path == folder or (used and path.suffix in (SAFE, *PICKLED) and path.is_file()):
+                found.update(f"{'/'.join(parts)} {path.stat().st_size}\n".encode())
+                with path.open("rb") as file:
+                    found.update(file.read(ENDS))
+                    file.seek(max(path.stat().st_size - ENDS, 0))
+                    found.update(file.read(ENDS))
     return found.hexdigest()
-
-
-def _weights(folder: Path) -> Iterator[Path]:
-    if folder.is_file():
-        yield folder
-        return
-    for path in sorted(folder.rglob("*")):
-        parts = path.relative_to(folder).parts
-        made_here = MADE & set(parts) or path.name == "state.pt" or path.name.startswith("neighbours-")
-        if path.suffix in (SAFE, *PICKLED) and path.is_file() and not made_here:
-            yield path
 
 
 @dataclass(frozen=True)
@@ -220,47 +199,48 @@ class _Defaults:
     methods: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class Model:
     """The networks of a model folder on a device, for inference.
 
     Their weights are packed for passes over few rows, on a CPU; where they are not `packed` they can be compiled, as
-    torch.compile chooses its own layout. `drafter` names a folder whose network drafts in place of the model's own;
+    torch.compile chooses its own layout. `other` is a folder whose network drafts in place of the model's own;
     `size`, as "768x512", is for families that draw more than one. `int8`: the target's weights are kept in 8 bits,
-    and `effect` is what that did to its logits.
+    and `effect` is what that did to its logits. `tensor_parallel`: transformers divides the target's layers among the
+    processes that torchrun started.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        drafter: str | None,
-        device: torch.device,
-        dtype: torch.dtype,
-        packed: bool = True,
-        size: str | None = None,
-        int8: bool = False,
-    ):
-        self.folder, self.device, self.dtype, self.packed = folder, device, dtype, packed
-        self.size, self.int8 = size, int8
+    folder: Path
+    other: Path | None
+    device: torch.device
+    dtype: torch.dtype
+    packed: bool = True
+    size: str | None = None
+    int8: bool = False
+    tensor_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel and int(os.environ.get("WORLD_SIZE", "1")) < 2:
+            raise InputError(
+                "tensor_parallel is for several processes; start the script with torchrun --nproc-per-node 2"
+            )
         self.effect: Effect | None = None
-        if int8 and not (packed and backend().packs_blocks(torch.empty(0, dtype=dtype, device=device))):
+        self._networks: dict[str, Drafter | Target] = {}
+        if self.int8 and not (self.packed and backend().packs(self._like)):
             require()
-        self.other = model_folder(drafter) if drafter else None
-        self._drafters: dict[str, Drafter] = {}
 
     @classmethod
-    def of(cls, target: Target, folder: Path, drafter: str | None = None) -> Model:
-        """A model whose target is in memory already; its own drafters and defaults, if any, lie in `folder`."""
+    def of(cls, target: Target, folder: Path, other: Path | None = None, **networks: Drafter) -> Model:
+        """A model whose target is in memory already, as are some drafters; others and defaults, if any, lie in `folder`."""
         like = next(target.parameters())
-        made = cls(folder, drafter, like.device, like.dtype)
-        made.target = target
+        made = cls(folder, other, like.device, like.dtype)
+        made.target, made._networks = target, {**networks}
         return made
 
-    def changed(self, **changes: Any) -> Model:
-        """The same files, to be read with some other arguments of `Model`."""
-        given = {name: getattr(self, name) for name in ("device", "dtype", "packed", "size", "int8")}
-        other = Model(self.folder, None, **{**given, **changes})
-        other.other = self.other
-        return other
+    @property
+    def _like(self) -> Tensor:
+        """A tensor of the dtype and device."""
+        return torch.empty(0, dtype=self.dtype, device=self.device)
 
     @property
     def dtype_name(self) -> str:
@@ -278,24 +258,18 @@ class Model:
         """The target; InputError names what is wrong with a file."""
         return self._read(self.folder, self.size, self.int8)
 
-    @cached_property
-    def smaller(self) -> Target:
-        """A smaller target to draft with: the other folder, or the model's own `independent`. InputError."""
-        source = self.other or self.folder / "independent"
-        if not source.exists():
-            raise InputError(
-                f"{source} holds no smaller target to draft with; name a model folder of the same codes with "
-                "--drafter: `python recipes/nature/target.py` makes one beside a copy of the tokenizer"
-            )
-        return self._read(source, self.size)
-
     def _read(self, folder: Path, size: str | None, int8: bool = False) -> Target:
         """The target of a model, prepared for inference."""
-        source, family = target_source(folder, {"size": size} if size else None)
+        given = {"size": size, "tensor_parallel": self.tensor_parallel and folder == self.folder}
+        source, family = target_source(folder, {name: value for name, value in given.items() if value})
         if size and not family.any_size:
             raise InputError(f"{folder.name} draws pictures of one size; leave out --size {size}")
         self._pack_while_reading(source, int8)
         target = family.read(source, self.dtype, self.device).eval().requires_grad_(False)
+        if "tensor_parallel" in source.given and target.decoder.ranks == 1:
+            raise InputError(
+                f"{folder.name} is not run by transformers, which divides models; leave out tensor_parallel"
+            )
         if int8 and source.pack is None:
             self.effect = in_eight_bits(target)
         if self.packed:
@@ -304,42 +278,48 @@ class Model:
 
     def _pack_while_reading(self, source: Source, int8: bool) -> None:
         """Have blocks packed as soon as they are read, where the backend does that, and 8 bits kept where it computes from them."""
-        used, like = backend(), torch.empty(0, dtype=self.dtype, device=self.device)
-        if self.packed and used.packs_blocks(like):
+        if not self.packed:
+            return
+        used = backend()
+        if used.packs(self._like):
             source.pack, source.packing = partial(used.pack, int8=int8), INT8 if int8 else "bfloat16"
-        source.int8 = self.packed and (
-            used.gemm_dtype(like) != self.dtype or (int8 and source.pack is not None)
-        )
+        source.int8 = used.gemm_dtype(self._like) != self.dtype or (int8 and source.pack is not None)
 
-    def holds(self, kind: str | None) -> bool:
-        """Whether there is a network of this kind to draft with, or none is needed; it is not read."""
-        return kind is None or self.other is not None or holds(self.folder, kind)
-
-    def network(self, kind: str) -> Drafter | Target:
+    def network(self, kind: str, shape: Hashable = None) -> Drafter | Target:
         """What `Proposer.needs` names, read once: a smaller target, or the other folder's drafter or the model's own.
+
+        shape: of the prompts, as `Target.shaped` takes it.
 
         InputError names what is wrong with a file, or that it is another target's.
         """
-        if kind == "independent":
-            return self.smaller
-        if kind not in self._drafters:
-            self._drafters[kind] = self._drafter(kind)
-        return self._drafters[kind]
+        if kind not in self._networks:
+            self._networks[kind] = self._smaller() if kind == "independent" else self._drafter(kind)
+        found = self._networks[kind]
+        return found.shaped(shape) if isinstance(found, Target) else found
+
+    def _smaller(self) -> Target:
+        source = self.other or self.folder / "independent"
+        if not source.exists():
+            raise InputError(
+                f"{source} holds no smaller target to draft with; name a model folder of the same codes with "
+                "--drafter: `python recipes/nature/target.py` makes one beside a copy of the tokenizer"
+            )
+        return self._read(source, self.size)
 
     def _drafter(self, kind: str) -> Drafter:
         folder = self.other or self.folder
-        inside = folder / kind
-        if self.other and not inside.is_dir():
-            inside = folder / "drafter"
-        if not inside.is_dir() and folder == self.folder:
-            there = [other for other in DRAWERS if other != kind and (self.folder / other).is_dir()]
-            has = f"for the {DRAWERS[there[0]]} it has, {USERS[there[0]]}" if there else UNDRAFTED
+        inside = folder / kind if self.other is None or (folder / kind).is_dir() else folder / "drafter"
+        if self.other is None and not inside.is_dir():
+            method, what = NETWORKS[there] if (there := own_network(folder)) else ("", "")
+            proposer = "parallel" if there == "parallel" else "tree"
+            use = f"for the {what} it has, use --method {method}, or --proposer {proposer} to keep the rule"
+            has = use if there else UNDRAFTED
             raise InputError(
-                f"{self.folder} comes without a {DRAWERS[kind]}; name one with --drafter, or train one; {has}"
+                f"{folder} comes without a {NETWORKS[kind][1]}; name one with --drafter, or train one; {has}"
             )
         source = Source.open(inside if inside.is_dir() else folder)
         self._pack_while_reading(source, int8=True)
-        drafter = recognised("drafter", source, DRAFTERS).read(source, self.target, self.dtype)
+        drafter: Drafter = recognised("drafter", source, DRAFTERS).read(source, self.target, self.dtype)
         drafter.eval().requires_grad_(False).to(self.device)
         if self.packed:
             drafter.pack(self.target)

@@ -5,10 +5,20 @@ the page, the typed keywords of `Pipeline`, `tuned.json` and the parts of a meth
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeAlias, TypedDict, TypeVar, get_args
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    TypeAlias,
+    TypedDict,
+    TypeVar,
+    get_args,
+)
 
 from lanternpp.errors import InputError
 from lanternpp.util.options import Option, option_of
@@ -16,6 +26,7 @@ from lanternpp.util.registry import unknown
 
 if TYPE_CHECKING:
     import torch
+    from PIL import Image
 
     from lanternpp.accept.base import Acceptance
     from lanternpp.api.results import Partial
@@ -25,6 +36,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 Prompts: TypeAlias = str | Sequence[str]
 Seeds: TypeAlias = int | Iterable[int] | None
+Pictures: TypeAlias = "Image.Image | str | Path | Sequence[Image.Image | str | Path] | None"
 
 MOST_CODES = 1 << 20  # above the codebook size of any model
 LONGEST = 86_400  # seconds that a server gives a picture
@@ -106,8 +118,9 @@ class RuleDials(TypedDict, total=False):
         more="LANTERN: the most probability a code may get from neighbours, 0 (exact) to 1. COOL-SD: the weight at the first level; "
         "1 is exact. Cactus: the divergence a code may cost; 0 is exact. Mixture: the drafter's share, 0 (exact) to 1.",
         label="Delta", slider=(0, 3, 0.01))]
-    lam: Annotated[float | None, Dial("LANTERN++: the factor by which a code's probability may grow; 1 is exact.", ge=1, le=STRONGEST,
-        remedy=f"1 (exact) to {STRONGEST:,}", names=("--lambda",), label="Lambda", slider=(1, 20, 0.1))]
+    lam: Annotated[float | None, Dial("LANTERN++: the factor by which a code's probability p may grow; 1 is exact.", ge=1, le=STRONGEST,
+        more="Its k nearest codes give it at most (lambda - 1) p, which is the rule's linear_budget: a rule that derives from LANTERN++ "
+        "may have another.", remedy=f"1 (exact) to {STRONGEST:,}", names=("--lambda",), label="Lambda", slider=(1, 20, 0.1))]
     nu: Annotated[float | None, Dial("How fast a rule's relaxation falls with the level of the draft; 0 keeps it.", ge=0, le=STRONGEST,
         remedy=f"0 (the same at every level) to {STRONGEST:,}", label="Nu", slider=(0, 2, 0.01))]
     residual: Annotated[str | None, Dial("What a relaxed rule draws from after a rejection.", choices=("paper", "optimal"),
@@ -115,9 +128,10 @@ class RuleDials(TypedDict, total=False):
 
 
 class MeasureDials(TypedDict, total=False):
-    """What is measured while drawing."""
+    """Measurements while drawing."""
 
-    measure_tv: Annotated[bool | None, Dial("Measure the total variation that a relaxed rule spends; takes time of its own.", default=False)]
+    measure_tv: Annotated[bool | None, Dial("Measure the total variation that a relaxed rule costs, summed over the codes of a picture; "
+        "takes time of its own.", default=False)]
 
 
 class SamplingDials(TypedDict, total=False):
@@ -135,21 +149,27 @@ class SamplingDials(TypedDict, total=False):
 
 
 class MethodDials(PartDials, DraftDials, RuleDials, total=False):
-    """The parts and dials of a method; what is left out or None is the method's."""
+    """The parts and dials of a method; a dial that is left out or None is the method's."""
 
 
 class PictureDials(EngineDials, MethodDials, MeasureDials, SamplingDials, total=False):
-    """Every dial of a picture; what is left out or None is the method's or the model's default."""
+    """Every dial of a picture; one that is left out or None is the method's or the model's default."""
 
 
-class CallOptions(PictureDials, total=False):
-    """The arguments of `Pipeline.__call__` besides the prompt, n and output_type."""
+class StreamOptions(PictureDials, total=False):
+    """The arguments of `Pipeline.stream` besides the prompt and n."""
 
     seed: Seeds
     method: str | None
+    generator: "torch.Generator | None"
+    image: "Pictures"
+
+
+class CallOptions(StreamOptions, total=False):
+    """The arguments of `Pipeline.__call__` besides the prompt, n and output_type."""
+
     progress: Callable[[int, int], None] | None
     callback: "Callable[[Partial], None] | None"
-    generator: "torch.Generator | None"
 
 
 EVERY = (EngineDials, PartDials, DraftDials, RuleDials, MeasureDials, SamplingDials)
@@ -168,7 +188,7 @@ def _dial(name: str, hint: Any, group: type) -> Dial:
 DIALS = {name: _dial(name, hint, group) for group in EVERY for name, hint in group.__annotations__.items()}
 
 
-# Dials of earlier versions, which are refused with their new names.
+# Dials of earlier versions, which are rejected with their new names.
 RENAMED = {
     "fresh": "init",
     "siblings": "alternatives",
@@ -188,18 +208,6 @@ def dials(*groups: type) -> tuple[Dial, ...]:
     return tuple(DIALS[name] for name in names(*groups))
 
 
-def spoken(name: str) -> str:
-    """A setting in messages."""
-    return DIALS[name].spoken if name in DIALS else name
-
-
-def _settings() -> Any:
-    fields = [(name, dial.kind | None, None) for name, dial in DIALS.items()]
-    made = make_dataclass("Settings", [("method", str), *fields], frozen=True)
-    made.__module__, made.__doc__ = __name__, Settings.__doc__
-    return made
-
-
 class Settings:
     """All settings of a picture except prompt and seed: `method`, and every dial; one that no part of the method reads is None.
 
@@ -214,7 +222,9 @@ class Settings:
 
 
 if not TYPE_CHECKING:
-    Settings = _settings()
+    fields = [("method", str), *((name, dial.kind | None, None) for name, dial in DIALS.items())]
+    about = {"__module__": __name__, "__doc__": Settings.__doc__}
+    Settings = make_dataclass("Settings", fields, frozen=True, namespace=about)
 
 
 def listing(kind: type) -> Callable[[F], F]:
@@ -229,7 +239,7 @@ def listing(kind: type) -> Callable[[F], F]:
         rest = [p for p in own.parameters.values() if p.kind is p.VAR_KEYWORD]
         keyword = inspect.Parameter.KEYWORD_ONLY
         for name, hint in kind.__annotations__.items():
-            plain = get_args(hint)[0]
+            plain = get_args(hint)[0] if option_of(hint) else hint
             written = getattr(plain, "__forward_arg__", plain)
             parameters.append(inspect.Parameter(name, keyword, default=None, annotation=written))
         function.__signature__ = own.replace(parameters=[*parameters, *rest])  # type: ignore[attr-defined]
@@ -247,23 +257,19 @@ class Method:
 
 
 BASELINE = "ar"  # plain autoregressive decoding, the method without a draft
-AUTO = "auto"  # the method that suits the model: see `choose` in `auto.py`
-JACOBI: MethodDials = {"proposer": "jacobi", "window": 16}
+AUTO = "auto"  # the method that suits the model: see `Defaults.chosen`
+EAGLE: MethodDials = {"proposer": "tree", "accept": "exact"}
+LANTERN: MethodDials = {**EAGLE, "accept": "lantern", "neighbours": 1000, "delta": 0.2}
+JACOBI: MethodDials = {"proposer": "jacobi", "accept": "exact", "window": 16}
 COUPLED: MethodDials = {**JACOBI, "coupling": "maximal", "init": "mixed", "alternatives": 3}
+RELAXED: MethodDials = {"accept": "lantern++", "neighbours": 1000, "lam": 2.0}
 METHODS = {
     "ar": Method("plain autoregressive decoding, one code per pass", {"proposer": "none", "accept": "exact"}),
-    "eagle": Method(
-        "EAGLE-1 on a static tree (arXiv 2401.15077)",
-        {"proposer": "tree", "accept": "exact", "tree": "eagle-25"},
-    ),
+    "eagle": Method("EAGLE-1 on a static tree (arXiv 2401.15077)", {**EAGLE, "tree": "eagle-25"}),
     "eagle2": Method(
-        "EAGLE-2: a tree that follows the drafter (arXiv 2406.16858)",
-        {"proposer": "tree", "accept": "exact", "tree": "eagle2"},
+        "EAGLE-2: a tree that follows the drafter (arXiv 2406.16858)", {**EAGLE, "tree": "eagle2"}
     ),
-    "ddd": Method(
-        "EAGLE-2 of a depth decided on the way (arXiv 2409.00142)",
-        {"proposer": "tree", "accept": "exact", "tree": "ddd"},
-    ),
+    "ddd": Method("EAGLE-2 of a depth decided on the way (arXiv 2409.00142)", {**EAGLE, "tree": "ddd"}),
     "parallel": Method(
         "a drafter that predicts all levels of a draft in one pass",
         {"proposer": "parallel", "accept": "exact", "tree": "chain-6"},
@@ -273,31 +279,27 @@ METHODS = {
         {"proposer": "independent", "accept": "exact", "tree": "chain-4"},
     ),
     "lantern": Method(
-        "LANTERN: additive relaxation on EAGLE-2's tree (arXiv 2410.03355)",
-        {"proposer": "tree", "accept": "lantern", "tree": "eagle2", "neighbours": 1000, "delta": 0.2},
+        "LANTERN: additive relaxation on EAGLE-2's tree (arXiv 2410.03355)", {**LANTERN, "tree": "eagle2"}
     ),
     "lantern-static": Method(
-        "LANTERN's additive relaxation on EAGLE-1's static tree",
-        {"proposer": "tree", "accept": "lantern", "tree": "eagle-25", "neighbours": 1000, "delta": 0.2},
+        "LANTERN's additive relaxation on EAGLE-1's static tree", {**LANTERN, "tree": "eagle-25"}
     ),
     "lantern++": Method(
         "LANTERN++: static tree, multiplicative relaxation (arXiv 2502.06352)",
-        {"proposer": "tree", "accept": "lantern++", "tree": "lantern-57", "neighbours": 1000, "lam": 2.0},
+        {**EAGLE, **RELAXED, "tree": "lantern-57"},
     ),
     "cool": Method(
         "COOL-SD: relaxation that falls with the level, optimal residual (arXiv 2601.09212)",
-        {"proposer": "tree", "accept": "cool", "tree": "eagle-25", "delta": 1.5, "nu": 0.1},
+        {**EAGLE, "accept": "cool", "tree": "eagle-25", "delta": 1.5, "nu": 0.1},
     ),
     "jacobi": Method(
         "speculative Jacobi decoding: no drafter (arXiv 2410.01699)",
-        {**JACOBI, "accept": "exact", "coupling": "none", "init": "uniform"},
+        {**JACOBI, "coupling": "none", "init": "uniform"},
     ),
-    "jacobi-coupled": Method(
-        "Jacobi decoding whose draft codes rarely change (arXiv 2510.24211)", {**COUPLED, "accept": "exact"}
-    ),
+    "jacobi-coupled": Method("Jacobi decoding whose draft codes rarely change (arXiv 2510.24211)", COUPLED),
     "lantern-jacobi": Method(
         "coupled Jacobi decoding under the relaxation of LANTERN++",
-        {**COUPLED, "accept": "lantern++", "neighbours": 1000, "lam": 2.0, "verify": "traversal"},
+        {**COUPLED, **RELAXED, "verify": "traversal"},
     ),
 }
 
@@ -309,41 +311,52 @@ def check_method(name: str) -> str:
     return name
 
 
+def drawn_with(method: str, auto: str | None, settings: Mapping[str, Any] | None = None) -> str:
+    """A method as users read it, with the reason where `auto` chose it, and the draft where settings say that it was fitted."""
+    if settings is not None and settings.get("fit"):
+        where = "this CPU" if str(settings["device"]).startswith("cpu") else "this device"
+        draft = draft_of(settings)
+        if draft is None:
+            return f"{method}, as plain decoding is the fastest on {where}"
+        return f"{drawn_with(method, auto)}, {draft}, fitted to {where}"
+    return method if auto is None else f"{method} (auto: {auto})"
+
+
+def draft_of(settings: Mapping[str, Any]) -> str | None:
+    """The draft of settings in words; None where there is none."""
+    if settings.get("window") is not None:
+        return f"a window of {settings['window']}"
+    tree = settings.get("tree")
+    if tree is None:
+        return None
+    if tree.startswith("["):
+        return f"a tree of {tree.count('[') - 1}"
+    return f"a chain of {tree.removeprefix('chain-')}" if tree.startswith("chain-") else f"the tree {tree}"
+
+
+ModelOption = partial(Option, group="Model")
+
+
 @dataclass(frozen=True)
 class DrawOptions:
-    """What to draw with: a model as `Pipeline.from_pretrained` reads it, a method, and what overrides its settings."""
+    """A model as `Pipeline.from_pretrained` reads it, a method, and the dials that override its settings.
 
-    model: Annotated[str, Option("The target.", metavar="NAME|DIR|HUB_ID", group="Model")] = "nature-128"
-    drafter: Annotated[
-        str | None,
-        Option("Another drafter than the model's own.", metavar="NAME|DIR|HUB_ID", group="Model"),
-    ] = None
-    device: Annotated[str, Option("auto, cpu, cuda or cuda:N.", group="Model")] = "auto"
-    dtype: Annotated[
-        str,
-        Option(
-            "auto, float32, bfloat16, float16, float64, or int8: the target's weights in 8 bits (auto's choice on a CPU; "
-            "a GPU needs torchao).",
-            group="Model",
-        ),
-    ] = "auto"
-    size: Annotated[
-        str | None,
-        Option(
-            "Pixels, for a model that draws more than one size (Lumina-mGPT, Emu3).",
-            metavar="WxH",
-            group="Model",
-        ),
-    ] = None
+    drafter: Another drafter than the model's own.
+    dtype: auto, float32, bfloat16, float16, float64, or int8: the target's weights in 8 bits (auto's choice on a CPU; a GPU
+        needs torchao).
+    size: Pixels, for a model that draws more than one size (Lumina-mGPT, Emu3).
+    method: A proposer, a tree and an acceptance rule by name. auto takes the method of the model's defaults or of `lanternpp
+        tune`, else the fastest lossless one for the drafter that it has.
+    """
+
+    model: Annotated[str, ModelOption("The target.", metavar="NAME|DIR|HUB_ID")] = "nature-128"
+    drafter: Annotated[str | None, ModelOption(metavar="NAME|DIR|HUB_ID")] = None
+    device: Annotated[str, ModelOption("auto, cpu, cuda or cuda:N.")] = "auto"
+    dtype: Annotated[str, ModelOption()] = "auto"
+    size: Annotated[str | None, ModelOption(metavar="WxH")] = None
     method: Annotated[
         str,
-        Option(
-            f"A proposer, a tree and an acceptance rule by name: {', '.join(METHODS)}. auto takes what the model's own "
-            "defaults or `lanternpp tune` say, else the fastest lossless one for the drafter that it has.",
-            metavar="NAME",
-            group="Method",
-            validate=check_method,
-        ),
+        Option(metavar="NAME", group="Method", validate=check_method, more=f"One of: {', '.join(METHODS)}."),
     ] = AUTO
     overrides: Annotated[dict[str, Any], PictureDials] = field(default_factory=dict)
 

@@ -8,11 +8,12 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 from PIL.PngImagePlugin import PngInfo
 
 from lanternpp.util.files import replacing
@@ -22,6 +23,9 @@ MARGIN = 32  # pixels around everything, and between panels
 TITLE, HEADING, FIGURE = 26, 26, 20  # font sizes in pixels
 LEADING = 1.4  # line height over font size
 BAR = 10  # pixels that a bar under a figure is high
+font = ImageFont.load_default  # at a size in pixels
+MOST_PIXELS = 1 << 26  # of a picture that is read
+UPLOADED = ("PNG", "JPEG", "WEBP")  # some of Pillow's other decoders start programs
 PNG_END = bytes.fromhex("00 00 00 00 49 45 4E 44 AE 42 60 82")  # the chunk that closes a PNG
 
 
@@ -37,7 +41,7 @@ class Panel:
 
 
 def grid(images: Sequence[Image.Image], gap: int = 2) -> Image.Image:
-    """Pictures of one size in a grid that is nearly square, row by row, `gap` pixels apart. One picture stays as it is."""
+    """Pictures of one size in a grid that is nearly square, row by row, with `gap` pixels between them. One picture stays as it is."""
     if len(images) == 1:
         return images[0].convert("RGB")
     columns = squarest(len(images))
@@ -56,13 +60,9 @@ def squarest(count: int) -> int:
 
 
 def enlarged_grid(images: Sequence[Image.Image], side: int) -> Image.Image:
-    """A grid about `side` pixels wide at most, by a whole factor: every pixel stays a sharp square."""
+    """A grid about `side` pixels wide at most, by an integer factor: every pixel stays a sharp square."""
     factor = max(1, side // (squarest(len(images)) * max(images[0].size)))
-    sizes = [(image.width * factor, image.height * factor) for image in images]
-    return grid(
-        [image.resize(size, Image.Resampling.NEAREST) for image, size in zip(images, sizes, strict=True)],
-        gap=4,
-    )
+    return grid([ImageOps.scale(image, factor, Image.Resampling.NEAREST) for image in images], gap=4)
 
 
 def comparison(title: str, panels: Sequence[Panel], side: int = 512) -> Image.Image:
@@ -101,7 +101,7 @@ def notes(
     versions: Mapping[str, str],
     images: int = 1,
 ) -> dict[str, str]:
-    """The text chunks of a PNG: what is needed to draw it again, and nothing that varies between equal runs.
+    """The text chunks of a PNG: all that draws it again, and nothing that varies between equal runs.
 
     settings: as `Pipeline.describe` gives them. versions: of the libraries that the result depends on.
     """
@@ -115,32 +115,45 @@ def notes(
     }
 
 
+def digests(pictures: Sequence[Image.Image]) -> str:
+    """A hash of the pixels of each, for notes."""
+    return " ".join(sha256(one.tobytes()).hexdigest()[:16] for one in pictures)
+
+
 def save_png(image: Image.Image, path: Path, notes: Mapping[str, str]) -> None:
     """Write a picture as a PNG with `notes` as its text chunks, completely or not at all. It has no date.
 
     Makes the folder where it is missing. Raises InputError where the file cannot be written.
     """
     with replacing(path) as temporary:
-        image.save(temporary, format="PNG", pnginfo=chunks(notes))
+        temporary.write_bytes(png_bytes(image, notes))
 
 
 def png_bytes(image: Image.Image, notes: Mapping[str, str]) -> bytes:
-    """What `save_png` writes."""
-    kept = io.BytesIO()
-    image.save(kept, format="PNG", pnginfo=chunks(notes))
-    return kept.getvalue()
-
-
-def chunks(notes: Mapping[str, str]) -> PngInfo:
-    """Notes as a PNG's text chunks."""
-    info = PngInfo()
+    """The bytes that `save_png` writes."""
+    written, chunks = io.BytesIO(), PngInfo()
     for key, value in notes.items():
-        info.add_text(key, value)
-    return info
+        chunks.add_text(key, value)
+    image.save(written, format="PNG", pnginfo=chunks)
+    return written.getvalue()
+
+
+def open_image(path: Path | IO[bytes]) -> Image.Image | str:
+    """A file's picture as RGB, with the notes of a PNG in its `info`; or why it cannot be read. An open file is of `UPLOADED`."""
+    try:
+        with Image.open(path, formats=None if isinstance(path, Path) else UPLOADED) as file:
+            if file.width * file.height > MOST_PIXELS:
+                return f"it has {file.width}x{file.height} pixels, more than {MOST_PIXELS:,}"
+            return ImageOps.exif_transpose(file).convert("RGB")
+    except FileNotFoundError:
+        return "missing"
+    # of a damaged file, decoders and their metadata raise errors of many kinds
+    except Exception as error:
+        return str(error).replace(str(path), "").strip(" '") or type(error).__name__
 
 
 def png_notes(path: Path) -> dict[str, str] | None:
-    """The text chunks of a PNG that can be decoded whole; None where it is no PNG, cut short or damaged."""
+    """The text chunks of a PNG; None where it is no PNG, truncated or damaged."""
     try:
         with path.open("rb") as file:
             file.seek(-len(PNG_END), os.SEEK_END)
@@ -151,11 +164,6 @@ def png_notes(path: Path) -> dict[str, str] | None:
             return {str(key): value for key, value in image.info.items() if isinstance(value, str)}
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return None
-
-
-def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    """Pillow's own font, at a size in pixels."""
-    return ImageFont.load_default(size)
 
 
 def write(draw: ImageDraw.ImageDraw, lines: Sequence[str], at: tuple[int, int], size: int, ink: str) -> int:
@@ -183,7 +191,7 @@ def wrap(text: str, size: int, width: int, most: int = 3) -> list[str]:
 
 
 def fit(text: str, size: int, width: int) -> str:
-    """Text cut to `width` pixels, an ellipsis in place of what is cut."""
+    """Text truncated to `width` pixels, with an ellipsis."""
     if font(size).getlength(text) <= width:
         return text
     text = text[:width]  # a character takes a pixel or more

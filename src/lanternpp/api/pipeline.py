@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self, Unpack, overload
 
@@ -18,25 +16,24 @@ from torch import Tensor
 
 from lanternpp.api import calls
 from lanternpp.api.calls import Request
-from lanternpp.api.default_method import Chosen, choose
+from lanternpp.api.defaults import Chosen, Defaults, conditions
 from lanternpp.api.engines import BYTES, Engines
-from lanternpp.api.fit.choice import Fit, fit_for
-from lanternpp.api.model import MODELS, Model, model_folder, placed, read_defaults
-from lanternpp.api.options import AUTO, CallOptions, PictureDials, Prompts, Seeds, Settings, listing
+from lanternpp.api.model import MODELS, Model, model_folder, placed
+from lanternpp.api.options import AUTO, CallOptions, PictureDials, Prompts, Settings, StreamOptions, listing
 from lanternpp.api.results import Partial, Result, Stats, UnfinishedError, check_output, output, versions
 from lanternpp.api.results import images as images_of
 from lanternpp.api.settings import fitted, network_needed, suits, typed, with_tree
-from lanternpp.api.tuned import CONDITIONS, Tuned, resolve_tuned
-from lanternpp.engine.batching import adaptive_threads
-from lanternpp.engine.decode import Engine, FinishedSample
+from lanternpp.engine.decode import Engine
+from lanternpp.engine.threads import AdaptiveThreads
 from lanternpp.errors import InputError
-from lanternpp.nn.int8 import Effect
+from lanternpp.models.base import Target
+from lanternpp.types import shape_of
 from lanternpp.util.devices import INT8
 
 __all__ = ["Partial", "Pipeline", "Result", "Stats", "versions"]
 
 
-class Pipeline:
+class Pipeline(Engines):
     """A model that draws: its target, its drafter if it has one, and the engines for the settings used last.
 
     Several threads may call one pipeline: their calls take turns, each drawing the pictures that it would draw alone,
@@ -46,12 +43,8 @@ class Pipeline:
     """
 
     def __init__(self, model: Model, name: str, tuned: bool = True, engine_bytes: int = BYTES):
-        self.name, self.folder = name, model.folder
-        self.tuned = Tuned.read(model.folder, model.other) if tuned else None
-        self.defaults = read_defaults(model.folder) or dict(model.target.defaults)
-        self.model, self.target = model, model.target
-        self._lock = threading.RLock()  # held while a call draws; its progress may call again
-        self._engines = Engines(model, name, engine_bytes, self._count)
+        super().__init__(model, name, engine_bytes)
+        self.defaults = Defaults.read(model.folder, model.other, model.target, tuned)
 
     @classmethod
     def from_pretrained(
@@ -63,6 +56,7 @@ class Pipeline:
         size: str | int | tuple[int, int] | None = None,
         tuned: bool = True,
         engine_bytes: int = BYTES,
+        tensor_parallel: bool = False,
     ) -> Self:
         """A model by name, path or hub id; `drafter` likewise (default: the model's own).
 
@@ -72,15 +66,22 @@ class Pipeline:
         tuned: whether what `lanternpp tune` found for this model is a default where it was measured.
         engine_bytes: what engines may take that are kept for the next call with the same settings, caches of keys and
         values for the most part. The latest is kept whatever it takes.
+        tensor_parallel: divide a target of transformers among the processes that torchrun started, a card for each, by the
+        plan of its class; all of them make the same calls, and get the same pictures.
         Raises InputError where a name is unknown or a file is missing, truncated or of another model.
         """
-        model = calls.text("model", model)
-        drafter = None if drafter is None else calls.text("drafter", drafter)
-        folder = model_folder(model)
+        called = calls.text("model", model)
+        other = None if drafter is None else model_folder(calls.text("drafter", drafter))
+        folder = model_folder(called)
         on, kind, int8 = placed(device, dtype, folder)
+        if tensor_parallel:
+            if dtype == INT8:
+                raise InputError("dtype int8 does not go with tensor_parallel; leave one of them out")
+            int8 = False
         here = folder.resolve().stem if folder.is_file() else folder.name
-        name = model if model in MODELS or not Path(model).exists() else here
-        read = Model(folder, drafter, on, kind, size=calls.size_text(size), int8=int8)
+        name = called if called in MODELS or not Path(called).exists() else here
+        size = calls.size_text(size)
+        read = Model(folder, other, on, kind, not tensor_parallel, size, int8, tensor_parallel)
         return cls(read, name, tuned, engine_bytes)
 
     def to(
@@ -90,7 +91,7 @@ class Pipeline:
     ) -> Self:
         """Move to another device, to another dtype, or both; returns this pipeline. A dtype alone may be given first.
 
-        The weights are read again from their files, for a moment beside those that are there: nothing is lost by a
+        The weights are read again from their files, for a moment beside the present ones: nothing is lost by a
         narrower dtype on the way. Both are named as in `from_pretrained`. Raises InputError, and is then as before.
         """
         if isinstance(device, torch.dtype):
@@ -100,53 +101,36 @@ class Pipeline:
             usual = INT8 if model.int8 else model.dtype
             on, kind, int8 = placed(device or model.device, dtype or usual, model.folder)
             if (on, kind, int8) != (model.device, model.dtype, model.int8):
-                moved = model.changed(device=on, dtype=kind, int8=int8)
-                self.target, self.model = moved.target, moved
-                self._engines = Engines(self.model, self.name, self._engines.most, self._count)
-                for kept in ("_auto", "_fit"):
-                    self.__dict__.pop(kept, None)
+                self._use(replace(model, device=on, dtype=kind, int8=int8))
         return self
-
-    @cached_property
-    def _fit(self) -> Fit:
-        return fit_for(self.model, self._engines.new, self.model.weights, self.dtype)
-
-    def _count(self, settings: Settings, engine: Engine) -> None:
-        """Let a new engine count its acceptance where a fit waits for that; nothing is counted before a first fit."""
-        if not self.target.channels and "_fit" in vars(self):
-            self._fit.count(settings, engine)
-
-    @cached_property
-    def _auto(self) -> Chosen:
-        return choose(AUTO, self.folder, self.model.other, self.defaults, self.tuned)
 
     def chosen(self, method: str | None = AUTO) -> Chosen:
         """The method that a name means on this model, which is another where the name is "auto".
 
-        That takes what the model's defaults name, else what was tuned, else the fastest lossless method for the
+        That takes the method of the model's defaults, else the tuned one, else the fastest lossless method for the
         drafter that the model has.
         """
-        return self._auto if method in (AUTO, None) else Chosen(calls.text("method", method))
+        return self.defaults.chosen(method)
 
     @listing(PictureDials)
     def settings(self, method: str | None = AUTO, **overrides: Unpack[PictureDials]) -> Settings:
-        """A method's settings on this model: overrides, what was tuned, the model's defaults, the method's row.
+        """A method's settings on this model: overrides, tuned settings, the model's defaults, the method's row.
 
         A draft that is to be fitted to the machine is still the model's own: `fit` fits it.
 
         Raises InputError, also where an override is a dial that no part of the method reads.
         """
-        name, auto = self.chosen(method).method, self.chosen(method).why is not None
-        settings = resolve_tuned(name, self.defaults, overrides, auto, self.tuned, self.conditions)
+        settings = self.defaults.settings(method, overrides, self._where)
         return fitted(settings, self.target, self.name, overrides)
 
     def fit(self, settings: Settings) -> Settings:
         """Settings with the draft that is fastest on this machine, or with plain decoding's where that is.
 
-        What is not known of the machine is measured now, which takes at most a second or 5 % of a picture's time. Settings whose
+        Unknown steps are measured now, which takes at most a second or 5 % of a picture's time. Settings whose
         draft was given or tuned stay as they are, and so do those for which no acceptance rates are known yet. Their `fit` is False.
         """
-        if not settings.fit or self.target.channels:
+        # processes that share a target would time steps and choose drafts each for itself
+        if not settings.fit or self.target.channels or self.target.decoder.ranks > 1:
             return replace(settings, fit=False)
         with self._lock:
             return self._fit(settings)
@@ -173,57 +157,26 @@ class Pipeline:
         """The target's compute dtype, such as "bfloat16"; "int8, bfloat16" where its weights have 8 bits."""
         return self.model.dtype_name
 
-    @property
-    def effect(self) -> Effect | None:
-        """The change of the target's logits by 8-bit weights; None without them."""
-        return self.model.effect
-
     def conditions(self, settings: Settings) -> dict[str, Any]:
         """The conditions that a tuning is valid for: device type, dtype, batch size, and the method's parts."""
-        where = {"device": self.device.type, "dtype": self.dtype}
-        return where | {name: getattr(settings, name) for name in CONDITIONS if name not in where}
+        return conditions(settings, self._where)
+
+    @property
+    def _where(self) -> dict[str, str]:
+        return {"device": self.device.type, "dtype": self.dtype}
 
     def can_draft(self, settings: Settings) -> bool:
         """Whether this model has what the settings need: the network that drafts, a codebook or a diffusion head for some rules.
 
         No weights are read.
         """
-        return suits(settings, self.target) and self.model.holds(network_needed(settings))
-
-    def engine(self, settings: Settings) -> Engine:
-        """The cached engine for these settings, which calls use too; `new_engine` makes one of your own."""
-        with self._lock:
-            return self._engines.get(settings)
-
-    def release(self) -> None:
-        """Free the cached engines and the memory of their KV caches."""
-        with self._lock:
-            self._engines.clear()
-
-    def new_engine(self, settings: Settings) -> Engine:
-        """An engine for these settings that no one else has."""
-        with self._lock:
-            return self._engines.new(settings)
-
-    def warm(self, settings: Settings) -> list[str]:
-        """Compile the steps of these settings, for this process and later ones; the parts that could not be compiled.
-
-        On a GPU, calls that leave `compile` out are compiled from then on where all parts are.
-        """
-        with self._lock:
-            return self._engines.warm(compiled := replace(settings, compile=True), self.describe(compiled))
-
-    def is_warm(self, settings: Settings) -> bool:
-        """Whether `warm` has compiled these settings, on a GPU; on a CPU the passes in C are faster than what it compiles."""
-        return self.device.type == "cuda" and self._engines.mark(settings).is_file()
+        return suits(settings, self.target) and self.defaults.holds(network_needed(settings))
 
     def describe(self, settings: Settings) -> dict[str, Any]:
         """Settings as results report them: with the device, the dtype, and the effect of 8-bit weights."""
-        where: dict[str, Any] = {"device": str(self.device), "dtype": self.dtype}
-        if self.effect:
-            where["int8"] = asdict(self.effect)
-        where["tuned"] = self.tuned is not None and self.tuned.knows(asdict(settings))
-        return asdict(settings) | where
+        effect = {"int8": asdict(self.model.effect)} if self.model.effect else {}
+        where = {"device": str(self.device), "dtype": self.dtype, **effect}
+        return asdict(settings) | where | {"tuned": self.defaults.is_tuned(settings)}
 
     @overload
     def __call__(
@@ -240,138 +193,115 @@ class Pipeline:
         self,
         prompt: Prompts,
         n: int | None = 1,
-        seed: Seeds = None,
-        method: str | None = AUTO,
-        progress: Callable[[int, int], None] | None = None,
-        callback: Callable[[Partial], None] | None = None,
-        generator: torch.Generator | None = None,
+        *,
         output_type: Literal["pil", "codes"] = "pil",
-        **dials: Unpack[PictureDials],
+        **options: Unpack[CallOptions],
     ) -> Result[list[Image.Image]]: ...
 
-    @listing(PictureDials)
+    @listing(CallOptions)
     def __call__(
-        self,
-        prompt: Prompts,
-        n: int | None = 1,
-        seed: Seeds = None,
-        method: str | None = AUTO,
-        progress: Callable[[int, int], None] | None = None,
-        callback: Callable[[Partial], None] | None = None,
-        generator: torch.Generator | None = None,
-        output_type: str = "pil",
-        **dials: Unpack[PictureDials],
+        self, prompt: Prompts, n: int | None = 1, *, output_type: str = "pil", **options: Unpack[CallOptions]
     ) -> Result[Any]:
         """Draw n pictures per prompt; picture i of a prompt has seed + i. Several seeds: one for each prompt; default: 0.
 
         method: a name of `METHODS`, or "auto": see `chosen`; `stats.method` says which was taken, `stats.auto` why.
         progress: called with (decided codes, all codes) after every prompt and every pass.
-        callback: called with a `Partial` at the same times, which has the codes so far and, where you look at its `images`,
-        the unfinished pictures. What it raises ends the call.
+        callback: called with a `Partial` at the same times, which has the codes so far and, if its `images` are read,
+        the unfinished pictures. An exception of it ends the call.
         generator: a torch.Generator that draws a seed for each picture, in place of `seed`; `seeds` of the result has them.
         output_type: what `images` of the result is: "pil", a list of PIL images; "np", an array [n, H, W, 3] of float32 in 0 to
         1; "pt", a tensor [n, 3, H, W] of the same; "codes", empty, as `codes` of the result is all that you want.
-        dials: every other field of `Settings`; what is left out or None is the method's or the model's default.
+        image: a PIL image or a file, or a list of these, that every prompt shows; for Emu3.5 and GLM-Image.
+        dials: every other field of `Settings`; one that is left out or None is the method's or the model's default.
         measure_tv=True reports `tv_cost`, which takes time.
         Raises InputError.
         """
         check_output(self.target, output_type)
-        request = self._request(prompt, n, seed, generator, method, dials)
-        with self._lock, self._engines.taken(request.settings) as engine:
-            what = (request.settings, request.prompts, request.seeds)
-            return self.draw(engine, *what, progress, request.auto, callback, output_type)
+        progress, callback = options.pop("progress", None), options.pop("callback", None)
+        request = self._request(prompt, n, **options)
+        with self._taken(request.settings, request.shape) as engine:
+            return self.draw(engine, request, progress, callback, output_type)
 
-    @listing(PictureDials)
+    @listing(StreamOptions)
     def stream(
-        self,
-        prompt: Prompts,
-        n: int | None = 1,
-        seed: Seeds = None,
-        method: str | None = AUTO,
-        generator: torch.Generator | None = None,
-        **dials: Unpack[PictureDials],
+        self, prompt: Prompts, n: int | None = 1, **options: Unpack[StreamOptions]
     ) -> Iterator[Partial]:
         """Draw as a call does, and give the pictures so far after every prompt and every pass.
 
         The last `Partial` has the `result` that a call returns, of PIL images. Between two of them other calls may draw. To end
-        early, leave the loop. Raises InputError at once, before the first is asked for.
+        early, leave the loop. Raises InputError at once, before the first picture.
         """
         check_output(self.target, "pil")
-        return self._stream(self._request(prompt, n, seed, generator, method, dials))
+        return self._stream(self._request(prompt, n, **options))
 
     def draw(
         self,
         engine: Engine,
-        settings: Settings,
-        prompts: Sequence[str],
-        seeds: Sequence[int],
+        request: Request,
         progress: Callable[[int, int], None] | None = None,
-        auto: str | None = None,
         callback: Callable[[Partial], None] | None = None,
         output_type: str = "pil",
     ) -> Result[Any]:
-        """Draw a picture per prompt and seed with an engine of the caller's own, made for these settings.
+        """Draw a request with an engine of the caller's own, made for its settings.
 
         An interrupt raises UnfinishedError, which is a KeyboardInterrupt, once a picture is finished.
         """
         with self._lock:
-            began = time.perf_counter()
-            found: dict[int, FinishedSample] = {}
-            request = Request(list(prompts), list(seeds), settings, auto)
+            began, total = time.perf_counter(), len(request.seeds) * engine.target.length
             try:
-                with closing(request.steps(engine, found)) as steps, adaptive_threads(engine) as threads:
+                threads = AdaptiveThreads(engine.target.decoder)
+                with closing(request.steps(engine)) as steps, threads:
                     for batch in steps:
                         threads.update()
                         if progress:
-                            progress(batch.decided, len(seeds) * engine.target.length)
+                            progress(batch.decided, total)
                         if callback:
-                            callback(request.partial(batch, found))
+                            callback(request.partial(batch))
             except KeyboardInterrupt:
-                if not found:
+                if not request.found:
                     raise
-            result = self._result(request, found, time.perf_counter() - began, output_type)
-        if len(found) < len(seeds):
-            raise UnfinishedError(result, result.seeds)
+            result = self._result(request, engine.target, time.perf_counter() - began, output_type)
+        if len(result.seeds) < len(request.seeds):
+            raise UnfinishedError(result)
         return result
 
-    def images(self, codes: Tensor) -> list[Image.Image]:
-        """codes [n, length] -> n pictures, one at a time: their rounding does not depend on n."""
-        return images_of(self.target, codes)
+    def images(self, codes: Tensor, target: Target | None = None) -> list[Image.Image]:
+        """codes [n, length], of the model's target or another -> n pictures, one at a time: their rounding does not depend on n."""
+        return images_of(target or self.target, codes)
 
-    def _request(
-        self,
-        prompt: Prompts,
-        n: int | None,
-        seed: Seeds,
-        generator: torch.Generator | None,
-        method: str | None,
-        dials: PictureDials,
-    ) -> Request:
+    def _request(self, prompt: Any, n: Any, image: Any = None, **options: Any) -> Request:
         """The arguments of a call, checked. InputError."""
-        prompts, n = calls.prompts(prompt), calls.whole("n", 1 if n is None else n)
+        prompts, n = calls.prompts(prompt), calls.integer("n", 1 if n is None else n)
         if n < 1:
             raise InputError(f"n {n} is below 1; ask for at least one picture")
+        given = {"seed": None, "generator": None, "method": AUTO} | options
+        seed, generator, method = (given.pop(name) for name in ("seed", "generator", "method"))
         seeds = calls.seeds(seed, generator, len(prompts), n)
-        given: dict[str, Any] = {k: v for k, v in dials.items() if v is not None}
-        size = given.get("batch_size", min(len(seeds), 8))
-        given["batch_size"] = calls.batch_size(typed("batch_size", size), len(seeds))
-        settings = self.settings(method, **given)
-        if "compile" not in given and self.is_warm(settings):
+        if image is not None:
+            shown = calls.pictures(image)
+            with self._lock:
+                prompts = [self.target.depicted(one, shown) for one in prompts]
+            if len(set(map(shape_of, prompts))) > 1:
+                raise InputError("these prompts differ in length, so each edits in a call of its own")
+        size = given.get("batch_size")
+        size = typed("batch_size", min(len(seeds), 8) if size is None else size)
+        settings = self.settings(method, **{**given, "batch_size": calls.batch_size(size, len(seeds))})
+        if given.get("compile") is None and self.is_warm(settings):
             settings = replace(settings, compile=True)
         settings = self.fit(settings)
+        request = Request([p for p in prompts for _ in range(n)], seeds, settings, self.chosen(method).why)
         with self._lock:
+            target = self.target.shaped(request.shape)
             for one in dict.fromkeys(prompts):
-                self.target.check(one)  # raise errors of all prompts before drawing any
-        return Request([p for p in prompts for _ in range(n)], seeds, settings, self.chosen(method).why)
+                target.check(one)  # raise errors of all prompts before drawing any
+        return request
 
     def _stream(self, request: Request) -> Iterator[Partial]:
-        """What `stream` gives. The lock is held while computing alone, not while the caller looks at a picture."""
+        """The pictures of `stream`. The lock is held while computing alone, not while the caller has a picture."""
         seconds = 0.0
-        found: dict[int, FinishedSample] = {}
         with self._lock:
-            engines = self._engines
-            engine = engines.take(request.settings)
-        steps = request.steps(engine, found)
+            engine = self._take(request.settings, request.shape)
+        steps = request.steps(engine)
         while True:
             with self._lock:
                 began = time.perf_counter()
@@ -379,22 +309,20 @@ class Pipeline:
                 seconds += time.perf_counter() - began
                 if batch is None:
                     break
-                partial = request.partial(batch, found)
+                partial = request.partial(batch)
             yield partial
         with self._lock:
-            result = self._result(request, found, seconds, "pil")
-            engines.keep(request.settings, engine)
+            result = self._result(request, engine.target, seconds, "pil")
+            self._keep(request.settings, engine, request.shape)
         yield replace(partial, codes=list(result.codes), result=result)
 
-    def _result(
-        self, request: Request, found: dict[int, FinishedSample], seconds: float, output_type: str
-    ) -> Result[Any]:
+    def _result(self, request: Request, target: Target, seconds: float, output_type: str) -> Result[Any]:
         """The result of the samples that are finished. seconds: computed so far; those of the pixels are added."""
         began = time.perf_counter()
-        places = sorted(found)
-        codes = torch.stack([found[place].codes for place in places])
-        images = output(self.target, codes, output_type)
+        samples = dict(sorted(request.found.items()))
+        codes = torch.stack([sample.codes for sample in samples.values()])
+        images = output(target, codes, output_type)
         seconds += time.perf_counter() - began
-        samples = [found[place] for place in places]
-        stats = Stats.of(samples, seconds, self.name, self.describe(request.settings), request.auto)
-        return Result(images, codes.cpu(), stats, [request.seeds[place] for place in places])
+        settings = self.describe(request.settings)
+        stats = Stats.of([*samples.values()], seconds, self.name, settings, request.auto)
+        return Result(images, codes.cpu(), stats, [request.seeds[place] for place in samples])

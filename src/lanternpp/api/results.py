@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Generic, TypeVar
@@ -14,9 +14,9 @@ from torch import Tensor
 
 import lanternpp
 from lanternpp.engine.decode import FinishedSample
+from lanternpp.engine.threads import AdaptiveThreads
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
-from lanternpp.nn.backend import backend
 from lanternpp.util.registry import unknown
 
 Pictures = TypeVar("Pictures")
@@ -86,9 +86,8 @@ class Result(Generic[Pictures]):
     images: Pictures  # a list of PIL images, or what `output_type` says
     codes: Tensor  # [n, length] int64; of a continuous target latents, [n, length, C] float32
     stats: Stats
-    seeds: list[int] = field(
-        default_factory=list
-    )  # of each picture, which is drawn again with its seed alone
+    # Of each picture, which is drawn again with its seed alone.
+    seeds: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -120,9 +119,9 @@ class Partial:
 class UnfinishedError(KeyboardInterrupt):
     """Ctrl-C while pictures were drawn: `result` has those that were finished, `seeds` their seeds."""
 
-    def __init__(self, result: Result[Any], seeds: Sequence[int]):
+    def __init__(self, result: Result[Any]):
         super().__init__()
-        self.result, self.seeds = result, list(seeds)
+        self.result, self.seeds = result, result.seeds
 
 
 def versions() -> dict[str, str]:
@@ -132,27 +131,6 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-
-
-def drawn_with(method: str, auto: str | None, settings: Mapping[str, Any] | None = None) -> str:
-    """A method as users read it, with the reason where `auto` chose it, and the draft where settings say that it was fitted."""
-    if settings is not None and settings.get("fit"):
-        where = "this CPU" if str(settings["device"]).startswith("cpu") else "this device"
-        draft = draft_of(settings)
-        if draft is None:
-            return f"{method}, as plain decoding is the fastest on {where}"
-        return f"{drawn_with(method, auto)}, {draft}, fitted to {where}"
-    return method if auto is None else f"{method} (auto: {auto})"
-
-
-def draft_of(settings: Mapping[str, Any]) -> str | None:
-    """The draft of settings in words; None where there is none."""
-    if settings["window"] is not None:
-        return f"a window of {settings['window']}"
-    tree = settings["tree"]
-    if tree is None:
-        return None
-    return f"a chain of {tree.removeprefix('chain-')}" if tree.startswith("chain-") else f"the tree {tree}"
 
 
 def check_output(target: Target, kind: str = "pil") -> str:
@@ -181,15 +159,23 @@ def output(target: Target, codes: Tensor, kind: str = "pil") -> Any:
 def images(target: Target, codes: Tensor) -> list[Image.Image]:
     """codes [n, length] -> n pictures, one at a time: their rounding does not depend on n."""
     drawn: list[Image.Image] = []
-    with backend().threads(target.decoder):
+    with AdaptiveThreads(target.decoder):
         for one in codes.split(1):
             levels = ((_pixels(target, one)[0] + 1) * 127.5).round().byte()
             drawn.append(Image.fromarray(levels.permute(1, 2, 0).cpu().numpy()))
     return drawn
 
 
+def grid(target: Target, size: tuple[int, int]) -> tuple[int, int]:
+    """Columns and rows of codes in a picture of this size in pixels, without the codes that only end a row."""
+    # no code ends the last row
+    rows = -(-target.length // target.width)
+    width, height = size
+    return min(target.width, round(rows * width / height)), rows
+
+
 def unfinished(target: Target, codes: Tensor) -> Image.Image:
-    """A picture of which the first codes, [decided], are known; the rest is grey. Takes as long as decoding a finished one.
+    """A picture whose first codes, [decided], are known; the rest is grey. Takes as long as decoding a finished one.
 
     For decoding, every unknown code repeats the known one above it, so that the known part has much the same surroundings,
     and looks much the same, as in the finished picture.
@@ -200,10 +186,10 @@ def unfinished(target: Target, codes: Tensor) -> Image.Image:
     source = place.where(place < decided, place - above * target.width).clamp(min=0)
     (image,) = images(target, known[source][None].to(next(target.parameters()).device))
     if decided < target.length:
-        rows = target.length // target.width
+        columns, rows = grid(target, image.size)
         row, column = divmod(decided, target.width)
         top, middle = round(row * image.height / rows), round((row + 1) * image.height / rows)
-        image.paste(GREY, (round(column * image.width / target.width), top, image.width, middle))
+        image.paste(GREY, (round(min(column / columns, 1) * image.width), top, image.width, middle))
         image.paste(GREY, (0, middle, image.width, image.height))
     return image
 

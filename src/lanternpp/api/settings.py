@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -15,12 +16,12 @@ from lanternpp.api.options import (
     DIALS,
     METHODS,
     RENAMED,
+    Dial,
     DraftDials,
     RuleDials,
     Settings,
     check_method,
     names,
-    spoken,
 )
 from lanternpp.drafters.base import Drafter
 from lanternpp.engine.proposer import Parts, Proposer
@@ -28,32 +29,23 @@ from lanternpp.engine.verify.choose import (
     TOKEN,
     VERIFIERS,
     DraftTraits,
-    Verifier,
     best_for,
     why_unsupported,
-    with_native,
 )
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
-from lanternpp.nn.backend import PYTORCH, Backend
 from lanternpp.proposers import PROPOSERS
 from lanternpp.proposers.parallel import why_not_shortened
-from lanternpp.trees import build_tree, shape_name
+from lanternpp.trees import TREES, build_tree, shape_name
 from lanternpp.trees.base import TreeBuilder
 from lanternpp.trees.shapes import check as check_shape
 from lanternpp.util.registry import Given, check_class, find, importable, unknown
-from lanternpp.util.schema import checked
 
-KINDS = {"accept": "acceptance rule", "proposer": "proposer", "tree": "tree"}
-PARTS: dict[str, tuple[type, bool]] = {  # what a part derives from, and whether an object of it may be given
-    "accept": (Acceptance, True),
-    "proposer": (Proposer, False),
-    "tree": (TreeBuilder, True),
-}
-PLAIN: dict[type, Callable[[str, Any], Any]] = {
-    int: calls.whole,
-    float: calls.real,
-    bool: calls.switch,
+# By the kind of a part: its name in messages, its entries by name, its base class, and whether it may be given as an object.
+PARTS: dict[str, tuple[str, Mapping[str, Any], type, bool]] = {
+    "accept": ("acceptance rule", RULES, Acceptance, True),
+    "proposer": ("proposer", PROPOSERS, Proposer, False),
+    "tree": ("tree", TREES, TreeBuilder, True),
 }
 READ = names(DraftDials, RuleDials)  # the dials that parts read
 NO_DRAFT = "none"  # the proposer of plain decoding
@@ -82,41 +74,50 @@ def resolve(
         now = RENAMED.get(name)
         raise InputError(f"option {name!r} is now {now!r}" if now else unknown("option", name, DIALS))
     read = dials_read(merged["proposer"], merged["accept"])
-    for name in READ:
-        if name not in read:
-            if name in given:
-                raise InputError(_unread(name, given[name], method, merged, read, auto))
-            merged[name] = None
+    unread = [name for name in READ if name not in read]
+    for name in (name for name in unread if name in given):
+        named = ", ".join(DIALS[dial].spoken for dial in READ if dial in read)
+        raise InputError(
+            f"{DIALS[name].spoken} {given[name]} would change nothing: method {method!r}"
+            f"{', which auto takes here,' if auto else ''} has the proposer {merged['proposer']!r} and the rule "
+            f"{merged['accept']!r}, and they {'take ' + named if named else 'have no dials'}"
+        )
+    merged |= dict.fromkeys(unread)
     if "tree" in read and merged["tree"] is None:
         merged["tree"] = TREE
-    requested = merged.pop("verify")
-    if merged["min_survival"] and (
-        wrong := why_not_shortened(merged["min_survival"], build_tree(merged["tree"]), merged["compile"])
-    ):
-        if "min_survival" in given:
-            raise InputError(wrong)
-        merged["min_survival"] = None
-    settings = Settings(method=method, **merged)
-    if requested is not None:
-        find("verifier", requested, VERIFIERS)
-        if wrong := why_unsupported(_draft_traits(settings), requested):
-            if "verify" in given:
+    return _allowed(Settings(method=method, **merged), given)
+
+
+def _allowed(settings: Settings, given: Container[str] = ()) -> Settings:
+    """The settings with a verifier, the best one by default. A default that their draft does not allow is dropped.
+
+    Raises InputError where it is `given`.
+    """
+    for name in ("min_survival", "verify"):
+        value, wrong = getattr(settings, name), None
+        if value and name == "verify":
+            find("verifier", value, VERIFIERS)
+            wrong = why_unsupported(_draft_traits(settings), value)
+        elif value:
+            wrong = why_not_shortened(value, build_tree(settings.tree or TREE), settings.compile)
+        if wrong:
+            if name in given:
                 raise InputError(wrong)
-            requested = None
-    return replace(settings, verify=requested or best_verifier(settings))
+            settings = replace(settings, **{name: None})
+    return replace(settings, verify=settings.verify or best_verifier(settings))
 
 
 def best_verifier(settings: Settings) -> str | None:
     """The verifier that accepts most of these drafts for the same output distribution; None where nothing is drafted."""
-    if "verify" not in dials_read(settings.proposer, settings.accept):
-        return None
-    return best_for(_draft_traits(settings))
+    drafted = "verify" in dials_read(settings.proposer, settings.accept)
+    return best_for(_draft_traits(settings)) if drafted else None
 
 
 def _draft_traits(settings: Settings, proposer: type[Proposer] | None = None) -> DraftTraits:
     """The properties that decide which verifiers support these settings' drafts; proposer: in place of the settings'."""
-    drafting = (proposer or _proposer(settings)).draft_sampling(_parts(settings))
-    return DraftTraits(drafting, _rule(settings), settings.temperature == 0, settings.residual)
+    drafting = (proposer or part("proposer", settings.proposer)).draft_sampling(_parts(settings))
+    rule = part("accept", settings.accept)
+    return DraftTraits(drafting, rule, settings.temperature == 0, settings.residual)
 
 
 def fitted(settings: Settings, target: Target, name: str, given: Mapping[str, Any]) -> Settings:
@@ -134,11 +135,11 @@ def fitted(settings: Settings, target: Target, name: str, given: Mapping[str, An
 
 def suits(settings: Settings, target: Target) -> bool:
     """Whether a target has what the settings' rule needs, a codebook or a diffusion head, and their drafts suit what it draws."""
-    rule = find("acceptance rule", settings.accept, RULES)
-    lends = "neighbours" in dials_read(settings.proposer, settings.accept)
-    able = hasattr(target, "denoiser") or not rule.trajectories
+    relaxed = "neighbours" in dials_read(settings.proposer, settings.accept)
     return (
-        able and (not target.channels or suits_latents(settings)) and not (lends and target.codebook is None)
+        (hasattr(target, "denoiser") or not part("accept", settings.accept).trajectories)
+        and (not target.channels or suits_latents(settings))
+        and (target.codebook is not None or not relaxed)
     )
 
 
@@ -153,31 +154,29 @@ def suits_latents(settings: Settings) -> bool:
 
 def with_tree(settings: Settings, tree: str | None) -> Settings:
     """The same settings with another tree. A verifier that is not the default is kept where it supports the tree."""
-    made = replace(settings, tree=tree)
-    if made.min_survival and why_not_shortened(made.min_survival, build_tree(tree or TREE), made.compile):
-        made = replace(made, min_survival=None)
-    requested = settings.verify != best_verifier(settings) and not why_unsupported(
-        _draft_traits(made), settings.verify or TOKEN
-    )
-    return made if requested else replace(made, verify=best_verifier(made))
+    default = settings.verify == best_verifier(settings)
+    return _allowed(replace(settings, tree=tree, verify=None if default else settings.verify))
 
 
 def typed(name: str, value: Any) -> Any:
     """An override converted to the type of its field. A part may also be a class, and a rule an object. InputError."""
     dial = DIALS.get(name)
     if dial is None:
-        return value  # refused with the names that are known
-    if read := PLAIN.get(dial.kind):
-        value = read(dial.spoken, value)
-        dial.check(value, dial.spoken)
-        return value
+        return value  # `resolve` raises
     if name == "tree" and isinstance(value, list | tuple):
         return shape_name(check_shape(value, "tree"))
-    base, objects = PARTS.get(name, (None, False))
-    if base is not None and not isinstance(value, str) and (isinstance(value, type) or objects):
-        check_class(KINDS[name], Given(value), value if isinstance(value, type) else type(value), base)
+    called, _, base, objects = PARTS.get(name, ("", {}, object, False))
+    if name in PARTS and not isinstance(value, str | Path) and (isinstance(value, type) or objects):
+        check_class(called, Given(value), value if isinstance(value, type) else type(value), base)
         return Given(value)
-    return importable(calls.text(dial.spoken, value))
+    return importable(_read(dial, value, dial.spoken))
+
+
+def _read(dial: Dial, value: Any, called: str) -> Any:
+    """A value as a dial takes it; `called` in messages. Raises InputError."""
+    value = calls.converted(dial.kind, called, value)
+    dial.check(value, called)
+    return value
 
 
 def defaults_of(defaults: Mapping[str, Any], method: str) -> dict[str, Any]:
@@ -188,13 +187,20 @@ def defaults_of(defaults: Mapping[str, Any], method: str) -> dict[str, Any]:
         for within, values in ("", defaults), (at, row):
             for name, value in values.items():
                 if name not in ("method", "methods") and value is not None:
-                    found[name] = value
-                    if dial := DIALS.get(name):
-                        found[name] = checked(within + name, value, dial.kind)
-                        dial.check(value, within + name)
+                    dial = DIALS.get(name)
+                    found[name] = _read(dial, value, within + name) if dial else value
     except InputError as error:
         raise InputError(f"the model's defaults: {error}") from None
     return found
+
+
+def part(kind: str, name: str) -> Any:
+    """The class, or the object, of a name in `PARTS[kind]`. InputError."""
+    called, table, base, objects = PARTS[kind]
+    entry = find(called, name, table)
+    if not (objects and isinstance(entry, base)):
+        check_class(called, name, entry, base)
+    return entry
 
 
 def dials_read(proposer: str, accept: str) -> frozenset[str]:
@@ -202,41 +208,25 @@ def dials_read(proposer: str, accept: str) -> frozenset[str]:
 
     A rule given as an instance reads none.
     """
-    parts = find("proposer", proposer, PROPOSERS), find("acceptance rule", accept, RULES)
-    read: frozenset[str] = frozenset()
-    for part in parts:
-        if isinstance(part, Acceptance):
-            continue
-        read_by_part = getattr(part, "dials", None)
-        read |= frozenset(READ) if read_by_part is None else read_by_part
-    return read
+    parts = part("proposer", proposer), part("accept", accept)
+    read = (each.dials for each in parts if not isinstance(each, Acceptance))
+    return frozenset().union(*(READ if dials is None else dials for dials in read))
 
 
-def build_rule(
-    settings: Settings,
-    table: Callable[[int], Tensor],
-) -> Acceptance:
+def build_rule(settings: Settings, table: Callable[[int], Tensor]) -> Acceptance:
     """The acceptance rule; `table` gives the k nearest codes of every code. InputError where a dial is wrong."""
     residual = settings.residual or ("optimal" if settings.verify not in (None, TOKEN) else None)
-    entry = _rule(settings)
+    entry = part("accept", settings.accept)
     dials = asdict(settings) | {"residual": residual}
     return entry if isinstance(entry, Acceptance) else entry.build(Dials(table, **dials))
 
 
-def _rule(settings: Settings) -> Acceptance | type[Acceptance]:
-    """The rule that settings name: a class or an instance."""
-    entry: Acceptance | type[Acceptance] = find("acceptance rule", settings.accept, RULES)
-    if not isinstance(entry, Acceptance):
-        check_class("acceptance rule", settings.accept, entry, Acceptance)
-    return entry
-
-
 def build_proposer(settings: Settings, network: Callable[[str], Drafter | Target]) -> Proposer:
     """The proposer, with the network that it needs, by its kind. InputError where a dial is wrong."""
-    entry, parts = _proposer(settings), _parts(settings)
+    entry, parts = part("proposer", settings.proposer), _parts(settings)
     if entry.needs:
         parts.network = network(entry.needs)
-    made = entry.build(parts)
+    made: Proposer = entry.build(parts)
     # a drafter may have named another proposer than the settings do
     if wrong := why_unsupported(_draft_traits(settings, type(made)), settings.verify or TOKEN):
         raise InputError(wrong)
@@ -248,36 +238,12 @@ def network_needed(settings: Settings) -> str | None:
 
     No weights are read. Raises InputError where a dial of the proposer is wrong.
     """
-    entry, parts = _proposer(settings), _parts(settings)
+    entry, parts = part("proposer", settings.proposer), _parts(settings)
     if entry.needs is None:
         entry.build(parts)
     return entry.needs
 
 
-def _proposer(settings: Settings) -> type[Proposer]:
-    """The proposer that settings name."""
-    entry: type[Proposer] = find("proposer", settings.proposer, PROPOSERS)
-    check_class("proposer", settings.proposer, entry, Proposer)
-    return entry
-
-
 def _parts(settings: Settings) -> Parts:
     """The arguments of `Proposer.build`, without the network."""
     return Parts(**asdict(settings) | {"tree": build_tree(settings.tree or TREE)})
-
-
-def build_verifier(settings: Settings, backend: Backend = PYTORCH) -> Verifier:
-    """The function that verifies drafts; backend: what may do it for PyTorch."""
-    return with_native(find("verifier", settings.verify or TOKEN, VERIFIERS), backend.verifier())
-
-
-def _unread(
-    name: str, value: object, method: str, merged: Mapping[str, Any], read: frozenset[str], auto: bool
-) -> str:
-    """The sentence for a dial that would change nothing."""
-    named = [spoken(dial) for dial in READ if dial in read]
-    takes = f"they take {', '.join(named)}" if named else "they have no dials"
-    return (
-        f"{spoken(name)} {value} would change nothing: method {method!r}{', which auto takes here,' if auto else ''} has "
-        f"the proposer {merged['proposer']!r} and the rule {merged['accept']!r}, and {takes}"
-    )

@@ -1,16 +1,16 @@
 """The command line: one file per verb. Errors are one line on stderr and exit status 2.
 
-A verb's file is imported when the verb is named, and nothing here imports torch, so that help and refusals are quick.
+A verb's file is imported when the verb is named, and nothing here imports torch, so that help and errors are quick.
 """
 
 from __future__ import annotations
 
-import errno
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from cyclopts import App, CycloptsError, UnknownOptionError
+from cyclopts import App, CycloptsError, UnknownOptionError, UnusedCliTokensError
 
 from lanternpp import __version__
 from lanternpp.api.options import DIALS
@@ -18,6 +18,7 @@ from lanternpp.api.options import RENAMED as DIALS_RENAMED
 from lanternpp.cli.options import heading
 from lanternpp.cli.terminal import one_line_warnings, say
 from lanternpp.errors import InputError
+from lanternpp.util.files import is_full
 from lanternpp.util.registry import HERE
 
 VERBS = {
@@ -27,9 +28,9 @@ VERBS = {
     "tune": "Find the draft tree, or Jacobi window, that draws fastest with a method on this machine.",
     "models": "List models, methods and trees; download, convert or warm a model.",
     "serve": "Draw over HTTP, with OpenAI's Images API at /v1 and a page at /.",
-    "train": "Train a drafter for a target, on pictures, on what the target draws, or on codes.",
+    "train": "Train a drafter for a target, on pictures, on the target's own, or on codes.",
 }
-# Verbs and options of earlier versions, and what does their work now.
+# Verbs and options of earlier versions, and their replacements.
 RETIRED = {
     "floor": "bench --profile",
     "eval": "bench --quality",
@@ -49,6 +50,7 @@ RENAMED = {
     "--out": "-o",
     "--resume": "the default",
     "--taps": "--aux-layers",
+    "--turn": "--condition-width",
 }
 
 
@@ -75,21 +77,31 @@ def main(args: Sequence[str] | None = None) -> None:
         say("error", sentence(error))
         status = 2
     except OSError as error:
-        if error.errno == errno.ENOSPC:
-            say(
-                "error",
-                f"the disk is full ({error.filename or 'while writing'}); free some room and run it again",
-            )
-        elif error.filename is None:  # no file of the user's
+        if unread():
+            sys.exit(141)  # as a shell reports SIGPIPE
+        full, where = is_full(error), error.filename or "while writing"
+        if not full and error.filename is None:  # no file of the user's
             raise
-        else:
-            say("error", f"{error.filename}: {error.strerror}")
+        why = f"the disk is full ({where}); free some room and run it again"
+        say("error", why if full else f"{where}: {error.strerror}")
         status = 2
     sys.exit(status if isinstance(status, int) else 0)
 
 
+def unread() -> bool:
+    """Whether the reader of stdout has gone, as in `lanternpp models | head`; then Python's own flush at the end is silenced."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def run(args: Sequence[str]) -> object:
-    """Run a verb and return what it returns: None, or an exit status."""
+    """Run a verb and return its result: None, or an exit status."""
     named = next(iter(args), "--help")
     for words in (named, " ".join(args[:2])):
         if words in RETIRED:
@@ -116,13 +128,16 @@ def run(args: Sequence[str]) -> object:
 
 
 def sentence(error: Exception) -> str:
-    """What is wrong with the arguments, in one sentence."""
+    """The error of the arguments, in one sentence."""
     if isinstance(error.__cause__, InputError):  # of an option's own check
         return str(error.__cause__)
     if isinstance(error, UnknownOptionError):
         option = (error.token.keyword or error.token.value).partition("=")[0]
         if option in RENAMED:
             return f"{option} is now {RENAMED[option]}"
+    if isinstance(error, UnusedCliTokensError):
+        words = " ".join(map(repr, error.unused_tokens or ()))
+        return f"unexpected {words}: a value with spaces needs quotes, and a list has commas; see --help"
     if isinstance(error, CycloptsError):
         error.verbose = False
     return str(error)

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
-from lanternpp.api.options import BASELINE, DrawOptions, EngineDials, SamplingDials, names
+from lanternpp.api.options import (
+    BASELINE,
+    DrawOptions,
+    EngineDials,
+    SamplingDials,
+    draft_of,
+    drawn_with,
+    names,
+)
 from lanternpp.cli import options as opt
-from lanternpp.cli.output import png_path
-from lanternpp.cli.tables import show_table
-from lanternpp.cli.terminal import Progress, progress_bar
+from lanternpp.cli.terminal import Progress, progress_bar, show_table
 from lanternpp.util.options import Option
 
 if TYPE_CHECKING:
     from lanternpp.api.pipeline import Result, Stats
 
 OUTPUT = Path("out/compare.png")
-Runs = Annotated[int, Option("Timed runs of each side; medians are shown.", ge=1)]
 
 
 @opt.verb
@@ -31,7 +36,7 @@ def compare(
     n: opt.Count = 1,
     output: opt.Output = OUTPUT,
     overwrite: opt.Overwrite = False,
-    runs: Runs = 3,
+    runs: Annotated[int, Option("Timed runs of each side; medians are shown.", ge=1)] = 3,
     as_json: opt.Json = False,
     options: DrawOptions = DrawOptions(),
     seed: opt.Seed = 0,
@@ -41,7 +46,7 @@ def compare(
     The runs of the two sides take turns, each side after one untimed warm-up. Pictures are drawn one at a
     time, as in the papers, unless --batch-size says otherwise. --measure-tv draws them once more, untimed.
     """
-    path = png_path(output or OUTPUT, overwrite)
+    path = opt.png_path(output or OUTPUT, overwrite)
     opt.check(options)
 
     from lanternpp.api.picture import notes, save_png
@@ -54,57 +59,20 @@ def compare(
     overrides = {"batch_size": 1, **options.overrides}
     measure_tv = overrides.pop("measure_tv", False)
     with progress_bar("comparing") as progress:
-        base, side = race(draw, options.method, overrides, runs, measure_tv, progress)
-    speedup = base.seconds / side.seconds
+        pairs, measured = race(draw, options.method, overrides, runs, measure_tv, progress)
+    base, side = zip(*pairs, strict=True)
+    rows = [row(base), row(side, measured)]
+    for each in rows:
+        each["speedup"] = rows[0]["seconds"] / each["seconds"]
     bound = pipe.bound(pipe.settings(options.method, **overrides))
-    stats = side.last.stats
+    stats = side[-1].stats
     chunks = notes(prompt, seed, stats.model, stats.settings, stats.versions, stats.images)
-    save_png(render(prompt, base, side, speedup), path, chunks)
+    save_png(render(prompt, (base[-1].images, side[-1].images), rows), path, chunks)
     if as_json:
-        rows = [base.row() | {"speedup": 1.0}, side.row() | {"speedup": speedup}]
         print(json.dumps(rows[1] | {"methods": rows, "bound": bound, "file": str(path)}))
         return
-    show(prompt, base, side, speedup, bound)
+    show(prompt, rows, bound)
     print(str(path))
-
-
-@dataclass
-class Side:
-    """One side's timed runs; they differ in seconds only, since seeds and settings are the same."""
-
-    results: list[Result] = field(default_factory=list)
-    measured: Stats | None = None  # of a run that was not timed
-
-    @property
-    def last(self) -> Result:
-        """The latest run."""
-        return self.results[-1]
-
-    @property
-    def seconds(self) -> float:
-        """Median wall clock of a run."""
-        return median(result.stats.seconds for result in self.results)
-
-    @property
-    def spread(self) -> float:
-        """Slowest run over fastest: far above 1 where something else used the machine."""
-        seconds = [result.stats.seconds for result in self.results]
-        return max(seconds) / min(seconds)
-
-    def row(self) -> dict[str, Any]:
-        """A run's figures, with the medians in place of its seconds."""
-        stats = self.measured or self.last.stats
-        return stats.to_json() | {
-            "seconds": self.seconds,
-            "seconds_per_image": self.seconds / stats.images,
-            "seconds_per_run": [result.stats.seconds for result in self.results],
-        }
-
-    def figures(self) -> tuple[str, str, str]:
-        """Seconds and passes per picture, and codes per pass, as text."""
-        stats = self.last.stats
-        passes = stats.passes / stats.images
-        return f"{self.seconds / stats.images:.2f}", f"{passes:.0f}", f"{stats.codes_per_pass:.2f}"
 
 
 def race(
@@ -114,72 +82,76 @@ def race(
     runs: int,
     measure_tv: bool,
     progress: Progress | None,
-) -> tuple[Side, Side]:
-    """Plain AR's runs and the method's, one of each in turn.
+) -> tuple[list[tuple[Result, Result]], Stats | None]:
+    """Pairs of plain AR's runs and the method's, one of each in turn; and the statistics of a run that was measured.
 
     The method's warm-up resolves the shared settings, and plain AR gets the same. Progress is reported
     between runs only, so that the timed ones do nothing else. With `measure_tv`, the method's tv_cost is measured in
     one more run, which draws the same pictures, since measuring takes time.
     """
-    report = progress or (lambda done, total: None)
-    total = 2 * (runs + 1) + measure_tv
-    report(0, total)
-    settings = draw(method, **options).stats.settings
+    done, total = count(), 2 * (runs + 1) + measure_tv
+
+    def run(name: str, settings: dict[str, Any]) -> Result:
+        if progress:
+            progress(next(done), total)
+        return draw(name, **settings)
+
+    settings = run(method, options).stats.settings
     same = {name: settings[name] for name in names(EngineDials, SamplingDials)}
-    report(1, total)
-    draw(BASELINE, **same)
-    report(2, total)
-    base, side = Side(), Side()
-    for run in range(runs):
-        base.results.append(draw(BASELINE, **same))
-        report(3 + 2 * run, total)
-        side.results.append(draw(method, **options))
-        report(4 + 2 * run, total)
-    if measure_tv:
-        side.measured = draw(method, **options, measure_tv=True).stats
-        report(total, total)
-    return base, side
+    run(BASELINE, same)
+    pairs = [(run(BASELINE, same), run(method, options)) for _ in range(runs)]
+    return pairs, run(method, options | {"measure_tv": True}).stats if measure_tv else None
 
 
-def render(prompt: str, base: Side, side: Side, speedup: float) -> Any:
-    """The comparison as one picture."""
+def row(results: Sequence[Result], measured: Stats | None = None) -> dict[str, Any]:
+    """A run's figures, with the medians in place of its seconds: runs differ in these only, as seeds and settings are the same.
+
+    measured: of a run that was not timed.
+    """
+    stats, runs = measured or results[-1].stats, [result.stats.seconds for result in results]
+    medians = {"seconds": median(runs), "seconds_per_image": median(runs) / stats.images}
+    return stats.to_json() | medians | {"seconds_per_run": runs}
+
+
+def figures(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Seconds and passes per picture, and codes per pass, as text."""
+    passes = row["passes"] / row["images"]
+    return f"{row['seconds_per_image']:.2f}", f"{passes:.0f}", f"{row['codes_per_pass']:.2f}"
+
+
+def render(prompt: str, images: Sequence[Any], rows: Sequence[Mapping[str, Any]]) -> Any:
+    """The comparison as one picture: images of both sides, and their rows of figures."""
     from lanternpp.api.picture import Panel, comparison
-    from lanternpp.api.results import draft_of
 
-    stats = side.last.stats
-    drafted = ", ".join(filter(None, (stats.method, draft_of(stats.settings))))
+    base, side = rows
+    drafted = ", ".join(filter(None, (side["method"], draft_of(side["settings"]))))
+    headings = (f"{base['method']} (plain autoregressive)", drafted)
+    highlights = ("", f"{side['speedup']:.2f}x the speed")
     panels = []
-    for each, heading, highlight in (
-        (base, f"{base.last.stats.method} (plain autoregressive)", ""),
-        (side, drafted, f"{speedup:.2f}x the speed"),
-    ):
-        seconds, passes, per_pass = each.figures()
-        figures = (f"{seconds} s per picture", f"{per_pass} codes per pass, {passes} passes per picture")
-        codes = each.last.stats.codes_per_pass
-        shares = (each.seconds / max(base.seconds, side.seconds), codes / side.last.stats.codes_per_pass)
-        panels.append(Panel(each.last.images, heading, figures, highlight, shares))
+    for each, drawn, heading, highlight in zip(rows, images, headings, highlights, strict=True):
+        seconds, passes, per_pass = figures(each)
+        lines = (f"{seconds} s per picture", f"{per_pass} codes per pass, {passes} passes per picture")
+        slowest = max(base["seconds"], side["seconds"])
+        shares = (each["seconds"] / slowest, each["codes_per_pass"] / side["codes_per_pass"])
+        panels.append(Panel(drawn, heading, lines, highlight, shares))
     return comparison(prompt, panels)
 
 
-def show(prompt: str, base: Side, side: Side, speedup: float, bound: str | None) -> None:
-    """The figures as a table on stdout. bound: what bounds passes on this machine, in a sentence."""
-    from lanternpp.api.results import drawn_with
-
-    runs, spread = len(base.results), max(base.spread, side.spread)
-    caption = f"medians of {runs} runs; slowest / fastest: {spread:.2f}" if runs > 1 else "one run"
-    stats = side.last.stats
-    if stats.auto or stats.settings["fit"]:
-        caption += f"; {drawn_with(stats.method, stats.auto, stats.settings)}"
-    if bound:
-        caption += f"; {bound}"
-    caption += f"; {base.last.stats.settings['dtype']} on {base.last.stats.settings['device']}"
+def show(prompt: str, rows: Sequence[Mapping[str, Any]], bound: str | None) -> None:
+    """The figures as a table on stdout. bound: a sentence on the bottleneck of passes on this machine."""
+    base, side = rows
+    runs = len(base["seconds_per_run"])
+    # slowest over fastest run: far above 1 where something else used the machine
+    spread = max(max(each["seconds_per_run"]) / min(each["seconds_per_run"]) for each in rows)
+    caption = [f"medians of {runs} runs; slowest / fastest: {spread:.2f}" if runs > 1 else "one run"]
+    if side["auto"] or side["settings"]["fit"]:
+        caption.append(drawn_with(side["method"], side["auto"], side["settings"]))
+    caption += [bound] if bound else []
+    caption.append("{dtype} on {device}".format_map(base["settings"]))
     headings = ["method", "seconds / picture", "passes / picture", "codes / pass", "speed-up"]
-    rows = [
-        [base.last.stats.method, *base.figures(), "1.00x"],
-        [side.last.stats.method, *side.figures(), f"{speedup:.2f}x"],
-    ]
-    if side.measured is not None:
+    cells = [[each["method"], *figures(each), f"{each['speedup']:.2f}x"] for each in rows]
+    if side["tv_cost"] is not None:
         headings.append("TV cost / picture")
-        rows[0].append("0.00")
-        rows[1].append(f"{side.measured.tv_cost:.2f}")
-    show_table(headings, rows, prompt, bold=(1,), caption=caption)
+        for each, line in zip(rows, cells, strict=True):
+            line.append(f"{each['tv_cost'] or 0:.2f}")
+    show_table(headings, cells, prompt, bold=(1,), caption="; ".join(caption))

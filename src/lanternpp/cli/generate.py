@@ -2,37 +2,70 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from lanternpp.api.options import DrawOptions
-from lanternpp.cli import many
+from lanternpp.api.options import DrawOptions, drawn_with
 from lanternpp.cli import options as opt
-from lanternpp.cli.output import default_path, figures, free_path, png_path
 from lanternpp.cli.terminal import progress_bar, say
+from lanternpp.errors import InputError
+from lanternpp.util.files import slug
 from lanternpp.util.options import Option
 
-OnePrompt = Annotated[str | None, Option("What to draw.", validate=opt.not_empty)]
-Output = Annotated[
-    Path | None,
-    Option(
-        "Where to write: a PNG, or a folder with --prompts.",
-        names=("-o", "--output"),
-        metavar="FILE.png|FOLDER",
-    ),
-]
+
+@dataclass(frozen=True)
+class JobOptions:
+    """Pictures to show, the output, and a job of many prompts.
+
+    image: A picture that the prompt shows, for models that edit; may be repeated.
+    output: Where to write: a PNG, or a folder with --prompts.
+    prompts: Draw every line of this file; needs -o FOLDER.
+    """
+
+    heading = "Options"
+    image: Annotated[list[Path] | None, Option(metavar="FILE")] = None
+    output: Annotated[Path | None, Option(names=("-o", "--output"), metavar="FILE.png|FOLDER")] = None
+    ray: opt.Ray = None
+    actors: Annotated[int | None, opt.workers("Workers of Ray")] = None
+    prompts: Annotated[Path | None, Option(metavar="FILE", group="Many pictures")] = None
+    overwrite: opt.Overwrite = False
+
+    def is_job(self, prompt: str | None) -> bool:
+        """Whether this is a job and not one prompt. InputError where it is both or neither, or the output is wrong."""
+        if self.prompts is None:
+            if prompt is None:
+                raise InputError("there is nothing to draw; give a PROMPT, or --prompts FILE -o FOLDER")
+            for option, value in (("--ray", self.ray), ("--actors", self.actors)):
+                if value is not None:
+                    wrong = f"{option} goes with --prompts FILE"
+                    raise InputError(f"{wrong}; leave it out, or put the prompt in a file")
+            return False
+        if prompt is not None:
+            raise InputError(f"give either a prompt or --prompts {self.prompts}, not both")
+        if self.output is None:
+            raise InputError(f"--prompts {self.prompts} needs a folder to write to; add -o FOLDER")
+        if self.output.suffix.lower() == ".png":
+            raise InputError(f"-o {self.output} names one file; with --prompts give a folder")
+        if self.image:
+            raise InputError("--image goes with one PROMPT; leave it out, or draw the prompts one by one")
+        opt.writable_folder(self.output)
+        opt.check_ray(self.ray, "--actors", self.actors)
+        return True
 
 
 @opt.verb
 def generate(
-    prompt: OnePrompt = None,
+    prompt: Annotated[str | None, Option("What to draw.", validate=opt.not_empty)] = None,
     /,
     *,
     n: opt.Count = 1,
-    output: Output = None,
+    job: JobOptions = JobOptions(),
     as_json: opt.Json = False,
-    job: many.JobOptions = many.JobOptions(),
     options: DrawOptions = DrawOptions(),
     seed: opt.Seed = 0,
 ) -> int | None:
@@ -45,31 +78,40 @@ def generate(
     With --prompts FILE -o FOLDER: -n pictures of every line of the file, a PNG each. Pictures that the folder has are not
     drawn again, so the same command resumes an interrupted job.
     """
-    if job.is_job(prompt, output):
-        assert output is not None
+    if job.is_job(prompt):
         opt.check(options)
-        many.draw(job, output, n, seed, as_json, options)
+        draw_job(job, n, seed, as_json, options)
         return None
     assert prompt is not None
-    path = png_path(output or default_path(prompt, seed), job.overwrite or output is None)
+    path = job.output or Path("out") / f"{slug(prompt)}-{seed}.png"
+    opt.png_path(path, job.overwrite or job.output is None)
     opt.check(options)
 
-    from lanternpp.api.picture import grid, notes, save_png
+    from lanternpp.api.calls import pictures
+    from lanternpp.api.picture import digests, grid, notes, save_png
     from lanternpp.api.results import UnfinishedError
 
+    shown = pictures(job.image) if job.image else None
     pipe = opt.read(options, pictures=False)  # drawing checks the output
     finished: list[int] | None = None
     try:
         with progress_bar("drawing") as progress:
             result = pipe(
-                prompt, n=n, seed=seed, method=options.method, progress=progress, **options.overrides
+                prompt,
+                n=n,
+                seed=seed,
+                method=options.method,
+                progress=progress,
+                image=shown,
+                **options.overrides,
             )
     except UnfinishedError as unfinished:
         result, finished = unfinished.result, unfinished.seeds
     stats = result.stats
     chunks = notes(prompt, seed, stats.model, stats.settings, stats.versions, stats.images)
     chunks |= {"seeds": " ".join(map(str, finished))} if finished else {}
-    path = path if output or job.overwrite else free_path(path, chunks)
+    chunks |= {"shown": digests(shown)} if shown else {}
+    path = path if job.output or job.overwrite else free_path(path, chunks)
     save_png(grid(result.images), path, chunks)
     if finished:
         say("interrupted", f"{len(finished)} of {n} pictures were finished; they are in {path}")
@@ -79,3 +121,74 @@ def generate(
     else:
         print(f"{path}: {', '.join(figures(stats.to_json()))}")
     return None
+
+
+def draw_job(given: JobOptions, n: int, seed: int, as_json: bool, options: DrawOptions) -> None:
+    """Do the job and print its summary. Raises InputError."""
+    assert given.prompts and given.output
+    from lanternpp.evaluation.prompts import read_prompts
+    from lanternpp.jobs.job import locked, run
+    from lanternpp.jobs.plan import plan_images
+    from lanternpp.jobs.renderer import Renderer
+    from lanternpp.jobs.workers import worker_pool
+
+    planned = plan_images(read_prompts(given.prompts, given.prompts), n, seed)
+    options, folder, ray = opt.with_full_paths(options), given.output, given.ray
+    with (
+        locked(folder),
+        worker_pool(ray, given.actors, options) if ray else nullcontext(Renderer(options)) as renderer,
+        progress_bar("drawing") as progress,
+    ):
+        if renderer.info.effect:
+            say("int8", renderer.info.effect)
+        stats, skipped = run(renderer, planned, folder, given.prompts, given.overwrite, progress)
+    row = stats.to_json() | {"skipped": skipped, "folder": str(folder)}
+    if as_json:
+        print(json.dumps(row))
+    elif not stats.images:
+        print(f"{folder}: nothing to draw, all {skipped} pictures are there")
+    else:
+        there = [f"{skipped} were there already"] if skipped else []
+        print(f"{folder}: {', '.join([f'{stats.images} pictures', *there, *figures(row)])}")
+
+
+def free_path(path: Path, notes: Mapping[str, str]) -> Path:
+    """PATH, or PATH-2, PATH-3 and so on: the first that can be written without losing a picture.
+
+    That is one that does not exist, or has only pictures that the PNG with these notes has too.
+    """
+    from lanternpp.api.picture import png_notes
+    from lanternpp.jobs.plan import differences
+
+    free = path
+    for number in itertools.count(2):
+        existing = (png_notes(free) or {}) if free.exists() else dict(notes)
+        within = _seeds(existing) <= _seeds(notes)
+        if within and not differences(existing | {"images": notes["images"]}, notes):
+            break
+        free = path.with_stem(f"{path.stem}-{number}")
+    return free
+
+
+def _seeds(notes: Mapping[str, str]) -> set[int]:
+    """The seeds of the pictures of a PNG, by its notes."""
+    try:
+        first, count = int(notes["seed"]), int(notes["images"])
+        return set(map(int, notes.get("seeds", "").split())) or set(range(first, first + count))
+    except (KeyError, ValueError):
+        return {-1}
+
+
+def figures(row: Mapping[str, Any]) -> list[str]:
+    """The figures of `Stats.to_json` as phrases."""
+    settings, cost = row["settings"], row["tv_cost"]
+    drawn = (
+        f"{drawn_with(row['method'], row['auto'], settings)} in {settings['dtype']} on {settings['device']}"
+    )
+    said = [
+        f"{row['seconds_per_image']:.2f} s per picture with {drawn}",
+        f"{row['codes']} codes in {row['passes']} passes",
+        f"{row['codes_per_pass']:.2f} codes per pass",
+    ]
+    measured = settings["measure_tv"] and cost is not None
+    return said + ([f"total variation {cost:.2f} per picture"] if measured else [])

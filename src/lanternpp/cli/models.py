@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App
 
 from lanternpp.api.options import (
-    AUTO,
     BASELINE,
     DIALS,
     METHODS,
@@ -22,19 +24,24 @@ from lanternpp.api.options import (
     PictureDials,
     RuleDials,
     SamplingDials,
-    Settings,
+    draft_of,
     names,
 )
-from lanternpp.cli import convert as conversion
 from lanternpp.cli import options as opt
-from lanternpp.cli.tables import show_table
-from lanternpp.cli.terminal import say
+from lanternpp.cli.terminal import say, show_table
 from lanternpp.errors import InputError
+from lanternpp.training.options import Stored
 from lanternpp.util import files
+from lanternpp.util.jsonfile import read_object, write_json
 from lanternpp.util.options import Option
 
-MOST = 1024  # pictures at once
+if TYPE_CHECKING:
+    from lanternpp.api.defaults import Defaults
 
+PARTS = ("tokenizer", "target", "drafter", "parallel")
+REST = ("independent", "classifier", "text")  # other parts that a model may have
+FILES = ("defaults.json", "embeddings.safetensors", "prompts.txt", "synonyms.txt")
+PROVENANCE = "provenance.json"
 models = App(
     name="models",
     help="List models, methods and trees; download, convert or warm a model.",
@@ -50,24 +57,35 @@ def list_models(
     as_json: opt.Json = False,
     options: Annotated[DrawOptions, opt.Without(("size", "method", *names(PictureDials)))] = DrawOptions(),
 ) -> None:
-    """List the models, methods and trees that have names, and what each method draws with on --model.
+    """List the models, methods and trees that have names, and the settings of each method on --model.
 
     Nothing is downloaded: --model and --drafter must be on this machine.
     """
-    device, dtype = options.device, options.dtype
-    from lanternpp.api.model import MODELS
-    from lanternpp.models.published import PUBLISHED
-    from lanternpp.models.vq.neighbours import cache_folder
+    from lanternpp.api.model import ASSETS, MODELS
+    from lanternpp.models.hub import PUBLISHED
+    from lanternpp.models.vq.codes import cache_folder
+    from lanternpp.trees import SHAPES, TREES, build_tree
 
     model = here(options.model)
     drafter = None if options.drafter is None else here(options.drafter)
-    rows = [describe(name, about) for name, about in MODELS.items()]
-    chosen, _ = opt.method_for(model, drafter, AUTO)
-    ways = [describe_method(name, model, drafter, device, dtype) for name in METHODS]
+    defaults = opt.defaults_of(replace(options, model=model, drafter=drafter))
+    made = {name: build_tree(name) for name in TREES}
     cache = cache_folder(Path(__file__))
-    listing: dict[str, Any] = {"models": rows, "published": [asdict(each) for each in PUBLISHED]}
-    listing |= {"model": model, "auto": {"method": chosen.method, "why": chosen.why}, "methods": ways}
-    listing |= {"trees": trees(), "cache": {"folder": str(cache), "bytes": files.size(cache)}}
+    listing: dict[str, Any] = {
+        "models": [
+            {"name": name, "about": about, "folder": str(ASSETS / name), "bytes": files.size(ASSETS / name)}
+            for name, about in MODELS.items()
+        ],
+        "published": [asdict(each) for each in PUBLISHED],
+        "model": model,
+        "auto": asdict(defaults.chosen()),
+        "methods": [describe_method(name, defaults, options.device, options.dtype) for name in METHODS],
+        "trees": [
+            {"name": name, "nodes": tree.size - 1, "depth": tree.depth, "static": name in SHAPES}
+            for name, tree in made.items()
+        ],
+        "cache": {"folder": str(cache), "bytes": files.size(cache)},
+    }
     if as_json:
         print(json.dumps(listing))
     else:
@@ -85,22 +103,6 @@ def download(
     print(model_folder(model))
 
 
-@models.command(name="convert")
-@opt.verb
-def convert_model(
-    model: Annotated[str, Option("A model folder, a published checkpoint, or a hub id.")],
-    out: Annotated[Path, Option("The folder to write; made where it is missing.")],
-    /,
-    *,
-    options: conversion.ConvertOptions = conversion.ConvertOptions(),
-) -> None:
-    """Write MODEL as the folder OUT, which is quick to read and leaves out what only training needs.
-
-    OUT appears only when all of it is written.
-    """
-    print(conversion.convert(model, out, options))
-
-
 @models.command
 @opt.verb
 def warm(
@@ -114,7 +116,7 @@ def warm(
     On a GPU they are drawn compiled from then on; without it they are drawn as they are, at once. On a CPU, whose kernels are
     compiled already, this is done with --compile alone.
     """
-    sizes = read_sizes(batch_sizes)
+    sizes = opt.read_sizes(batch_sizes)
     opt.check(options)
 
     from lanternpp.engine.compiled import compiled_folder
@@ -123,39 +125,23 @@ def warm(
     pipe = opt.read(options)
     done: list[dict[str, object]] = []
     settings = pipe.settings(options.method, **{"compile": pipe.device.type == "cuda", **options.overrides})
-    plain = pipe.settings(
-        BASELINE, **{name: getattr(settings, name) for name in names(EngineDials, SamplingDials)}
-    )
+    shared = {name: getattr(settings, name) for name in names(EngineDials, SamplingDials)}
+    plain = pipe.settings(BASELINE, **shared)
     for size in sizes if settings.compile else ():
         for each in dict.fromkeys((plain, settings)):
             if pipe.warm(replace(each, batch_size=size)):
-                say("warm", f"{each.method} is not compiled whole, so it is drawn as it is")
+                say("warm", f"{each.method} is not compiled in one piece, so it is drawn as it is")
             else:
                 made = f"steps of {each.method}, {size} at a time"
                 done.append({"made": made, "kept": str(compiled_folder())})
+    seconds = time.perf_counter() - began
     if as_json:
-        print(json.dumps({"done": done, "seconds": time.perf_counter() - began}))
+        print(json.dumps({"done": done, "seconds": seconds}))
         return
     for one in done:
         print(f"{one['made']}: in {one['kept']}")
-    print(
-        f"ready after {time.perf_counter() - began:.1f} s"
-        if done
-        else "nothing to compile here: a CPU compiles steps with --compile alone"
-    )
-
-
-def read_sizes(text: str) -> list[int]:
-    """Batch sizes, ascending. Raises InputError."""
-    try:
-        sizes = sorted({int(word) for word in text.split(",")})
-    except ValueError:
-        sizes = []
-    if not sizes or not 1 <= sizes[0] <= sizes[-1] <= MOST:
-        raise InputError(
-            f"--batch-sizes {text!r} is no list of sizes; use whole numbers from 1 to {MOST} parted by commas"
-        )
-    return sizes
+    nothing = "nothing to compile here: a CPU compiles steps with --compile alone"
+    print(f"ready after {seconds:.1f} s" if done else nothing)
 
 
 def here(named: str) -> str:
@@ -171,123 +157,175 @@ def here(named: str) -> str:
         raise InputError(f"{named} is not on this machine; `lanternpp models download` fetches it") from None
 
 
-def describe(name: str, about: str) -> dict[str, Any]:
-    """A row: the folder of the model and its bytes; None and 0 where it is not on this machine."""
-    from lanternpp.api.model import model_folder
-
-    try:
-        folder = model_folder(name)
-    except InputError:
-        return {"name": name, "about": about, "folder": None, "bytes": 0}
-    return {"name": name, "about": about, "folder": str(folder), "bytes": files.size(folder)}
-
-
-def describe_method(
-    name: str, model: str, drafter: str | None = None, device: str = "auto", dtype: str = "auto"
-) -> dict[str, Any]:
-    """A row: what a method draws with on a model, one picture at a time, which network the model lacks for it, and
-    whether it fits what the model draws, codes or latents.
+def describe_method(name: str, defaults: Defaults, device: str, dtype: str) -> dict[str, Any]:
+    """A row: a method's settings on a model for one picture at a time, the network that the model lacks for it, and
+    whether it fits the model's codes or latents.
     """
-    from lanternpp.accept import RULES
-    from lanternpp.api.model import holds, latent_family, model_folder, placed
-    from lanternpp.api.settings import network_needed, suits_latents
-    from lanternpp.api.tuned import CONDITIONS, Tuned, resolve_tuned
-    from lanternpp.util.registry import find
+    from lanternpp.api.model import latent_family, placed
+    from lanternpp.api.settings import network_needed, part, suits_latents
 
-    folder, other = model_folder(model), model_folder(drafter) if drafter else None
-    chosen, defaults = opt.method_for(model, drafter, name)
-    on, dtype_found, int8 = placed(device, dtype, folder)
-    kind = str(dtype_found).removeprefix("torch.")
-    where = {"device": on.type, "dtype": f"int8, {kind}" if int8 else kind}
-
-    def conditions(settings: Settings) -> dict[str, Any]:
-        return {key: getattr(settings, key) for key in CONDITIONS if key not in where} | where
-
-    tuned = Tuned.read(folder, other)
-    settings = resolve_tuned(chosen.method, defaults, {}, False, tuned, conditions)
-    network = network_needed(settings)
-    available = network is None or other is not None or holds(folder, network)
-    fits = suits_latents(settings) or latent_family(folder) is None
-    dials = {
-        dial: value for dial in names(DraftDials, RuleDials) if (value := getattr(settings, dial)) is not None
+    on, kind, int8 = placed(device, dtype, defaults.folder)
+    where = {"device": on.type, "dtype": "int8, " * int8 + str(kind).removeprefix("torch.")}
+    settings = defaults.settings(name, {}, where)
+    every, network = asdict(settings), network_needed(settings)
+    return {
+        "name": name,
+        **{key: every[key] for key in ("proposer", "tree", "accept")},
+        "lossless": part("accept", settings.accept).lossless,
+        "dials": {dial: every[dial] for dial in names(DraftDials, RuleDials) if every[dial] is not None},
+        "tuned": defaults.is_tuned(settings),
+        "missing": None if defaults.holds(network) else network,
+        "fits": suits_latents(settings) or latent_family(defaults.folder) is None,
+        "about": METHODS[name].about,
     }
-    lossless = find("acceptance rule", settings.accept, RULES).lossless
-    parts = {"proposer": settings.proposer, "tree": settings.tree, "accept": settings.accept}
-    more = {
-        "lossless": lossless,
-        "dials": dials,
-        "tuned": tuned.knows(asdict(settings)),
-        "missing": None if available else network,
-        "fits": fits,
-    }
-    return {"name": name, **parts, **more, "about": METHODS[name].about}
-
-
-def trees() -> list[dict[str, Any]]:
-    """Every tree that --tree can name, with its nodes below the root and its levels."""
-    from lanternpp.trees import SHAPES, TREES, build_tree
-
-    made = {name: build_tree(name) for name in TREES}
-    return [
-        {"name": name, "nodes": tree.size - 1, "depth": tree.depth, "static": name in SHAPES}
-        for name, tree in made.items()
-    ]
 
 
 def show(listing: Mapping[str, Any]) -> None:
-    """Print everything on stdout; no name is cut on a narrow terminal."""
-    rows = [
-        (row["name"], files.megabytes(row["bytes"]) if row["folder"] else "no", row["about"])
-        for row in listing["models"]
-    ]
+    """Print everything on stdout; no name is truncated on a narrow terminal."""
+    model, auto, cache = listing["model"], listing["auto"], listing["cache"]
+    rows = [(row["name"], files.megabytes(row["bytes"]), row["about"]) for row in listing["models"]]
     show_table(("model", "on this machine", "what it is"), rows, prose=True)
     print("--model also takes a folder, a checkpoint, or a hub id, which is fetched once.")
     print("Published models, sizes by their numbers of parameters (more: docs/models.md):\n")
     for each in listing["published"]:
-        print(f"{each['name']}: {each['download']}")
-        print(f"  --model {each['model']}")
-        drafter = f"--drafter {each['drafter']}" if each["drafter"] else "no drafter is published"
-        print(f"  {drafter}")
+        print(f"{each['name']}: {each['download']}\n  --model {each['model']}")
+        print(f"  --drafter {each['drafter']}" if each["drafter"] else "  no drafter is published")
         if each["needs"]:
             print(f"  needs {each['needs']}")
-    print(
-        f"\nOn {listing['model']}, one picture at a time; auto takes {listing['auto']['method']} ({listing['auto']['why']}):\n"
-    )
-    show_table(
-        ("method", "lossless", "drafts with", "tree", "rule", "what it is"),
-        [method_row(row) for row in listing["methods"] if row["fits"]],
-        left=range(6),
-        prose=True,
-        spare=True,
-    )
-    if any(row["missing"] and row["fits"] for row in listing["methods"]):
-        print(f"* {listing['model']} has no such network: give one with --drafter\n")
+    print(f"\nOn {model}, one picture at a time; auto takes {auto['method']} ({auto['why']}):\n")
+    methods = [row for row in listing["methods"] if row["fits"]]
+    headings = ("method", "lossless", "proposer", "draft", "rule", "what it is")
+    show_table(headings, [method_row(row) for row in methods], left=range(6), prose=True, spare=True)
+    if any(row["missing"] for row in methods):
+        print(f"* {model} has no such network: give one with --drafter\n")
+    kinds = {True: "static", False: "follows the drafter"}
     shapes = [
-        (
-            row["name"],
-            str(row["nodes"]),
-            str(row["depth"]),
-            "static" if row["static"] else "follows the drafter",
-        )
-        for row in listing["trees"]
+        (row["name"], str(row["nodes"]), str(row["depth"]), kinds[row["static"]]) for row in listing["trees"]
     ]
     show_table(("tree", "nodes", "levels", "shape"), shapes, left=(0, 3))
-    print(
-        f"Neighbour tables are cached in {listing['cache']['folder']}: {files.megabytes(listing['cache']['bytes'])}."
-    )
+    print(f"Neighbour tables are cached in {cache['folder']}: {files.megabytes(cache['bytes'])}.")
 
 
 def method_row(row: Mapping[str, Any]) -> tuple[str, ...]:
     """The cells of a method. A star marks a proposer whose network is missing; after the rule come its dials."""
-    numbers = [(DIALS[name], value) for name, value in row["dials"].items() if not isinstance(value, str)]
-    dials = {dial.short or dial.spoken: f"{value:g}" for dial, value in numbers}
-    window = dials.pop("window", None)
-    tree = row["tree"] or ("" if window is None else f"window {window}")
+    tree = row["tree"]
+    numbers = [(DIALS[name], value) for name, value in row["dials"].items() if name in names(RuleDials)]
+    dials = [f"{dial.short or dial.spoken} {value:g}" for dial, value in numbers if dial.kind is not str]
     return (
         row["name"],
         "yes" if row["lossless"] else "no",
         row["proposer"] + ("*" if row["missing"] else ""),
-        tree if not tree.startswith("[") else f"{tree.count('[') - 1} nodes",
-        " ".join([row["accept"], *(f"{name} {value}" for name, value in dials.items())]),
+        tree if tree and not tree.startswith("[") else draft_of(row["dials"]) or "",
+        " ".join([row["accept"], *dials]),
         row["about"].partition(" (arXiv")[0],
     )
+
+
+@models.command
+@opt.verb
+def convert(
+    model: Annotated[str, Option("A model folder, a published checkpoint, or a hub id.")],
+    out: Annotated[Path, Option("The folder to write; made where it is missing.")],
+    /,
+    *,
+    store: Stored | None = None,
+    vq: Annotated[str | None, Option(metavar="FILE|HUB_ID")] = None,
+    text: Annotated[Path | None, Option("The text encoder of a published checkpoint.", metavar="DIR")] = None,
+    size: Annotated[str | None, Option(metavar="PIXELS|WxH")] = None,
+    overwrite: Annotated[bool, Option("Replace the model that OUT holds.")] = False,
+) -> None:
+    """Write MODEL as the folder OUT, which is quick to read and leaves out what only training needs.
+
+    OUT appears only when all of it is written.
+
+    store: float32, bfloat16, int8 or int6: 8 or 6 bits a weight and a scale per output channel. Default: bfloat16 of a published
+        checkpoint, int8 of a folder that lanternpp wrote.
+    vq: The image tokenizer of a published checkpoint, OWNER/NAME/FILE on the hub.
+    size: The size of its pictures, where no file says.
+    """
+    if text is not None and not text.exists():
+        raise InputError(f"--text {str(text)!r} does not exist; give a folder")
+    inside = Path(model).exists() and Path(model).resolve().is_relative_to(out.resolve())
+    if out.exists() and (not out.is_dir() or inside):
+        raise InputError(f"output {str(out)!r} is a file, or contains MODEL; name a new folder")
+    if not overwrite and any((out / name).exists() for name in (*PARTS, "config.json")):
+        raise InputError(
+            f"output {str(out)!r} holds a model; name a new folder, or replace it with --overwrite"
+        )
+    opt.writable_folder(out)
+
+    from lanternpp.api.model import model_folder
+    from lanternpp.models.hub import hub_id
+
+    if vq and not Path(vq).exists() and not hub_id(vq):
+        raise InputError(f"--vq {vq!r} does not exist; give a file, or OWNER/NAME/FILE of the hub")
+    source = model_folder(model)
+    given = {"tokenizer": model_folder(vq) if vq else None, "text": text, "size": size}
+    ours = (source / "target").is_dir()
+    if ours and any(given.values()):
+        raise InputError(f"--vq, --text and --size are for published checkpoints; {model!r} is none")
+    store = store or ("int8" if ours else "bfloat16")
+    called = source.resolve().name if Path(model).exists() else model
+    with staged(out) as stage:
+        parts = rewrite(source, stage, store) if ours else adopt(source, stage, store, given, called)
+    print(f"{out}: {', '.join(parts)}; {files.megabytes(files.size(out))} in {store}")
+
+
+@contextmanager
+def staged(out: Path) -> Iterator[Path]:
+    """An empty folder whose contents become those of OUT when the block ends; an older model in OUT is removed."""
+    place = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    with TemporaryDirectory(prefix=f".{out.name}.", dir=place, ignore_cleanup_errors=True) as temporary:
+        stage = Path(temporary) / out.name
+        stage.mkdir()
+        yield stage
+        if not out.exists():
+            out.parent.mkdir(parents=True, exist_ok=True)
+            stage.replace(out)
+            return
+        for name in {*PARTS, *REST, *FILES, *(path.name for path in stage.iterdir())}:
+            if (out / name).is_dir() and not (out / name).is_symlink():
+                shutil.rmtree(out / name)
+            else:
+                (out / name).unlink(missing_ok=True)
+        for path in stage.iterdir():
+            path.replace(out / path.name)
+
+
+def rewrite(source: Path, out: Path, store: Any) -> list[str]:
+    """Write the parts of a folder that lanternpp wrote; returns the names of the parts."""
+    from lanternpp.evaluation.classifier import CLASSIFIER, REFERENCE, has_classifier
+    from lanternpp.nn import checkpoints
+
+    parts = [part for part in PARTS if (source / part).is_dir()]
+    for part in parts:
+        config, tensors = checkpoints.load(source / part)
+        keep = [name for name in tensors if name.endswith("codebook")]
+        checkpoints.save(out / part, config, tensors, store, keep)
+        if (source / part / PROVENANCE).is_file():
+            write_json(out / part / PROVENANCE, read_object(source / part / PROVENANCE) | {"store": store})
+    kept = [*FILES, "README.md"]
+    if has_classifier(source):  # unchanged: its reference was computed with exactly these weights
+        of_classifier = (checkpoints.CONFIG, checkpoints.WEIGHTS, REFERENCE, PROVENANCE)
+        kept += [f"{CLASSIFIER}/{name}" for name in of_classifier]
+        parts.append(CLASSIFIER)
+    for name in kept:
+        if (source / name).is_file():
+            (out / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(source / name, out / name)
+    if (source / "text").is_dir():
+        shutil.copytree(source / "text", out / "text", dirs_exist_ok=True)
+        parts.append("text")
+    return parts
+
+
+def adopt(source: Path, out: Path, store: Any, given: dict[str, Any], called: str) -> list[str]:
+    """Write a published checkpoint with its tokenizer, and its text encoder if that is on this machine; returns the parts."""
+    from lanternpp.api.model import DEFAULTS, read_target
+    from lanternpp.util.devices import DTYPES
+
+    target = read_target(source, DTYPES["bfloat16" if store == "bfloat16" else "float32"], given=given)
+    parts = target.save(out, store)
+    write_json(out / "target" / PROVENANCE, {"converted from": called, "store": store})
+    write_json(out / DEFAULTS, target.defaults)
+    return parts

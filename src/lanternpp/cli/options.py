@@ -1,37 +1,27 @@
-"""Options of the command line, made from annotations: `Annotated[int, Option("Pictures.", ge=1)]` is declared once, with its limits.
+"""Options of the command line, and checks of their values. Options are made from annotations: `Annotated[int, Option("Pictures.", ge=1)]` is declared once, with its limits.
 
 A verb is a function under `@verb`. Each of its parameters is an option; one that is a dataclass or a TypedDict is a group of options.
+The docstring of a verb or dataclass has the help of its options, a line `name: help` for each, unless `Option` has it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Container
 from functools import partial
 from pathlib import Path
-from types import UnionType
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    TypedDict,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-    is_typeddict,
-)
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict, TypeVar, get_args, get_type_hints, is_typeddict
 
 from cyclopts import Group, Parameter
 
 from lanternpp.api.options import AUTO, DIALS, DrawOptions
-from lanternpp.cli.terminal import tell_effect
+from lanternpp.cli.terminal import say
 from lanternpp.errors import InputError
 from lanternpp.util.options import Option, option_of
 
 if TYPE_CHECKING:
-    from lanternpp.api.default_method import Chosen
+    from lanternpp.api.defaults import Defaults
     from lanternpp.api.pipeline import Pipeline
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -55,10 +45,11 @@ class Without(tuple[str, ...]):
 
 def verb(function: F) -> F:
     """A decorator that makes the annotations of a function ones that Cyclopts reads, and its docstring one line a paragraph."""
-    paragraphs = (function.__doc__ or "").split("\n\n")
-    function.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     hints = get_type_hints(function, include_extras=True)
-    function.__annotations__ = {name: _parameter(name, hint) for name, hint in hints.items()}
+    function.__doc__, helps = documented(function.__doc__, hints)
+    function.__annotations__ = {
+        name: _parameter(name, hint, (), helps.get(name, "")) for name, hint in hints.items()
+    }
     defaults = function.__kwdefaults__ or {}
     for name, default in defaults.items():
         if dataclasses.is_dataclass(default):  # Cyclopts has pydantic check that it is of the annotated class
@@ -71,23 +62,28 @@ def heading(name: str) -> Group:
     return Group(name, sort_key=HEADINGS.index(name) if name in HEADINGS else len(HEADINGS))
 
 
-def _parameter(name: str, hint: Any, without: tuple[str, ...] = (), option: Option | None = None) -> Any:
-    """The annotation of a parameter or field, with what Cyclopts is to know of its option or group of options."""
-    kind, *meta = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+def _parameter(name: str, hint: Any, without: tuple[str, ...] = (), help: str = "", under: str = "") -> Any:
+    """The annotation of a parameter or field, with what Cyclopts is to know of its option or group of options.
+
+    help, under: the help and the heading of an option that has none.
+    """
+    meta = getattr(hint, "__metadata__", ())
+    kind = hint.__origin__ if meta else hint
     without += next((each for each in meta if isinstance(each, Without)), ())
     if name in without:
         return Annotated[kind, Parameter(parse=False)]
     kind = next((each for each in meta if is_typeddict(each)), kind)
     if is_typeddict(kind) or dataclasses.is_dataclass(kind):
         return Annotated[_group(kind, without), Parameter(name="*")]
-    option = option or option_of(hint)
+    option = option_of(hint) or (Option() if help else None)
     if option is None:
         return hint
+    option = dataclasses.replace(option, help=option.help or help)
     called = max(option.names or ("--" + name.replace("_", "-"),), key=len)
-    alternatives = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-    number = next((each for each in (int, float) if each in alternatives), None)
-    section: dict[str, Any] = {"group": heading(option.group)} if option.group else {}
-    told = Parameter(
+    number = next((each for each in (int, float) if each in (kind, *get_args(kind))), None)
+    under = option.group or under
+    section: dict[str, Any] = {"group": heading(under)} if under else {}
+    made = Parameter(
         name=option.names or None,
         help=option.about,
         metavar=option.metavar,
@@ -97,7 +93,7 @@ def _parameter(name: str, hint: Any, without: tuple[str, ...] = (), option: Opti
         show_default=False if kind is bool else None,
         **section,
     )
-    return Annotated[kind, told]
+    return Annotated[kind, made]
 
 
 def _number(kind: type[int] | type[float], _: Any, tokens: Any) -> int | float:
@@ -109,17 +105,36 @@ def _number(kind: type[int] | type[float], _: Any, tokens: Any) -> int | float:
 
 
 def _group(kind: Any, without: tuple[str, ...]) -> Any:
-    """A dataclass whose fields Cyclopts reads as options, or a TypedDict of dials."""
+    """A dataclass whose fields Cyclopts reads as options, under its `heading` if it has one, or a TypedDict of dials."""
     if is_typeddict(kind):
         dials = {name: DIALS[name] for name in kind.__annotations__ if name not in without}
-        made = {name: _parameter(name, dial.kind | None, (), dial) for name, dial in dials.items()}
+        made = {name: _parameter(name, Annotated[dial.kind | None, dial]) for name, dial in dials.items()}
         return TypedDict(kind.__name__, made, total=False)  # type: ignore[operator]
     hints = get_type_hints(kind, include_extras=True)
-    made = {name: _parameter(name, hint, without) for name, hint in hints.items()}
+    _, helps = documented("\n\n".join(each.__doc__ or "" for each in kind.__mro__), hints)
+    under = getattr(kind, "heading", "")
+    made = {name: _parameter(name, hint, without, helps.get(name, ""), under) for name, hint in hints.items()}
     # pickled as the class itself, since another process has not made this one
     names: dict[str, Any] = {"__annotations__": made, "__module__": kind.__module__}
     names["__reduce__"] = lambda group: (partial(kind, **vars(group)), ())
     return type(kind.__name__, (kind,), names)
+
+
+def documented(text: str | None, names: Container[str]) -> tuple[str, dict[str, str]]:
+    """A docstring without the help of options, one line a paragraph; and that help, its lines `name: help`, by their names."""
+    paragraphs, helps, name = [""], dict[str, str](), ""
+    for line in map(str.strip, (text or "").splitlines()):
+        word, colon, rest = line.partition(": ")
+        if colon and word in names:
+            name, helps[word] = word, rest
+        elif name and line:
+            helps[name] += f" {line}"
+        elif line:
+            paragraphs[-1] = f"{paragraphs[-1]} {line}".strip()
+        else:
+            name = ""
+            paragraphs += [""] if paragraphs[-1] else []
+    return "\n\n".join(paragraphs).strip(), helps
 
 
 def not_empty(prompt: str) -> None:
@@ -132,16 +147,11 @@ def not_empty(prompt: str) -> None:
 Prompt = Annotated[str, Option("What to draw.", metavar="PROMPT", validate=not_empty)]
 Count = Annotated[int, Option("Pictures.", ge=1, le=10_000, names=("-n", "--n"))]
 Seed = Annotated[
-    int,
-    Option(
-        "Of the first picture; the next has the next seed.",
-        ge=0,
-        le=2**62,
-        remedy="0 to 2**62",
-        group="Sampling",
-    ),
+    int, Option("Of the first picture; the next has the next seed.", ge=0, le=2**62, group="Sampling")
 ]
 Output = Annotated[Path | None, Option("Where to write.", names=("-o", "--output"), metavar="FILE.png")]
+Folder = Option(names=("-o", "--output"), metavar="DIR")  # to write to
+Switch = Option(negative=True)  # with a --no- form
 Overwrite = Annotated[
     bool,
     Option(
@@ -150,20 +160,68 @@ Overwrite = Annotated[
 ]
 Json = Annotated[bool, Option("Print one JSON object and nothing else.", names=("--json",))]
 Prompts = Annotated[
-    Path | None, Option("One prompt per line; default: the model's own list.", metavar="FILE")
+    Path | None,
+    Option(
+        "One prompt per line, or MS-COCO's captions (.json), PartiPrompts.tsv, or GenEval's .jsonl, here or in a dataset on the "
+        "hub; default: the model's own list.",
+        metavar="FILE|OWNER/NAME/FILE",
+    ),
 ]
 Plots = Annotated[bool | None, Option("PNG plots. Default: where matplotlib is installed.", negative=True)]
 
 
-def folder(help: str) -> Option:
-    """The option of a folder to write to."""
-    return Option(help, names=("-o", "--output"), metavar="DIR")
+Ray = Annotated[
+    str | None,
+    Option(
+        "Use Ray: on this machine (local, the default), on the cluster that it is part of (auto), or on the one at an address. "
+        "Needs lanternpp[ray].",
+        metavar="[local|auto|HOST:PORT]",
+        group="Ray",
+    ),
+]
+
+
+def workers(called: str) -> Option:
+    """The option of a number of Ray's workers, which are `called` so."""
+    help = f"{called}; default: one for each GPU, else one for every four cores."
+    return Option(help, ge=1, le=10_000, metavar="N", group="Ray")
+
+
+def check_ray(ray: str | None, option: str, workers: int | None) -> None:
+    """Raise InputError where Ray is not installed, the address is malformed, or workers are given without Ray."""
+    if ray is not None:
+        from lanternpp.jobs import cluster
+
+        cluster.check(ray)
+    elif workers is not None:
+        raise InputError(f"{option} {workers} needs Ray; add --ray")
+
+
+def read_numbers(
+    text: str | None, kind: type, option: str, allowed: str, low: float, high: float
+) -> list[Any]:
+    """Numbers separated by commas, ascending; none of None. InputError unless each is in the range [low, high]."""
+    if text is None:
+        return []
+    try:
+        found = sorted({kind(word) for word in text.split(",")})
+    except ValueError:
+        found = []
+    if not found or not low <= found[0] <= found[-1] <= high:
+        raise InputError(f"{option} {text!r} must be {allowed}, separated by commas")
+    return found
+
+
+def read_sizes(text: str | None) -> list[int]:
+    """The batch sizes of --batch-sizes."""
+    most = 1024  # pictures at once
+    return read_numbers(text, int, "--batch-sizes", f"whole numbers from 1 to {most}", 1, most)
 
 
 def read(options: DrawOptions, pictures: bool = True) -> Pipeline:
-    """Read the model; says on stderr what weights in 8 bits change. Raises InputError.
+    """Read the model; prints the effect of weights in 8 bits on stderr. Raises InputError.
 
-    pictures: refuse a model whose codes cannot become pictures here.
+    pictures: reject a model whose codes cannot become pictures here.
     """
     from lanternpp import Pipeline
     from lanternpp.api.results import check_output
@@ -171,37 +229,85 @@ def read(options: DrawOptions, pictures: bool = True) -> Pipeline:
     pipe = Pipeline.from_pretrained(**options.pretrained)
     if pictures:
         check_output(pipe.target)
-    tell_effect(pipe.effect)
+    if pipe.model.effect:
+        say("int8", pipe.model.effect)
     return pipe
 
 
-def method_for(model: str, drafter: str | None, method: str) -> tuple[Chosen, Mapping[str, Any]]:
-    """The method that a name means on a model, and the model's defaults, before the model is read. InputError."""
-    from lanternpp.api.default_method import Chosen, choose
-    from lanternpp.api.model import known_defaults, model_folder
-    from lanternpp.api.tuned import Tuned
+def defaults_of(options: DrawOptions) -> Defaults:
+    """The defaults of a model that is not read yet. InputError."""
+    from lanternpp.api.defaults import Defaults
+    from lanternpp.api.model import model_folder
 
-    folder = model_folder(model)
-    defaults = known_defaults(folder)
-    if method != AUTO:
-        return Chosen(method), defaults
-    other = model_folder(drafter) if drafter else None
-    return choose(method, folder, other, defaults, Tuned.read(folder, other)), defaults
+    drafter = model_folder(options.drafter) if options.drafter else None
+    return Defaults.read(model_folder(options.model), drafter)
 
 
 def check(options: DrawOptions) -> None:
-    """Refuse, before a model is read, wrong parts or dials of a method, and dials that no part reads."""
+    """Reject, before a model is read, wrong parts or dials of a method, and dials that no part reads."""
     import torch
 
     from lanternpp.accept import RULES
     from lanternpp.api.settings import build_rule, network_needed, resolve
 
     drafter = options.drafter
-    chosen, defaults = method_for(options.model, drafter, options.method)
-    settings = resolve(chosen.method, defaults, options.overrides, chosen.why is not None)
+    # a drafter is not fetched for a method that has none
+    defaults = defaults_of(options if options.method == AUTO else dataclasses.replace(options, drafter=None))
+    chosen = defaults.chosen(options.method)
+    settings = resolve(chosen.method, defaults.own, options.overrides, chosen.why is not None)
     if settings.accept in RULES:  # a rule of another package might not take an empty table
         build_rule(settings, lambda k: torch.empty(0, k, dtype=torch.int32))
     if network_needed(settings) is None and drafter is not None:
         raise InputError(
             f"--drafter {drafter} would change nothing: the proposer {settings.proposer!r} has no drafter"
         )
+
+
+def with_full_paths(options: DrawOptions) -> DrawOptions:
+    """With absolute paths of models, for workers in other folders; names and hub ids stay as they are."""
+    from lanternpp.api.model import MODELS
+
+    def full(model: str) -> str:
+        return model if model in MODELS or not Path(model).exists() else str(Path(model).absolute())
+
+    return dataclasses.replace(
+        options, model=full(options.model), drafter=options.drafter and full(options.drafter)
+    )
+
+
+def png_path(path: Path, overwrite: bool = False) -> Path:
+    """The path, if a PNG can be written there; its folder may still have to be made. Raises InputError.
+
+    overwrite: whether it may take the place of a file that is no picture of lanternpp.
+    """
+    if path.suffix.lower() != ".png":
+        raise InputError(f"output {str(path)!r} does not end in .png; pictures are written as PNG")
+    if path.exists() and not path.is_file():
+        raise InputError(f"output {str(path)!r} is not a file; give a file name that ends in .png")
+    if not overwrite and path.exists() and path.stat().st_size:
+        from lanternpp.api.picture import png_notes
+
+        if not (png_notes(path) or {}).keys() >= {"prompt", "seed", "settings"}:
+            raise InputError(
+                f"output {str(path)!r} is a file that lanternpp has not written; choose another name, or replace it with --overwrite"
+            )
+    check_writable(path, next(p for p in path.absolute().parents if p.exists()))
+    return path
+
+
+def writable_folder(path: Path) -> Path:
+    """The path, if it is a folder that can be written to, or can become one. Raises InputError."""
+    existing = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+    if not existing.is_dir():
+        raise InputError(f"output {str(path)!r} cannot be a folder: {existing} is a file")
+    check_writable(path, existing)
+    return path
+
+
+def check_writable(path: Path, folder: Path) -> None:
+    """InputError naming the path where nothing can be written to the folder."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return
+    except OSError as error:
+        raise InputError(f"output {str(path)!r} cannot be written: {folder}: {error.strerror}") from None

@@ -1,29 +1,27 @@
-"""Messages on stderr: errors and warnings of one line each, and progress bars."""
+"""Messages on stderr, of one line each; progress bars; tables on stdout, of which nothing is truncated on a narrow terminal."""
 
 from __future__ import annotations
 
 import logging
 import sys
+import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TextIO
+from importlib.util import find_spec
+from typing import Any, Literal
 
+from lanternpp.errors import InputError
 from lanternpp.util.progress import Progress as Progress
 from lanternpp.util.progress import progress_bar as progress_bar
 
+TEXT = 24  # least width of a last column with prose
 NOISY = ("torchao", "torch.utils._pytree")  # transformers imports torchao where it is installed
 
 
 def say(kind: str, message: object) -> None:
     """Print a message as one line on stderr."""
     print(f"lanternpp: {kind}: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
-
-
-def tell_effect(effect: object | None) -> None:
-    """Print one line on what weights in 8 bits do to the logits; nothing where they are not in 8 bits."""
-    if effect is not None:
-        say("int8", effect)
 
 
 @contextmanager
@@ -33,14 +31,7 @@ def one_line_warnings() -> Iterator[None]:
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)
 
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
         if str(message) not in seen:
             seen.add(str(message))
             say("warning", message)
@@ -49,3 +40,69 @@ def one_line_warnings() -> Iterator[None]:
         warnings.showwarning = show
         warnings.filterwarnings("ignore", "invalid escape sequence")  # torchao's own
         yield
+
+
+def plots_enabled(plots: bool | None) -> bool:
+    """Whether to draw plots, which matplotlib alone is needed for. InputError where --plots is given and it is missing."""
+    found = find_spec("matplotlib") is not None
+    if plots and not found:
+        raise InputError("plots need matplotlib; install lanternpp[eval], or leave out --plots")
+    if plots is None and not found:
+        say("note", "no plots are drawn: they need matplotlib; install lanternpp[eval]")
+    return found and plots is not False
+
+
+def show_table(
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    title: str = "",
+    bold: Sequence[int] = (),
+    left: Sequence[int] = (0,),
+    prose: bool = False,
+    spare: bool = False,
+    caption: str | None = None,
+) -> None:
+    """Rows under headings. left: columns of words; bold: rows. prose: the last cell may take several lines.
+
+    spare: the last column may be left out where that makes the others fit.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    last = len(headings) - 1
+    wide = [max(len(cell) for cell in column) for column in zip(headings, *rows, strict=True)]
+    if prose:
+        wide[last] = min(wide[last], TEXT)
+    room = console.width - sum(wide) - 2 * len(wide) - 1  # beside the columns and the spaces between them
+    if spare and room < 0 <= room + wide[last] + 2:
+        headings, rows, prose, room = headings[:-1], [row[:-1] for row in rows], False, 0
+    if title:
+        print(filled(title, console.width))
+    if room >= 0:
+        table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+        for place, heading in enumerate(headings):
+            long = prose and place == len(headings) - 1
+            justify: Literal["left", "right"] = "left" if place in left or long else "right"
+            table.add_column(heading, justify=justify, no_wrap=not long)
+        for place, row in enumerate(rows):
+            table.add_row(*map(Text, row), style="bold" if place in bold else None)
+        console.print(table)
+    else:
+        for row in rows:
+            print(row[0])
+            for heading, cell in zip(headings[1:], row[1:], strict=True):
+                if cell:
+                    print(filled(f"  {heading}: {cell}", console.width))
+        print()
+    if caption:
+        print(filled(caption, console.width))
+
+
+def filled(line: str, width: int) -> str:
+    """Text wrapped to a width, with further lines indented; no word is broken."""
+    return textwrap.fill(
+        line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from lanternpp.api.options import DrawOptions
+from lanternpp.api.options import DIALS, DrawOptions, draft_of, drawn_with
 from lanternpp.cli import options as opt
-from lanternpp.cli.plots import plots_enabled
-from lanternpp.cli.tables import show_table
-from lanternpp.cli.terminal import progress_bar, say
+from lanternpp.cli.terminal import plots_enabled, progress_bar, say, show_table
 from lanternpp.tuning.options import TuningOptions
-from lanternpp.util import files
-from lanternpp.util.options import Option
+from lanternpp.util.jsonfile import write_json
 
 SHOWN = 12  # candidates of the table
 
@@ -24,17 +21,10 @@ def tune(
     *,
     prompts: opt.Prompts = None,
     search: TuningOptions = TuningOptions(),
-    output: Annotated[
-        Path | None,
-        opt.folder("Where measurements go; default: out/tune/MODEL-METHOD. The same command goes on."),
-    ] = None,
-    restart: Annotated[bool, Option("Forget what the folder holds.")] = False,
-    race: Annotated[
-        bool, Option("Race what was found, plain AR and the method's own draft.", negative=True)
-    ] = True,
-    save: Annotated[
-        bool, Option("Make what was found the method's default for this model.", negative=True)
-    ] = True,
+    output: Annotated[Path | None, opt.Folder] = None,
+    restart: bool = False,
+    race: Annotated[bool, opt.Switch] = True,
+    save: Annotated[bool, opt.Switch] = True,
     plots: opt.Plots = None,
     as_json: opt.Json = False,
     options: Annotated[DrawOptions, opt.Without(("tree", "measure_tv"))] = DrawOptions(),
@@ -43,30 +33,31 @@ def tune(
     """Find the draft tree, or Jacobi window, that draws fastest with a method on this machine, and make it the default.
 
     Draws pictures with one draft after another, each beside plain AR; Optuna proposes the drafts. Interrupt it when you
-    like: the same command goes on. One picture at a time unless --batch-size says otherwise; what is found serves that many at a
+    like: the same command goes on. One picture at a time unless --batch-size says otherwise; the result serves that many at a
     time, this kind of device and this dtype.
+
+    output: Where measurements go; default: out/tune/MODEL-METHOD. The same command goes on.
+    restart: Remove the folder's measurements.
+    race: Race the found draft, plain AR and the method's own draft.
+    save: Make the found draft the method's default for this model.
     """
     search.check()
     opt.check(options)
     with_plots = plots_enabled(plots)
 
     from lanternpp import Pipeline
-    from lanternpp.api.model import model_folder
-    from lanternpp.api.results import drawn_with
     from lanternpp.api.settings import resolve
-    from lanternpp.api.tuned import Tuned
     from lanternpp.evaluation.prompts import read_prompts
     from lanternpp.evaluation.quality import Quality
     from lanternpp.tuning.candidates import check
     from lanternpp.tuning.study import Tuner
 
-    folder, drafter = model_folder(options.model), options.drafter
-    chosen, defaults = opt.method_for(options.model, drafter, options.method)
+    defaults = opt.defaults_of(options)
+    chosen, folder = defaults.chosen(options.method), defaults.folder
     method = chosen.method
-    check(resolve(method, defaults, options.overrides))
-    tuned = Tuned.read(folder, model_folder(drafter) if drafter else None)
+    check(resolve(method, defaults.own, options.overrides))
     if save:
-        tuned.check()
+        opt.writable_folder(defaults.path.parent)
     prompt_list = read_prompts(prompts, folder)
     pipe = Pipeline.from_pretrained(**options.pretrained, tuned=False)
     output = output or Path("out/tune") / f"{pipe.name}-{method}"
@@ -81,9 +72,9 @@ def tune(
     result = tuner.report(found, rows) | {"folder": str(output), "auto": chosen.why}
     if save:
         more = {name: result[name] for name in ("machine", "sampling", "speedup", "measured", "versions")}
-        tuned.add(method, pipe.conditions(tuner.settings), result["settings"], **more)
-        result["file"] = str(tuned.path)
-    files.write_text(output / "tune.json", json.dumps(result, indent=1) + "\n")
+        defaults.add_tuned(method, pipe.conditions(tuner.settings), result["settings"], **more)
+        result["file"] = str(defaults.path)
+    write_json(output / "tune.json", result)
     if with_plots:
         tuner.plot()
     if as_json:
@@ -95,49 +86,38 @@ def tune(
 
 def show(result: Mapping[str, Any]) -> None:
     """The candidates, the race and the budget on stdout."""
-    rows = [
-        [
-            words(one["overrides"]),
-            str(one["nodes"]),
-            f"{1000 * one['step']:.3g}",
-            f"{one['codes_per_pass']:.2f}",
-            f"{one['speedup']:.2f}x",
-            "-" if one["cost"] is None else f"{one['cost']:.3g}",
-            str(one["pictures"]),
-        ]
-        for one in result["tried"][:SHOWN]
-    ]
-    headings = ("draft", "tokens", "step, ms", "codes per pass", "speed-up", "cost", "pictures")
-    show_table(headings, rows, f"the fastest of {len(result['tried'])} drafts that were tried")
-    measured = result["measured"]
-    if measured:
-        raced = [
-            [name, f"{row['codes_per_pass']:.2f}", f"{row['speedup']:.2f}x"] for name, row in measured.items()
-        ]
+    cells: dict[str, Callable[[Mapping[str, Any]], str]] = {
+        "draft": lambda one: words(one["overrides"]),
+        "tokens": lambda one: str(one["nodes"]),
+        "step, ms": lambda one: f"{1000 * one['step']:.3g}",
+        "codes per pass": lambda one: f"{one['codes_per_pass']:.2f}",
+        "speed-up": lambda one: f"{one['speedup']:.2f}x",
+        "cost": lambda one: "-" if one["cost"] is None else f"{one['cost']:.3g}",
+        "pictures": lambda one: str(one["pictures"]),
+    }
+    rows = [[cell(one) for cell in cells.values()] for one in result["tried"][:SHOWN]]
+    show_table(list(cells), rows, f"the fastest of {len(result['tried'])} drafts that were tried")
+    if measured := result["measured"]:
+        figures = ("codes per pass", "speed-up")
+        raced = [[name, *(cells[figure](row) for figure in figures)] for name, row in measured.items()]
         caption = f"{measured['ar']['images']} pictures each, taking turns"
-        show_table(("race", "codes per pass", "speed-up"), raced, caption=caption)
+        show_table(("race", *figures), raced, caption=caption)
         fastest = max(measured, key=lambda name: measured[name]["speedup"])
         if fastest != "tuned":
+            best, own = (cells["speed-up"](measured[name]) for name in (fastest, "tuned"))
             say(
                 "warning",
-                f"{fastest} measured {measured[fastest]['speedup']:.2f}x and what was found {measured['tuned']['speedup']:.2f}x; "
-                "run again on an idle machine, with more --trials and a larger -n, to see which is faster",
+                f"{fastest} measured {best} and the found draft {own}; run again on an idle machine, with more --trials "
+                "and a larger -n, to see which is faster",
             )
     if result["limit"] is not None:
         print(f"{words(result['settings'])}: costs {result['cost']:.3g}, of at most {result['limit']:.3g}.")
-    print(
-        f"{result['folder']}/tune.json" + (f"; now the default: {result['file']}" if "file" in result else "")
-    )
+    default = f"; now the default: {result['file']}" if "file" in result else ""
+    print(f"{result['folder']}/tune.json{default}")
 
 
 def words(overrides: Mapping[str, Any]) -> str:
-    """Overrides in a few words."""
-    from lanternpp.api.options import DIALS
-    from lanternpp.evaluation.report import draft_name
-
-    shown = {k: v for k, v in overrides.items() if k not in ("tree", "window")}
-    said = [
-        f"{DIALS[name].spoken} {value:.3g}" if isinstance(value, float) else f"{DIALS[name].spoken} {value}"
-        for name, value in shown.items()
-    ]
-    return ", ".join([draft_name(overrides), *said])
+    """Overrides as text."""
+    shown = {DIALS[name].spoken: x for name, x in overrides.items() if name not in ("tree", "window")}
+    said = [f"{name} {f'{x:.3g}' if isinstance(x, float) else x}" for name, x in shown.items()]
+    return ", ".join(filter(None, (draft_of(overrides), *said)))

@@ -11,16 +11,17 @@ from typing import Annotated, Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Len
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
-from lanternpp.nn.backend import DrafterInputs, SampleChain, backend
-from lanternpp.nn.configs import config_as
+from lanternpp.nn.backend import DrafterKernels, backend
+from lanternpp.nn.checkpoints import config_as
 from lanternpp.nn.decoder import AttentionCache, Decoder, DecoderConfig
 from lanternpp.nn.sources import SAME, Source, blank
 from lanternpp.types import Nodes
-from lanternpp.util.schema import Between, Length
+from lanternpp.util.schema import Between
 
 ALIKE = 0.98  # least cosine of a target's probe with that of the target a drafter was trained for
 
@@ -104,7 +105,7 @@ class Mark:
     """The target's entry in a drafter's config, as `mark` writes it."""
 
     vocab: Annotated[int, Between(0, 1 << 20)]
-    probe: Annotated[tuple[float, ...], Length(0, 64)] = ()
+    probe: Annotated[tuple[float, ...], Len(0, 64)] = ()
 
 
 @dataclass(frozen=True)
@@ -162,8 +163,7 @@ class QueryDrafter(Drafter):
 
     aux_layers: tuple[int, ...] = ()
 
-    native: SampleChain | None = None  # set by `pack`, as is the next
-    native_inputs: DrafterInputs | None = None
+    native: DrafterKernels | None = None  # set by `pack`
     confidence: nn.Linear | None
     """D -> 1, of conditioned features of a level: the logit of how probable it is that block verification keeps its code, given
     that those before are kept. A drafter without it predicts none."""

@@ -12,8 +12,8 @@ from torch import Tensor
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
-from lanternpp.models.latents.denoiser import Denoiser
-from lanternpp.nn.configs import Width
+from lanternpp.models.latents import Denoiser
+from lanternpp.nn.checkpoints import Width
 from lanternpp.nn.sources import Source
 from lanternpp.util.schema import Between
 

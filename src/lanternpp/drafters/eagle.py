@@ -21,7 +21,6 @@ class EagleConfig(DrafterConfig):
 
     bias: bool = True
 
-    shared = (*DrafterConfig.shared, "norm_after", "attention_bias", "ffn_bias")
     chosen: ClassVar[dict[str, Any]] = {"layers": 1, "first_norm": True, "final_norm": False}
 
 

@@ -17,19 +17,20 @@ from typing import Annotated, Self
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Len
 from torch import Tensor, nn
 
 from lanternpp.drafters.base import DrafterConfig, QueryDrafter
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
 from lanternpp.nn.backend import backend
-from lanternpp.nn.configs import Slots, Width
+from lanternpp.nn.checkpoints import Slots, Width
 from lanternpp.nn.decoder import AttentionCache, Decoder
 from lanternpp.nn.sources import Source
 from lanternpp.types import Nodes
-from lanternpp.util.schema import Between, Length
+from lanternpp.util.schema import Between
 
-AuxLayers = Annotated[tuple[Annotated[int, Between(0, 511)], ...], Length(0, 16)]
+AuxLayers = Annotated[tuple[Annotated[int, Between(0, 511)], ...], Len(0, 16)]
 
 
 @dataclass(frozen=True)
@@ -83,12 +84,8 @@ class ParallelDrafter(QueryDrafter):
 
     def pack(self, target: Target) -> None:
         """Prepare for passes over few rows; the codes of a chain are then drawn in C, where the target's head is linear."""
-        if type(self).combine is ParallelDrafter.combine:
-            self.native = backend().chain(self.up, self.confidence, target.head_linear, target.native_head)
-        own = (type(self).inputs, type(self).level_query)
-        if own == (ParallelDrafter.inputs, ParallelDrafter.level_query):
-            layers = self.fc, self.hint, self.down
-            self.native_inputs = backend().drafter_inputs(*layers, self.queries, self.config.decoder.norm_eps)
+        if all(getattr(type(self), name) is getattr(ParallelDrafter, name) for name in ("inputs", "combine")):
+            self.native = backend().drafter(self, target)
         super().pack(target)
 
     def forward(
@@ -114,9 +111,11 @@ class ParallelDrafter(QueryDrafter):
 
         What layers return is divided by its root mean square, as it may be large and has passed no norm.
         """
-        native = self.native_inputs
-        if native is not None and times == 1 and native.takes(next_embeds):
-            return native(next_embeds, features, levels, hints)
+        found = None
+        if self.native is not None and times == 1:
+            found = self.native.inputs(next_embeds, features, levels, hints)
+        if found is not None:
+            return found
         if self.aux_layers:
             dim = self.config.decoder.dim
             aux = features[..., dim:].unflatten(-1, (-1, dim))
@@ -131,9 +130,6 @@ class ParallelDrafter(QueryDrafter):
 
     def level_query(self, features: Tensor) -> Tensor:
         """[..., D] -> [..., H], H = config.turn."""
-        native = self.native_inputs
-        if native is not None and features.ndim == 3 and native.takes(features):
-            return native.level_query(features)
         return self.down(features)
 
     def prev_code(self, before: Tensor) -> Tensor:

@@ -13,9 +13,8 @@ from lanternpp.drafters.base import check_fit
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
-from lanternpp.nn.configs import Epsilon, Heads, config_as
-from lanternpp.nn.llama import llama_rules
-from lanternpp.nn.sources import Rename, Source, blank
+from lanternpp.nn.checkpoints import Epsilon, Heads, config_as
+from lanternpp.nn.sources import Rename, Source, blank, llama_rules
 
 MARKS = {"embed_tokens.weight", "fc.weight", "layers.0.self_attn.q_proj.weight"}
 # `input_type` of drafters whose rotary pairs are neighbouring channels, as LlamaGen's are

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lanternpp.engine.decode import Engine, FinishedSample
-from lanternpp.nn.backend import Threads, backend
+from lanternpp.engine.threads import AdaptiveThreads
 from lanternpp.types import Prompt
 
 
@@ -110,11 +110,6 @@ def opened(
             batch.drop(slot)
 
 
-def adaptive_threads(engine: Engine) -> Threads:
-    """A context in which an engine's steps give up threads while other work wants the cores."""
-    return backend().threads(engine.target.decoder)
-
-
 def drawing(
     engine: Engine,
     conditions: Sequence[str | None],
@@ -126,7 +121,7 @@ def drawing(
     progress is called with (decided codes, all codes) after every admission and every step. Raises RuntimeError where the
     engine is drawing already.
     """
-    with opened(engine, conditions, seeds) as batch, adaptive_threads(engine) as threads:
+    with opened(engine, conditions, seeds) as batch, AdaptiveThreads(engine.target.decoder) as threads:
         for sample in batch.run():
             threads.update()
             if sample:

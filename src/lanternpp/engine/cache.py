@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,17 +15,22 @@ from lanternpp.types import Nodes, on_host
 from lanternpp.util.devices import check_memory
 
 HEAD_ALIGN = 32  # channels of a head lie in memory up to a multiple of this
+SLOT_ALIGN = 16  # of a GPU's masks: others are copied by the memory-efficient attention of every layer
+CHUNK = 2048  # prompt slots in one pass: masks and scores grow by the square
 TILES = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()  # a private probe, which may go away
 
 
 class Cache:
     """Keys and values of R rows in S slots; `used` counts the slots of each row that hold decided codes."""
 
-    def __init__(self, config: DecoderConfig, rows: int, slots: int, like: Tensor, more: int = 0):
-        """more: bytes that passes with this cache take besides. InputError where there is no memory for both."""
+    def __init__(
+        self, config: DecoderConfig, rows: int, slots: int, like: Tensor, more: int = 0, ranks: int = 1
+    ):
+        """more: bytes that passes with this cache take besides; ranks: as of `Decoder`. InputError where there is no memory for both."""
         # Kernels read whole vectors of a head's channels; PyTorch's attention reads the first `head_dim`.
         self._channels, padded = config.head_dim, -(-config.head_dim // HEAD_ALIGN) * HEAD_ALIGN
-        shape = (config.layers, 2, rows, config.num_kv_heads, slots, padded)
+        slots = slots if like.device.type == "cpu" else -(-slots // SLOT_ALIGN) * SLOT_ALIGN
+        shape = (config.layers, 2, rows, config.num_kv_heads // ranks, slots, padded)
         check_memory(
             math.prod(shape) * like.element_size() + more, like.device, f"a KV cache of {rows:,} rows"
         )
@@ -41,11 +47,12 @@ class Cache:
         node (default: its index).
         """
         used = self.used[:, None]
-        own = torch.arange(depth.shape[1], device=depth.device)[None] if scratch is None else scratch
+        count = depth.shape[1]
+        own = self._slots[:count] if scratch is None else scratch
         decided = (self._slots >= self.start[:, None]) & (self._slots < used)  # [R, S]
-        seen = decided[:, None].expand(-1, depth.shape[1], -1).contiguous()
-        where = used + torch.arange(mask.shape[2], device=depth.device)  # [R, M]
-        seen.scatter_(2, where[:, None].expand(-1, depth.shape[1], -1), mask)
+        where = used + self._slots[: mask.shape[2]]  # [R, M]
+        # Not in place: torch.compile subtracts booleans where it undoes an `expand` of one node.
+        seen = decided[:, None].expand(-1, count, -1).scatter(2, where[:, None].expand(-1, count, -1), mask)
         return Nodes(position=used + depth, slot=used + own, mask=seen[:, None])
 
     def computed(self, run: Callable[[Tensor], Tensor]) -> Tensor:
@@ -89,26 +96,37 @@ class RowCache:
     def __init__(self, cache: Cache, rows: Tensor, start: Tensor, count: int):
         self._cache, self._rows, self._start, self._count = cache, rows[:, None], start, count
 
-    def nodes(self) -> Nodes:
-        """Slots, positions and mask for the whole prompt; a padding slot attends to itself alone."""
-        slot = torch.arange(self._count, device=self._rows.device).expand(len(self._rows), -1)
-        seen = slot[:, None] >= self._start[:, None, None]
-        mask = torch.ones(self._count, self._count, dtype=torch.bool, device=slot.device).tril()
-        own = torch.eye(self._count, dtype=torch.bool, device=slot.device)
-        return Nodes(slot, slot, ((seen & mask) | own)[:, None])
+    def prefill(self, run: Callable[..., Tensor], *inputs: Tensor, **options: Any) -> Tensor:
+        """What `run` returns for inputs [r, T, D], their nodes and this cache, in passes of at most `CHUNK` slots: [r, T, D]."""
+        found = []
+        for first in range(0, self._count, CHUNK):
+            last = min(first + CHUNK, self._count)
+            found.append(run(*(x[:, first:last] for x in inputs), self.nodes(first, last), self, **options))
+        return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+    def nodes(self, first: int = 0, last: int | None = None) -> Nodes:
+        """Position, slots and mask of prompt slots, by default of all; a padding slot attends to itself alone."""
+        slots = torch.arange(self._count, device=self._rows.device)
+        own = slots[first:last]
+        mask = (slots <= own[:, None]) & (slots >= self._start[:, None, None]) | (slots == own[:, None])
+        place = own.expand(len(self._rows), -1)
+        return Nodes(place, place, mask[:, None])
 
     def computed(self, run: Callable[[Tensor], Tensor]) -> Tensor:
         """What `run` returns for the keys and values of the prompt, which go to the cache then."""
         rows, kv = self._rows[:, 0], self._cache.kv
-        own = kv.new_empty(*kv.shape[:2], len(rows), kv.shape[3], self._count, kv.shape[5])
+        shape = *kv.shape[:2], len(rows), kv.shape[3], self._count, kv.shape[5]
+        own = kv.new_empty(shape) if self._count <= CHUNK else kv[:, :, rows, :, : self._count]
         out = run(own)
         kv[:, :, rows, :, : self._count] = own
         return out
 
     def attend(self, layer: int, nodes: Nodes, mask: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k and v, and attend over them alone."""
+        """Store k and v, and attend over the prompt alone."""
         self._cache.store(layer, self._rows, nodes.slot, k, v)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if self._count > k.shape[2]:
+            k, v = self._cache.kv[layer, :, self._rows[:, 0], :, : self._count, : k.shape[3]]
         return attention(q, k, v, mask).transpose(1, 2)
 
 
@@ -120,7 +138,17 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """
     if q.dtype == torch.bfloat16 and q.device.type == "cpu" and not TILES:
         return plain(q, k, v, mask)
+    if q.device.type == "cuda" and q.shape[1] != k.shape[1]:
+        return grouped(q, k, v, mask)
     return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """`attention` of fewer heads of keys, whose queries are laid in a row: no fused kernel of a GPU takes both masks and groups."""
+    heads, count = k.shape[1], q.shape[2]
+    times = q.shape[1] // heads
+    q, mask = q.unflatten(1, (heads, times)).flatten(2, 3), mask.repeat(1, 1, times, 1)
+    return F.scaled_dot_product_attention(q, k, v, mask).unflatten(2, (times, count)).flatten(1, 2)
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

@@ -125,15 +125,13 @@ def share_code(block: Block) -> None:
 def _parts() -> dict[str, Callable[..., Any]]:
     """Methods of `Block` that are nested regions where they are compiled."""
 
-    def apart(block: Block, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
+    def contiguous(block: Block, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
+        # torch 2.13 reads a view into the middle of a region's tensor at a wrong place.
         qk, v = Block.before_attention(block, x, rotation)
-        return (
-            qk,
-            v.contiguous(),
-        )  # a view into the middle of a region's tensor is read at a wrong place (torch 2.13)
+        return qk, v.contiguous()
 
     regions = {
-        "before_attention": (Block.before_attention, torch.compiler.nested_compile_region(apart)),
+        "before_attention": (Block.before_attention, torch.compiler.nested_compile_region(contiguous)),
         "after_attention": (
             Block.after_attention,
             torch.compiler.nested_compile_region(Block.after_attention),

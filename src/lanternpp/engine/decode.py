@@ -73,21 +73,24 @@ class Engine:
         measure_tv: bool = False,
         verifier: Verifier = verify_tokenwise,
     ):
-        self.check(rule)
         proposer.check(target)
+        self.check(rule, verifier if proposer.depth else verify_tokenwise)
+        sampling, guidance, verifier = self.parts(target, sampling, guidance, verifier)
         like = next(target.parameters())
-        self.measure_tv = measure_tv and not rule.lossless
+        self.measure_tv = measure_tv and not (rule.lossless or rule.trajectories)
         self.run: Run = _call  # how the parts of a step are called
         self.drawing = False  # whether `batching.drawing` runs on it
         self.observers: list[Observer] = []
         self.fused: Step | None = None  # whole steps, where the kernels know all parts
         self.target, self.proposer, self.rule = target, proposer, rule
         self.sampling, self.guidance, self.batch, self.verifier = sampling, guidance, batch, verifier
+        self.slots = target.slots  # of a prompt
         self._aux_layers = {"aux_layers": proposer.aux_layers} if proposer.aux_layers else {}
         room = target.slots + target.length + proposer.size
         # [B, N, V] in float32: logits of every branch, guided ones, probabilities, and two distributions of the drafts
         logits = (guidance.branches + 4) * batch * proposer.size * target.vocab * 4
-        self.cache = Cache(target.decoder.config, guidance.branches * batch, room, like, logits)
+        rows, decoder = guidance.branches * batch, target.decoder
+        self.cache = Cache(decoder.config, rows, room, like, logits, decoder.ranks)
         self.codes = torch.zeros(
             batch, target.length + proposer.depth + 1, dtype=torch.int64, device=like.device
         )
@@ -102,12 +105,18 @@ class Engine:
         self._offsets = torch.arange(proposer.depth + 1, device=like.device)
         proposer.open(target, sampling, guidance, batch)
 
-    def check(self, rule: Acceptance) -> None:
-        """InputError unless the rule is one for codes."""
+    def check(self, rule: Acceptance, verifier: Verifier) -> None:
+        """InputError unless the rule and the verifier are for codes."""
         if rule.trajectories:
             raise InputError(
                 "this model draws codes, and the rule cspd is for latents of a diffusion head: use --accept exact"
             )
+
+    def parts(
+        self, target: Target, sampling: Sampling, guidance: Guidance, verifier: Verifier
+    ) -> tuple[Sampling, Guidance, Verifier]:
+        """Sampling, guidance and verifier as what this engine decodes needs them."""
+        return sampling, guidance, verifier
 
     @torch.inference_mode()
     def admit(self, slot: int, condition: str | None, seed: int, prompt: Prompt | None = None) -> None:
@@ -122,7 +131,7 @@ class Engine:
         rows = torch.arange(self.guidance.branches, device=device) * self.batch + slot
         prompt_cache = self.cache.rows(rows, prompt.start, count)
         embeds = prompt.embeds.to(self.cache.kv.dtype)
-        features = self.target(embeds, prompt_cache.nodes(), prompt_cache, **self._aux_layers)
+        features = prompt_cache.prefill(self.target, embeds, **self._aux_layers)
         self._next_noise.clear()
         self.noise.seed[slot] = seed
         self.tv_cost[slot] = 0

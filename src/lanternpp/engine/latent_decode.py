@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from lanternpp.accept.base import Acceptance
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.latents import DiffusionGuidance, DiffusionSampling, MixtureGuidance, MixtureSampling
-from lanternpp.engine.proposer import Proposer
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify.choose import Verifier
 from lanternpp.engine.verify.latents import verify_latents, verify_trajectories
 from lanternpp.engine.verify.tokenwise import verify_tokenwise
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
-from lanternpp.models.latents.target import DiffusionTarget
+from lanternpp.models.latents import DiffusionTarget
 
 
 class LatentEngine(Engine):
@@ -23,38 +24,27 @@ class LatentEngine(Engine):
 
     trajectories = False  # whether it follows the steps of a diffusion head
 
-    def __init__(
-        self,
-        target: Target,
-        proposer: Proposer,
-        rule: Acceptance,
-        sampling: Sampling,
-        guidance: Guidance,
-        batch: int,
-        measure_tv: bool = False,
-        verifier: Verifier = verify_tokenwise,
-    ):
-        parts = self.parts(target, sampling, guidance)
-        super().__init__(target, proposer, rule, *parts[:2], batch, verifier=parts[2])
-        if verifier is not verify_tokenwise and proposer.depth:
-            raise InputError(
-                "drafts of continuous latents are verified one by one, as verifying several together takes an integral: "
-                "use --verify token"
-            )
-        self.codes = torch.zeros(*self.codes.shape, target.channels, device=self.codes.device)
-        proposer.root = self.codes[:, 0].clone()
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.codes = torch.zeros(*self.codes.shape, self.target.channels, device=self.codes.device)
+        self.proposer.root = self.codes[:, 0].clone()
 
-    def check(self, rule: Acceptance) -> None:
-        """InputError unless the rule is one for latents."""
+    def check(self, rule: Acceptance, verifier: Verifier) -> None:
+        """InputError unless the rule and the verifier are for latents."""
         if not (rule.lossless or (rule.trajectories and self.trajectories)):
             other = " or cspd" if self.trajectories else ""
             raise InputError(
                 "this model draws continuous latents, for which there is no such relaxed rule: use --accept "
                 f"exact{other}"
             )
+        if verifier is not verify_tokenwise:
+            raise InputError(
+                "drafts of continuous latents are verified one by one, as verifying several together takes an integral: "
+                "use --verify token"
+            )
 
     def parts(
-        self, target: Target, sampling: Sampling, guidance: Guidance
+        self, target: Target, sampling: Sampling, guidance: Guidance, verifier: Verifier
     ) -> tuple[MixtureSampling, Guidance, Verifier]:
         """Sampling, guidance and verifier of latents, from those of codes."""
         latent = MixtureSampling(sampling.temperature, sampling.top_k, sampling.top_p, target.channels)
@@ -67,7 +57,7 @@ class DiffusionEngine(LatentEngine):
     trajectories = True
 
     def parts(
-        self, target: Target, sampling: Sampling, guidance: Guidance
+        self, target: Target, sampling: Sampling, guidance: Guidance, verifier: Verifier
     ) -> tuple[MixtureSampling, Guidance, Verifier]:
         """As in the base class; guidance is within every step."""
         assert isinstance(target, DiffusionTarget)

@@ -22,8 +22,7 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling, draw
 from lanternpp.errors import InputError
-from lanternpp.models.latents.denoiser import Denoiser, step_distribution
-from lanternpp.models.latents.target import split
+from lanternpp.models.latents import Denoiser, split, step_distribution
 
 
 @dataclass(frozen=True)

@@ -46,30 +46,6 @@ class DraftSampling:
     fixed: bool = False  # all drafts have the same shape, and their trees a `layout`
 
 
-@dataclass(frozen=True)
-class CacheState:
-    """A KV cache: kv [L, 2, R, Hkv, S, d]; start and used [R], the slots that hold decided codes."""
-
-    kv: Tensor
-    start: Tensor
-    used: Tensor
-
-
-@dataclass(frozen=True)
-class ChainState:
-    """A parallel drafter that draws chains, and its state between steps."""
-
-    drafter: Any  # a `QueryDrafter`
-    cache: CacheState
-    waiting: Tensor  # [B] int64 inputs that wait
-    next_embeds: Tensor  # [B, depth + 1, D] bfloat16
-    features: Tensor  # [B, depth + 1, (1 + aux) D] bfloat16
-    hints: Tensor  # [B, depth, D] bfloat16
-    prev: Tensor  # [V, H] bfloat16
-    probs: Tensor  # [B, depth + 1, V] float32
-    aux_layers: tuple[int, ...]  # of the target, whose output it reads
-
-
 class Proposer(ABC):
     """Offers drafts of `size` nodes, the root and unverified nodes included, and `depth` levels below the root.
 
@@ -107,9 +83,9 @@ class Proposer(ABC):
         """The levels of a draft, and how many random numbers of one to compute in advance."""
         return self.depth, 64
 
-    def chain_state(self) -> tuple[ChainState | None] | None:
-        """Its state for whole steps in C; (None,) where that is `root` and `count` alone, None where they are not possible."""
-        return None
+    def in_whole_steps(self) -> bool:
+        """Whether a backend may propose and observe for it, as for `NoDraft`, or as `Parallel` does for a chain of all levels."""
+        return False
 
     def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
         """Allocate the state of a batch; called once, before any other method."""

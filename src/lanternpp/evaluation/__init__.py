@@ -1,1 +1,1 @@
-"""What a method gains and what it costs: speed side by side, and the quality of its pictures."""
+"""Gains and costs of methods: their speed side by side, and the quality of their pictures."""

@@ -14,14 +14,14 @@ from typing import Annotated
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save as serialise
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
 from lanternpp.nn import checkpoints
-from lanternpp.nn.configs import StageBlocks, Stages, Width, Words, config_as
-from lanternpp.nn.shards import check_finite
+from lanternpp.nn.checkpoints import StageBlocks, Stages, Width, Words, config_as
+from lanternpp.nn.files import check_finite, wrong_file
 from lanternpp.nn.sources import SAME, Source, blank
 from lanternpp.util import files
 from lanternpp.util.jsonfile import parse_json
@@ -122,15 +122,13 @@ def read_classifier(folder: Path, device: torch.device | str = "cpu") -> Classif
 
 def fingerprint(classifier: nn.Module) -> str:
     """A hash of a classifier's weights: features of different classifiers cannot be compared."""
-    parts = [
-        f"{name} {checkpoints.checksum(tensor)}" for name, tensor in sorted(classifier.state_dict().items())
-    ]
-    return files.digest(parts)
+    tensors = sorted(classifier.state_dict().items())
+    return files.digest(f"{name} {checkpoints.checksum(tensor)}" for name, tensor in tensors)
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Features of reference pictures [M, F], their captions where they have some, and what they are called."""
+    """Features of reference pictures [M, F], their captions where they have some, and their name."""
 
     features: Tensor
     texts: tuple[str, ...] = ()
@@ -149,13 +147,11 @@ def read_reference(folder: Path, classifier: nn.Module) -> Reference:
     path = folder / CLASSIFIER / REFERENCE
     if not path.is_file():
         raise InputError(f"{path} is missing; give --reference DIR, a folder of pictures to compare with")
-    try:
+    with wrong_file(f"{path} cannot be read", "give --reference DIR"):
         with safe_open(path, framework="pt") as file:
             note, features = file.metadata() or {}, file.get_tensor("features").float()
         check_finite("features", features, path)
-        texts = checked("texts", parse_json(note.get("texts", "[]"), "texts"), tuple[str, ...])
-    except (SafetensorError, OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read ({error}); give --reference DIR") from None
+        texts = checked("texts", parse_json(note.get("texts", "[]"), str(path)), tuple[str, ...])
     if note.get("classifier") != fingerprint(classifier):
         raise InputError(f"{path} was made by other weights than {path.parent}'s; give --reference DIR")
     return Reference(features, texts)

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from PIL import Image
 
 from lanternpp.errors import InputError
-from lanternpp.models.text import quiet, reason
+from lanternpp.models.hub import quiet
+from lanternpp.nn.files import wrong_file
 
 EXAMPLE = "openai/clip-vit-base-patch32"
 
@@ -26,22 +27,15 @@ class Clip:
         """Read or fetch them. Raises InputError where `name` is no CLIP or cannot be had."""
         from transformers import AutoConfig, CLIPModel, CLIPProcessor
 
-        try:
-            with quiet():
-                kind = AutoConfig.from_pretrained(name, trust_remote_code=False).model_type
-                if kind != "clip":
-                    raise InputError(
-                        f"--clip {name} holds a model of type {kind}; give a CLIP, such as {EXAMPLE}"
-                    )
-                model = CLIPModel.from_pretrained(name, dtype=torch.float32, trust_remote_code=False)
-                processor = CLIPProcessor.from_pretrained(name, trust_remote_code=False)
-        except InputError:
-            raise
-        except Exception as error:  # a damaged file makes the library raise anything
-            raise InputError(
-                f"--clip {name} cannot be had ({reason(error)[:160]}); "
-                f"give the folder of a CLIP model with its processor, or a hub id such as {EXAMPLE}"
-            ) from None
+        remedy = f"give the folder of a CLIP model with its processor, or a hub id such as {EXAMPLE}"
+        with quiet(), wrong_file(f"--clip {name} cannot be had", remedy):
+            kind = AutoConfig.from_pretrained(name, trust_remote_code=False).model_type
+            if kind != "clip":
+                raise InputError(
+                    f"--clip {name} holds a model of type {kind}; give a CLIP, such as {EXAMPLE}"
+                )
+            model = CLIPModel.from_pretrained(name, dtype=torch.float32, trust_remote_code=False)
+            processor = CLIPProcessor.from_pretrained(name, trust_remote_code=False)
         return cls(model.eval().requires_grad_(False).to(device), processor, device)
 
     @torch.inference_mode()

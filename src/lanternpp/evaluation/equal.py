@@ -1,15 +1,14 @@
-"""The strengths at which relaxed rules cost the same total variation, so that what they buy with it can be compared."""
+"""The strengths at which relaxed rules cost the same total variation, so that their speed-ups at an equal cost can be compared."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from lanternpp.api.options import DIALS
+from lanternpp.api.options import BASELINE, DIALS
 from lanternpp.api.pipeline import Pipeline, versions
 from lanternpp.errors import InputError
 from lanternpp.evaluation.prompts import spread
@@ -27,25 +26,17 @@ STRENGTHS = {  # the dial of each rule, its exact value, and the greatest that i
 STEPS, RANGE = 400, 1e7
 
 
-@dataclass(frozen=True)
-class Strength:
-    """An entry at the strength that was found for it."""
-
-    entry: Entry
-    limit: float
-    tv_per_code: float  # measured, at most the limit
-
-
 class StrengthSearch:
     """Measures what entries of a race cost, over some pictures, and finds their strengths by bisection.
 
-    shared: dials of all entries. What is measured is kept in the folder, and not measured again. Raises InputError where the folder
-    holds something else.
+    shared: dials of all entries. Measurements are kept in the folder, and made once. Raises InputError where an
+    entry other than plain decoding has no strength to find, or the folder holds something else.
     """
 
     def __init__(
         self,
         pipe: Pipeline,
+        field: Sequence[Entry],
         prompts: Sequence[str],
         pictures: int,
         seed: int,
@@ -55,6 +46,9 @@ class StrengthSearch:
         for prompt in prompts:
             pipe.target.check(prompt)
         self.pipe, self.shared = pipe, dict(shared)
+        for entry in field:
+            if entry.method != BASELINE:
+                self.dial(entry)
         self.prompts, self.seeds = spread(prompts, pictures), [seed + 2000 + i for i in range(pictures)]
         facts = {"model": pipe.name, "weights": pipe.model.weights, "prompts": self.prompts, "seed": seed}
         check_run(folder, facts | machine(pipe) | {"versions": versions(), "shared": self.shared}, True)
@@ -74,8 +68,8 @@ class StrengthSearch:
             )
         return name, exact, most
 
-    def find(self, entry: Entry, limit: float) -> Strength | None:
-        """The greatest strength of an entry that costs at most so much per code; None where the least costs more."""
+    def find(self, entry: Entry, limit: float) -> Entry | None:
+        """An entry at the greatest strength that costs at most so much per code; None where the least costs more."""
         name, exact, most = self.dial(entry)
 
         def at(place: int) -> Entry:
@@ -85,22 +79,24 @@ class StrengthSearch:
             return Entry(label, entry.method, {**entry.overrides, name: value})
 
         count = bisect_right(range(STEPS), limit, key=lambda place: self.tv_per_code(at(place)))
-        return Strength(at(count - 1), limit, self.tv_per_code(at(count - 1))) if count else None
+        return at(count - 1) if count else None
 
     def tv_per_code(self, entry: Entry) -> float:
-        """Total variation per code, the mean over pictures."""
+        """Total variation per code, the mean over pictures; measured once."""
+        given = {"batch_size": min(len(self.seeds), 8), **self.shared, **entry.overrides}
 
         def measure() -> float:
-            given = {
-                "batch_size": min(len(self.seeds), 8),
-                **self.shared,
-                **entry.overrides,
-                "measure_tv": True,
-            }
-            drawn = self.pipe(
-                self.prompts, seed=self.seeds, method=entry.method, output_type="codes", **given
-            )
-            self.pipe.release()
-            return fmean(drawn.stats.tv_cost_per_image) / self.pipe.target.length
+            cost = variation(self.pipe, self.prompts, self.seeds, entry.method, given)
+            return cost / self.pipe.target.length
 
         return float(self.journal.once({"label": entry.label}, measure))
+
+
+def variation(
+    pipe: Pipeline, prompts: Sequence[str], seeds: Sequence[int], method: str, given: Mapping[str, Any]
+) -> float:
+    """Total variation of a picture, the mean over pictures that are drawn now; given: overrides of the method."""
+    options = {**given, "measure_tv": True, "output_type": "codes"}
+    drawn = pipe(prompts, seed=seeds, method=method, **options)
+    pipe.release()
+    return fmean(drawn.stats.tv_cost_per_image)

@@ -15,6 +15,7 @@ from torch import Tensor
 from lanternpp.errors import InputError
 from lanternpp.evaluation.classifier import has_classifier, read_classifier
 from lanternpp.evaluation.pictures import squares
+from lanternpp.nn.files import wrong_file
 
 
 class Extractor(ABC):
@@ -81,15 +82,12 @@ class Inception(Extractor):
                 f"features inception need a package ({error}); "
                 "pip install torch-fidelity torchvision, or use --features classifier"
             ) from None
-        try:
+        remedy = (
+            "put weights-inception-2015-12-05-6726825d.pth of torch-fidelity's release v0.2.0 into "
+            f"{Path(torch.hub.get_dir()) / 'checkpoints'}, or use --features classifier"
+        )
+        with wrong_file("the weights of features inception cannot be had", remedy):
             network = package.FeatureExtractorInceptionV3("inception-v3-compat", ["2048"])
-        except (OSError, RuntimeError) as error:  # no network, no room, a broken file
-            where = Path(torch.hub.get_dir()) / "checkpoints"
-            raise InputError(
-                f"the weights of features inception cannot be had ({error}); put "
-                f"weights-inception-2015-12-05-6726825d.pth of torch-fidelity's release v0.2.0 into {where}, "
-                "or use --features classifier"
-            ) from None
         return cls(network.eval().requires_grad_(False).to(device), device)
 
     @torch.inference_mode()
@@ -108,9 +106,5 @@ def extract(
     batch: int = 32,
 ) -> Tensor:
     """The features of pictures of any size, [M, F] float32 on the CPU."""
-    found: list[Tensor] = []
-    for part in squares(images, extractor.side, batch):
-        found.append(extractor(part).float().cpu())
-        if progress:
-            progress(min(len(found) * batch, len(images)), len(images))
-    return torch.cat(found)
+    parts = squares(images, extractor.side, batch, progress)
+    return torch.cat([extractor(part).float().cpu() for part in parts])

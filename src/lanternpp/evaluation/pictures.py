@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import overload
 
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 
-from lanternpp.api.picture import squarest
+from lanternpp.api.picture import open_image, squarest
 from lanternpp.errors import InputError
-from lanternpp.util.jsonfile import LINES, parse_json, read_text
+from lanternpp.nn.files import listed
+from lanternpp.util import files
+from lanternpp.util.jsonfile import read_lines
 
 SUFFIXES = frozenset((".webp", ".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff"))
 METADATA = "metadata.jsonl"
+LAYOUT = "write an object with file_name and text on each line, in UTF-8"
 GAP = 2  # pixels between the pictures of a grid that `generate` wrote
-MAX_NAMED = 10  # faulty files that an error names
 
 
 @dataclass(frozen=True)
 class Item:
-    """A picture: a file, or a part of one, and its prompt."""
+    """A picture: a file, or a part of one, its prompt, and its size where that is known."""
 
     path: Path
     prompt: str | None
     box: tuple[int, int, int, int] | None = None  # left, top, right, bottom
+    size: tuple[int, int] = (0, 0)
 
 
 class Gallery(Sequence[Image.Image]):
@@ -51,25 +55,24 @@ class Gallery(Sequence[Image.Image]):
         captions = read_captions(folder)
         paths = [folder / name for name in captions] if captions else list_pictures(folder)
         with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
-            found_files = list(pool.map(read_picture_file, paths))
-        faults = [
-            f"{path.relative_to(folder)} ({fault})"
-            for path, fault in zip(paths, found_files, strict=True)
-            if isinstance(fault, str)
-        ]
+            found = {path.relative_to(folder).as_posix(): pool.submit(read_items, path) for path in paths}
+        items, faults, sizes = list[Item](), list[str](), dict[str, tuple[int, int]]()
+        for name, read in found.items():
+            if isinstance(here := read.result(), str):
+                faults.append(f"{name} ({here})")
+                continue
+            items += [replace(item, prompt=captions.get(name) or item.prompt) for item in here]
+            sizes[name] = here[0].size
         if faults:
-            raise InputError(f"{folder} has pictures that cannot be read: {first_names(faults)}")
-        items, sizes = [], {}
-        for path, found in zip(paths, found_files, strict=True):
-            assert isinstance(found, PictureFile)
-            name = path.relative_to(folder).as_posix()
-            prompt = captions.get(name) or found.prompt
-            items += [Item(path, prompt, box) for box in found.boxes]
-            sizes[name] = found.size
+            raise InputError(f"{folder} has pictures that cannot be read: {listed(faults)}")
         if len(items) < least:
             raise InputError(f"{folder} holds {len(items)} pictures; at least {least} are needed")
-        if one_size:
-            check_sizes(folder, sizes)
+        usual = Counter(sizes.values()).most_common(1)[0][0] if sizes else (0, 0)
+        if one_size and (odd := [f"{name} ({w} x {h})" for name, (w, h) in sizes.items() if (w, h) != usual]):
+            raise InputError(
+                f"{folder} mixes sizes, which are measured separately; most pictures are {usual[0]} x {usual[1]}, "
+                f"but not {listed(odd)}"
+            )
         return cls(folder, items)
 
     @property
@@ -80,57 +83,26 @@ class Gallery(Sequence[Image.Image]):
     def __len__(self) -> int:
         return len(self.items)
 
-    @overload
-    def __getitem__(self, index: int) -> Image.Image: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Gallery: ...
-
-    def __getitem__(self, index: int | slice) -> Image.Image | Gallery:
-        """A picture; a slice is a smaller gallery."""
-        if isinstance(index, slice):
-            return Gallery(self.folder, self.items[index])
+    def __getitem__(self, index: int) -> Image.Image:  # type: ignore[override]
+        """The picture at an index; slices are not supported."""
         item = self.items[index]
-        image = open_rgb(item.path)
+        image = open_image(item.path)
+        if isinstance(image, str):
+            raise InputError(f"{item.path} cannot be read: {image}")
         return image.crop(item.box) if item.box else image
 
 
-@dataclass(frozen=True)
-class PictureFile:
-    """What one file holds."""
-
-    size: tuple[int, int]  # of each picture
-    prompt: str | None
-    boxes: tuple[tuple[int, int, int, int] | None, ...]  # None: the whole file
-
-
-def read_picture_file(path: Path) -> PictureFile | str:
-    """What a file holds, or why it cannot be read."""
-    try:
-        with Image.open(path) as file:
-            notes = getattr(file, "text", {}) if file.format == "PNG" else {}
-            image = ImageOps.exif_transpose(file)
-            image.load()
-    except FileNotFoundError:
-        return "missing"
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        return str(error).replace(str(path), "").strip(" '") or type(error).__name__
-    count = notes.get("images", "1")
-    boxes = grid_boxes(image.size, int(count)) if count.isdecimal() and int(count) > 1 else (None,)
-    if not boxes:
-        return f"no grid of {count} pictures, as its notes say"
-    one = boxes[0]
-    size = (one[2] - one[0], one[3] - one[1]) if one else image.size
-    return PictureFile(size, notes.get("prompt"), boxes)
-
-
-def open_rgb(path: Path) -> Image.Image:
-    """A file's picture as RGB. Raises InputError naming the file."""
-    try:
-        with Image.open(path) as file:
-            return ImageOps.exif_transpose(file).convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from None
+def read_items(path: Path) -> list[Item] | str:
+    """The pictures in a file, or why it cannot be read."""
+    image = open_image(path)
+    if isinstance(image, str):
+        return image
+    count, prompt = str(image.info.get("images", 1)), image.info.get("prompt")
+    if not count.isdecimal() or int(count) < 2:
+        return [Item(path, prompt, None, image.size)]
+    boxes = grid_boxes(image.size, int(count))
+    pictures = [Item(path, prompt, box, (box[2] - box[0], box[3] - box[1])) for box in boxes]
+    return pictures or f"no grid of {count} pictures, as its notes say"
 
 
 def grid_boxes(size: tuple[int, int], count: int) -> tuple[tuple[int, int, int, int], ...]:
@@ -157,43 +129,19 @@ def list_pictures(folder: Path) -> list[Path]:
 def read_captions(folder: Path) -> dict[str, str]:
     """file_name -> text of an imagefolder's metadata.jsonl, by name; empty where there is none."""
     path = folder / METADATA
-    if not path.is_file():
-        return {}
-    captions = {}
-    for number, line in enumerate(read_text(path, "save it as UTF-8", LINES).splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = parse_json(line, "it")
-            captions[str(row["file_name"])] = str(row.get("text") or "")
-        except (ValueError, TypeError, KeyError, AttributeError):
-            raise InputError(f"{path}, line {number}, is no JSON object with a file_name") from None
-    return dict(sorted(captions.items()))
+    rows = read_lines(path, "file_name", LAYOUT) if path.is_file() else ()
+    return dict(sorted((row["file_name"], str(row.get("text") or "")) for _, row in rows))
+
+
+def write_captions(folder: Path, captions: Mapping[str, str]) -> None:
+    """An imagefolder's metadata.jsonl, of file_name -> text."""
+    rows = ({"file_name": name, "text": text} for name, text in captions.items())
+    files.write_text(folder / METADATA, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def reference_folder(folder: Path) -> Path:
     """The part of a reference that is compared with: val/ of an imagefolder that has one, else all of it."""
     return folder / "val" if (folder / "val").is_dir() else folder
-
-
-def check_sizes(folder: Path, sizes: dict[str, tuple[int, int]]) -> None:
-    """InputError naming the pictures of another size than most."""
-    counts: dict[tuple[int, int], int] = {}
-    for size in sizes.values():
-        counts[size] = counts.get(size, 0) + 1
-    usual = max(counts, key=lambda size: counts[size])
-    odd = [f"{name} ({w} x {h})" for name, (w, h) in sizes.items() if (w, h) != usual]
-    if odd:
-        raise InputError(
-            f"{folder} mixes sizes, which are measured separately; most pictures are {usual[0]} x {usual[1]}, "
-            f"but not {first_names(odd)}"
-        )
-
-
-def first_names(names: Sequence[str]) -> str:
-    """At most ten of them, then a count."""
-    more = f", and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(names[:MAX_NAMED]) + more
 
 
 def square(image: Image.Image, side: int) -> Image.Image:
@@ -210,11 +158,21 @@ def square(image: Image.Image, side: int) -> Image.Image:
     return image.resize((side, side), Image.Resampling.BICUBIC, box)
 
 
-def squares(images: Sequence[Image.Image], side: int, batch: int) -> Iterator[Tensor]:
+def squares(
+    images: Sequence[Image.Image],
+    side: int,
+    batch: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> Iterator[Tensor]:
     """Central squares in order, at most `batch` at a time: [B, 3, side, side] uint8."""
     for start in range(0, len(images), batch):
-        bytes_ = b"".join(
-            square(images[i], side).tobytes() for i in range(start, min(start + batch, len(images)))
-        )
-        flat = torch.frombuffer(bytearray(bytes_), dtype=torch.uint8)
-        yield flat.view(-1, side, side, 3).permute(0, 3, 1, 2)
+        part = range(start, min(start + batch, len(images)))
+        yield torch.stack([to_pixels(square(images[i], side)) for i in part])
+        if progress:
+            progress(part.stop, len(images))
+
+
+def to_pixels(image: Image.Image) -> Tensor:
+    """A PIL image as [3, H, W] uint8."""
+    flat = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+    return flat.view(image.height, image.width, 3).permute(2, 0, 1)

@@ -1,9 +1,8 @@
-"""The methods of a race under torch.profiler, and their target passes beside what the machine can do."""
+"""The methods of a race under torch.profiler, and their target passes beside the machine's bandwidth and arithmetic."""
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import islice
@@ -13,11 +12,13 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.benchmark import Timer
 
 from lanternpp.api.pipeline import Pipeline
-from lanternpp.engine.batching import adaptive_threads, opened
+from lanternpp.engine.batching import opened
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.observers import Observer, Phase
+from lanternpp.engine.threads import AdaptiveThreads
 from lanternpp.evaluation.race import Race
 from lanternpp.evaluation.report import HEADINGS, cell
 from lanternpp.util.files import replacing, write_text
@@ -53,14 +54,8 @@ def machine_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, floa
     """Bytes per second of a large copy, read and written, and operations per second of a large matrix product."""
 
     def seconds(work: Callable[[], object]) -> float:
-        taken = []
-        for _ in range(1 + REPEATS):
-            began = time.perf_counter()
-            work()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            taken.append(time.perf_counter() - began)
-        return min(taken[1:])
+        timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
+        return min(timer.timeit(1).median for _ in range(REPEATS))
 
     source, matrix = (
         torch.ones(n, dtype=kind, device=device) for n, kind in ((COPIED, torch.uint8), (SIDE * SIDE, dtype))
@@ -73,7 +68,7 @@ def machine_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, floa
 def pass_costs(pipe: Pipeline, engine: Engine) -> tuple[float, float]:
     """Bytes that a target pass must read, in the middle of a picture, and its operations: weights, and keys and values.
 
-    Embeddings are not counted, nor what a pass writes.
+    Embeddings and writes are not counted.
     """
     target, shape = pipe.target, pipe.target.decoder.stack()
     element = torch.empty(0, dtype=engine.cache.kv.dtype).element_size()
@@ -106,7 +101,7 @@ def profile_race(
         if progress:
             progress(i, len(race.field))
         engine = race.engines[entry.label]
-        # what is built on first use is not profiled
+        # Parts that are built on first use are not profiled.
         race.draw(entry, 0, race.seed)
         seeds = range(race.seed, race.seed + race.batch)
         found = profile_steps(engine, [race.prompts[0]] * race.batch, seeds)
@@ -137,7 +132,7 @@ def profile_steps(engine: Engine, conditions: Sequence[str | None], seeds: Seque
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     cuda = [ProfilerActivity.CUDA] if engine.codes.device.type == "cuda" else []
     marks = PhaseMarks()
-    with opened(engine, conditions, seeds) as batch, adaptive_threads(engine) as threads:
+    with opened(engine, conditions, seeds) as batch, AdaptiveThreads(engine.target.decoder) as threads:
         run = batch.run()
         list(islice(run, engine.batch))
         engine.observers.append(marks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,6 +24,7 @@ LEAST = NEAREST + 1  # pictures: precision and recall need that many neighbours 
 Progress = Callable[[int, int], None]
 
 
+@dataclass(frozen=True)
 class Quality:
     """The figures that can be given of pictures, with everything they need already read.
 
@@ -31,25 +32,15 @@ class Quality:
     frechet_spread   its standard error over the pictures, by a jackknife
     precision        share of the pictures that are like the reference
     recall           share of the reference that is like some picture
-    prompt_accuracy  share of the pictures that the classifier takes for what their prompt names
+    prompt_accuracy  share of the pictures that the classifier gives the label that their prompt names
     clip             CLIP score, up to 100
     """
 
-    def __init__(
-        self,
-        features: str | None,
-        extractor: Extractor | None,
-        against: Reference | None,
-        classifier: ClassifierFeatures | None,
-        clip: Clip | None,
-    ):
-        self.features, self.extractor, self.against = features, extractor, against
-        self.classifier, self.clip = classifier, clip
-        self.columns: tuple[str, ...] = (
-            *(("frechet", "precision", "recall") if against else ()),
-            *(("prompt_accuracy",) if classifier else ()),
-            *(("clip",) if clip else ()),
-        )
+    features: str | None  # the name of the extractor
+    extractor: Extractor | None
+    against: Reference | None
+    classifier: ClassifierFeatures | None
+    clip: Clip | None
 
     @classmethod
     def for_model(
@@ -78,13 +69,15 @@ class Quality:
         name = features or "classifier"
         kind = find("features", importable(name), EXTRACTORS)
         extractor = classifier if classifier and kind is ClassifierFeatures else kind.open(folder, on)
-        against = reference_for(folder, reference, name, extractor, classifier, progress)
+        if reference is not None:
+            gallery = Gallery.read(reference_folder(reference), LEAST)
+            texts = tuple(prompt for prompt in gallery.prompts if prompt)
+            against = Reference(extract(extractor, gallery, progress), texts, str(gallery.folder))
+        elif classifier is not None and extractor is classifier:
+            against = replace(read_reference(folder, classifier.classifier), name=f"{folder.name}'s own")
+        else:
+            raise InputError(f"features {name} need --reference DIR, a folder of pictures to compare with")
         return cls(name, extractor, against, classifier, scorer)
-
-    @property
-    def prompts(self) -> tuple[str, ...]:
-        """The captions of the reference: prompts whose pictures can fairly be compared with it."""
-        return self.against.texts if self.against else ()
 
     def measure(
         self,
@@ -98,10 +91,10 @@ class Quality:
         """
         if len(images) < LEAST:
             raise InputError(f"{len(images)} pictures are too few to measure; at least {LEAST} are needed")
-        known_prompts = list(prompts) if prompts is not None else [None] * len(images)
-        if len(known_prompts) != len(images):
+        prompts = prompts if prompts is not None else [None] * len(images)
+        if len(prompts) != len(images):
             raise InputError(
-                f"{len(known_prompts)} prompts do not go with {len(images)} pictures; give one for each"
+                f"{len(prompts)} prompts do not go with {len(images)} pictures; give one for each"
             )
         figures: dict[str, float] = {}
         features: Tensor | None = None
@@ -109,28 +102,16 @@ class Quality:
             features = extract(self.extractor, images, progress)
             figures |= compare(features, self.against.features)
         if self.classifier:
-            figures |= self._accuracy(images, known_prompts, features, progress)
-        score = self.clip.score(images, known_prompts, progress) if self.clip else None
+            labels = self.classifier.classifier.config.labels
+            named = {i: label_of(prompt, labels) for i, prompt in enumerate(prompts) if prompt}
+            named = {i: label for i, label in named.items() if label is not None}
+            if named:
+                if features is None or self.extractor is not self.classifier:
+                    features = extract(self.classifier, images, progress)
+                right = self.classifier.labels(features[list(named)]) == torch.tensor(list(named.values()))
+                figures["prompt_accuracy"] = right.double().mean().item()
+        score = self.clip.score(images, prompts, progress) if self.clip else None
         return figures | ({} if score is None else {"clip": score})
-
-    def _accuracy(
-        self,
-        images: Sequence[Image.Image],
-        prompts: Sequence[str | None],
-        features: Tensor | None,
-        progress: Progress | None,
-    ) -> dict[str, float]:
-        """Share of the pictures classified as what their prompt names; {} where no prompt names a label."""
-        assert self.classifier
-        labels = self.classifier.classifier.config.labels
-        prompt_labels = [label_of(prompt, labels) if prompt else None for prompt in prompts]
-        known = [i for i, label in enumerate(prompt_labels) if label is not None]
-        if not known:
-            return {}
-        if features is None or self.extractor is not self.classifier:
-            features = extract(self.classifier, images, progress)
-        right = self.classifier.labels(features[known]) == torch.tensor([prompt_labels[i] for i in known])
-        return {"prompt_accuracy": right.double().mean().item()}
 
 
 def compare(features: Tensor, reference: Tensor) -> dict[str, float]:
@@ -143,24 +124,6 @@ def compare(features: Tensor, reference: Tensor) -> dict[str, float]:
         "precision": precision,
         "recall": recall,
     }
-
-
-def reference_for(
-    folder: Path,
-    reference: Path | None,
-    name: str,
-    extractor: Extractor,
-    classifier: ClassifierFeatures | None,
-    progress: Progress | None,
-) -> Reference:
-    """The reference to compare with: a folder's pictures, or the one that came with the model."""
-    if reference is not None:
-        gallery = Gallery.read(reference_folder(reference), LEAST)
-        texts = tuple(prompt for prompt in gallery.prompts if prompt)
-        return Reference(extract(extractor, gallery, progress), texts, str(gallery.folder))
-    if classifier is None or extractor is not classifier:
-        raise InputError(f"features {name} need --reference DIR, a folder of pictures to compare with")
-    return replace(read_reference(folder, classifier.classifier), name=f"{folder.name}'s own")
 
 
 def label_of(prompt: str, labels: Sequence[str]) -> int | None:

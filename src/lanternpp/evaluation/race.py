@@ -1,6 +1,6 @@
 """A race of methods: they take turns at the same prompts and seeds, and every turn is logged when it ends.
 
-A run's folder holds `run.json` (what is compared), `turns.jsonl` (a line per turn, so that a run stopped at any
+A run's folder holds `run.json` (the entries and their settings), `turns.jsonl` (a line per turn, so that a run stopped at any
 moment goes on where it stopped) and `pictures/`.
 """
 
@@ -10,32 +10,33 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lanternpp.api.calls import Request
 from lanternpp.api.options import BASELINE, MethodDials, check_method, dials
-from lanternpp.api.picture import save_png
+from lanternpp.api.picture import notes, save_png
 from lanternpp.api.pipeline import Pipeline, Result, versions
 from lanternpp.engine.stopwatch import Stopwatch
 from lanternpp.errors import InputError
-from lanternpp.util import files
 from lanternpp.util.devices import device_name
-from lanternpp.util.jsonfile import read_object
+from lanternpp.util.jsonfile import differences, read_object, write_json
 from lanternpp.util.runlog import Journal
 from lanternpp.util.schema import checked
 
 RUN, TURNS, PICTURES = "run.json", "turns.jsonl", "pictures"
 ELSEWHERE = "choose another folder with -o"
-METHOD_DIALS = dials(MethodDials)  # what an entry may override
+METHOD_DIALS = dials(MethodDials)  # an entry's possible overrides
 BY_KEY = {key: dial for dial in METHOD_DIALS for key in (dial.name, dial.spoken, dial.short) if key}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of a race: a named method and what it overrides."""
+    """One row of a race: a named method and its overrides."""
 
     label: str
     method: str
@@ -49,7 +50,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Turn:
-    """What one method drew for one prompt."""
+    """Pictures of one method for one prompt, and their times."""
 
     label: str
     prompt: int  # which of the race's prompts
@@ -126,9 +127,10 @@ class Race:
             pipe.target.check(prompt)
         # made here, so that a wrong part is found before anything is drawn; kept, as their turns are timed
         self.engines = {label: pipe.new_engine(settings) for label, settings in self.settings.items()}
+        self._watches: dict[str, Stopwatch] = {}
 
     def describe(self) -> dict[str, Any]:
-        """What must be unchanged for a run to be resumed."""
+        """The facts and settings that a resumed run must share."""
         return {
             "model": self.pipe.name,
             "prompts": self.prompts,
@@ -150,7 +152,9 @@ class Race:
     def draw(self, entry: Entry, prompt: int, seed: int) -> Result:
         """The pictures of one turn, by the entry's engine."""
         conditions, seeds = [self.prompts[prompt]] * self.turn, range(seed, seed + self.turn)
-        return self.pipe.draw(self.engines[entry.label], self.settings[entry.label], conditions, seeds)
+        return self.pipe.draw(
+            self.engines[entry.label], Request(conditions, seeds, self.settings[entry.label])
+        )
 
     def run(
         self, folder: Path, resume: bool = False, progress: Callable[[int, int], None] | None = None
@@ -163,28 +167,22 @@ class Race:
         journal = Journal(folder / TURNS, ELSEWHERE)
         turns: list[Turn] = []
         total = len(self.prompts) * self.n // self.turn * len(self.field)
-        watches: dict[str, Stopwatch] = {}
         for entry, prompt, seed in self.turns():
             key = {"label": entry.label, "prompt": prompt, "seed": seed}
-            if key not in journal:
-                if progress:
-                    progress(len(journal), total)
-                if entry.label not in watches:
-                    # a warm-up, as what is built on first use is not timed
-                    self.draw(entry, prompt, seed)
-                    watches[entry.label] = Stopwatch(self.engines[entry.label])
-            watch = watches.get(entry.label)
-            figures = journal.once(key, lambda: self._turn(folder, entry, watch, prompt, seed))  # noqa: B023
+            if progress and key not in journal:
+                progress(len(journal), total)
+            figures = journal.once(key, partial(self._turn, folder, entry, prompt, seed))
             turns.append(checked("its turn", key | figures, Turn))
         return turns
 
-    def _turn(
-        self, folder: Path, entry: Entry, watch: Stopwatch | None, prompt: int, seed: int
-    ) -> dict[str, Any]:
-        assert watch is not None
+    def _turn(self, folder: Path, entry: Entry, prompt: int, seed: int) -> dict[str, Any]:
+        if entry.label not in self._watches:
+            # A warm-up: parts that are built on first use are not timed.
+            self.draw(entry, prompt, seed)
+            self._watches[entry.label] = Stopwatch(self.engines[entry.label])
         result = self.draw(entry, prompt, seed)
         stats, tv_cost = result.stats, None
-        phases = watch.take(stats.seconds)
+        phases = self._watches[entry.label].take(stats.seconds)
         if self.measure_tv and (seed - self.seed) % self.n == 0:
             given = self.overrides[entry.label] | {"measure_tv": True}
             again = self.pipe(self.prompts[prompt], n=self.turn, seed=seed, method=entry.method, **given)
@@ -192,9 +190,8 @@ class Race:
         names = []
         for i, image in enumerate(result.images):
             names.append(f"{PICTURES}/{entry.slug}/{prompt:03d}-{seed + i}.png")
-            notes = {"prompt": self.prompts[prompt], "seed": str(seed + i), "model": stats.model}
-            settings = {"settings": json.dumps(stats.settings, sort_keys=True)}
-            save_png(image, folder / names[-1], notes | settings)
+            facts = notes(self.prompts[prompt], seed + i, stats.model, stats.settings, stats.versions)
+            save_png(image, folder / names[-1], facts)
         return {
             "seconds": stats.seconds,
             "phases": phases,
@@ -223,10 +220,9 @@ def check_run(folder: Path, run: Mapping[str, Any], resume: bool) -> None:
     """Write `run.json`, or compare it with the one in the folder; InputError names what differs."""
     path, run = folder / RUN, json.loads(json.dumps(run))
     if not path.exists():
-        files.write_text(path, json.dumps(run, indent=2) + "\n")
+        write_json(path, run)
         return
-    if not resume:
-        raise InputError(f"{folder} holds a run already; go on with it by --resume, or {ELSEWHERE}")
+    check_new(folder, resume)
     differing = list(differences(read_object(path, ELSEWHERE), run))
     if differing:
         raise InputError(
@@ -235,11 +231,7 @@ def check_run(folder: Path, run: Mapping[str, Any], resume: bool) -> None:
         )
 
 
-def differences(old: Any, new: Any, name: str = "") -> Iterator[str]:
-    """What differs between two nested objects, by the names that lead to it: "settings.lam 2.0 -> 4.0"."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in dict.fromkeys((*old, *new)):
-            yield from differences(old.get(key), new.get(key), f"{name}.{key}" if name else key)
-    elif old != new:
-        long = any(isinstance(value, dict | list) for value in (old, new))
-        yield name if long else f"{name} {old!r} -> {new!r}"
+def check_new(folder: Path, resume: bool) -> None:
+    """InputError where a folder holds a run that is not to go on."""
+    if (folder / RUN).exists() and not resume:
+        raise InputError(f"{folder} holds a run already; go on with it by --resume, or {ELSEWHERE}")

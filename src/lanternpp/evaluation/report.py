@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from statistics import fmean, median, quantiles
 from typing import Any
 
-from lanternpp.api.options import BASELINE
+from lanternpp.api.options import BASELINE, draft_of
 from lanternpp.engine.stopwatch import PHASES
 from lanternpp.evaluation.race import Turn
 
+QUALITY = {
+    "frechet": "Fréchet",
+    "precision": "precision",
+    "recall": "recall",
+    "prompt_accuracy": "prompt accuracy",
+    "clip": "CLIP",
+}
 HEADINGS = {
     "method": "method",
     "batch_size": "batch",
@@ -23,11 +33,25 @@ HEADINGS = {
     "where": "draft / pass / verify / rest, %",
     "tv_cost": "TV cost",
     "tv_per_code": "TV per code",
-    "frechet": "Fréchet",
-    "precision": "precision",
-    "recall": "recall",
-    "prompt_accuracy": "prompt accuracy",
-    "clip": "CLIP",
+    **QUALITY,
+}
+PAPER = {  # the columns of LANTERN++'s tables (arXiv 2502.06352): means over pictures, the prefill not among the passes
+    "method": "method",
+    "latency": "latency, s",
+    "latency_speedup": "speed-up",
+    "step_compression": "step compression",
+    **QUALITY,
+}
+FORMATS = {  # others have two decimals
+    "method": "`{}`",
+    "draft": "{}",
+    "batch_size": "{}",
+    "speedup": "{:.2f}x",
+    "latency_speedup": "{:.2f}x",
+    "step_compression": "{:.2f}x",
+    "tv_per_code": "{:.3g}",
+    "pictures_per_second": "{:.3g}",
+    "prompt_accuracy": "{:.0%}",
 }
 WIDE = ("where", "precision", "recall")  # not for a terminal
 BATCHES = ("batch_size", "draft", "pictures_per_second")  # shown where batch sizes are compared
@@ -40,14 +64,15 @@ def rows(
 
     Seconds are medians over turns, their spread the distance between the quartiles.
     """
-    plain = figures([t for t in turns if t.label == BASELINE])["seconds_per_image"]
+    plain = figures([t for t in turns if t.label == BASELINE])
     made = []
     for label, settings in run["methods"].items():
         row = figures([t for t in turns if t.label == label])
-        speedup = plain / row["seconds_per_image"]
+        speedup = plain["seconds_per_image"] / row["seconds_per_image"]
         ratios = {"speedup": speedup, "efficiency": speedup / row["codes_per_pass"]}
+        ratios["latency_speedup"] = plain["latency"] / row["latency"]
         about = {"method": label, "model": run["model"], "batch_size": settings["batch_size"]}
-        about["draft"] = draft_name(settings)
+        about["draft"] = draft_of(settings) or "none"
         versions = {"settings": settings, "versions": run["versions"]}
         made.append(about | row | ratios | dict(quality.get(label, {})) | versions)
     return made
@@ -68,6 +93,8 @@ def figures(turns: Sequence[Turn]) -> dict[str, Any]:
         "codes_per_pass": sum(every) / len(every),
         "seconds": total,
         "pictures_per_second": len(pictures) / total,
+        "latency": total / len(pictures),
+        "step_compression": fmean(sum(decided[1:]) / max(1, len(decided) - 1) for decided in pictures),
         "seconds_per_image": median(seconds),
         "seconds_quartiles": [quarters[0], quarters[2]],
         "phases": {phase: sum(t.phases[phase] for t in turns) / total for phase in PHASES},
@@ -78,75 +105,59 @@ def figures(turns: Sequence[Turn]) -> dict[str, Any]:
     }
 
 
-def draft_name(settings: Mapping[str, Any]) -> str:
-    """What a method drafts, in a word or two."""
-    tree = settings.get("tree")
-    if tree is None:
-        return f"window {settings['window']}" if settings.get("window") else "none"
-    return f"a tree of {tree.count('[') - 1}" if tree.startswith("[") else str(tree)
-
-
 def by_row(turns: Sequence[Turn], width: int) -> dict[str, list[float]]:
     """Mean codes decided by the passes that began in each row of the image, by label."""
-    table: dict[str, list[float]] = {}
-    for label in dict.fromkeys(turn.label for turn in turns):
-        began: dict[int, list[int]] = {}
-        for turn in turns:
-            if turn.label != label:
-                continue
-            for accepted in turn.accepted:
-                place = 0
-                for count in accepted:
-                    if place:  # the prefill decides one code, whatever the method
-                        began.setdefault(place // width, []).append(count)
-                    place += count
-        table[label] = [fmean(began.get(row, [0])) for row in range(max(began, default=-1) + 1)]
-    return table
+    began: dict[str, dict[int, list[int]]] = {turn.label: {} for turn in turns}
+    for turn in turns:
+        for accepted in turn.accepted:
+            # Without the prefill, which decides one code whatever the method.
+            for place, count in zip(accumulate(accepted), accepted[1:], strict=False):
+                began[turn.label].setdefault(place // width, []).append(count)
+    return {
+        label: [fmean(rows.get(row, [0])) for row in range(max(rows, default=-1) + 1)]
+        for label, rows in began.items()
+    }
 
 
 def cell(row: Mapping[str, Any], column: str, brief: bool = False) -> str:
     """One figure of a row as text, with its spread unless brief; a dash where it was not measured."""
-    if column in ("method", "draft"):
-        return f"`{row[column]}`"
     if column == "where":
         return " / ".join(f"{100 * row['phases'][phase]:.0f}" for phase in PHASES)
-    value = row.get(column)
-    if value is None:
+    if row.get(column) is None:
         return "-"
+    text = FORMATS.get(column, "{:.2f}").format(row[column]).replace("%", " %")
     if column == "seconds_per_image" and not brief:
-        low, high = row["seconds_quartiles"]
-        return f"{value:.2f} ({low:.2f}-{high:.2f})"
-    if column == "speedup":
-        return f"{value:.2f}x"
-    if column == "batch_size":
-        return str(value)
-    if column in ("tv_per_code", "pictures_per_second"):
-        return f"{value:.3g}"
-    if column == "prompt_accuracy":
-        return f"{100 * value:.0f} %"
+        text += " ({:.2f}-{:.2f})".format(*row["seconds_quartiles"])
     if column == "frechet" and row.get("frechet_spread") is not None and not brief:
-        return f"{value:.2f} ± {row['frechet_spread']:.2f}"
-    return f"{value:.2f}"
+        text += f" ± {row['frechet_spread']:.2f}"
+    return text
 
 
-def columns(table: Sequence[Mapping[str, Any]]) -> list[str]:
+def columns(table: Sequence[Mapping[str, Any]], headings: Mapping[str, str] = HEADINGS) -> list[str]:
     """The columns that some row has a figure for; those of `BATCHES` only where batch sizes differ."""
-    known = [c for c in HEADINGS if c == "where" or any(row.get(c) is not None for row in table)]
+    known = [c for c in headings if c == "where" or any(row.get(c) is not None for row in table)]
     one_size = len({row["batch_size"] for row in table}) == 1
     return [c for c in known if not (one_size and c in BATCHES)]
 
 
-def markdown(table: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) -> str:
-    """The table, with the settings it holds for under it."""
-    shown = columns(table)
-    rows = [[cell(row, c) for c in shown] for row in table]
-    return f"{markdown_table([HEADINGS[c] for c in shown], rows)}\n{settings_line(table, run)}\n"
+def comma_separated(table: Sequence[Mapping[str, Any]], headings: Mapping[str, str]) -> str:
+    """The figures of the columns as CSV, not rounded, under their names in bench.json."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns(table, headings), extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(table)
+    return text.getvalue()
 
 
-def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """Rows under headings; left: columns of words."""
-    rule = ["---" if place in left else "--:" for place in range(len(headings))]
-    return "".join(f"| {' | '.join(line)} |\n" for line in (headings, rule, *rows))
+def markdown(
+    table: Sequence[Mapping[str, Any]], run: Mapping[str, Any], headings: Mapping[str, str] = HEADINGS
+) -> str:
+    """The table in Markdown, with the settings it holds for under it."""
+    shown = columns(table, headings)
+    rule = ["---", *["--:"] * (len(shown) - 1)]
+    lines = [[headings[c] for c in shown], rule, *([cell(row, c) for c in shown] for row in table)]
+    rows = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return f"{rows}\n{settings_line(table, run)}\n"
 
 
 def counts(numbers: Iterable[int]) -> str:
@@ -156,7 +167,7 @@ def counts(numbers: Iterable[int]) -> str:
 
 
 def settings_line(table: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) -> str:
-    """What the figures hold for, in one sentence."""
+    """The settings and the machine of the figures, in one sentence."""
     base = run["methods"][BASELINE]
     images = counts(row["images"] for row in table)
     tv_cost = counts(row["tv_cost_images"] for row in table if row["tv_cost"])

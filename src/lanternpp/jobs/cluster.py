@@ -152,6 +152,6 @@ def share(ray: Any, workers: int | None, device: str) -> tuple[int, Share]:
 
 
 def brief(error: BaseException) -> str:
-    """The last line of a long message, cut to a sentence."""
+    """The last line of a long message, shortened to a sentence."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[-1] if lines else type(error).__name__)[:300].rstrip(".")

@@ -69,16 +69,16 @@ def run(
     """Draw the pictures that `folder` lacks; their statistics, and the number of those that were there already.
 
     prompts: the file with the prompts, which error messages name. Seconds cover drawing and writing, not loading. Raises
-    InputError before the first picture where the target refuses a prompt or a file was drawn with other settings, and
+    InputError before the first picture where the target rejects a prompt or a file was drawn with other settings, and
     later where a picture cannot be written; pictures that are written by then stay.
     """
     sweep(folder, STALE)
     info = renderer.info
     todo = missing(folder, planned, info, overwrite)
     if todo:
-        refused, prompt_warnings = renderer.check(list(dict.fromkeys(image.prompt for image in todo)))
-        if refused:
-            raise InputError(refusal_message(refused, prompts))
+        rejected, prompt_warnings = renderer.check(list(dict.fromkeys(image.prompt for image in todo)))
+        if rejected:
+            raise InputError(rejection_message(rejected, prompts))
         for warning in prompt_warnings[:SHOWN]:
             warnings.warn(warning, stacklevel=2)
         if (more := len(prompt_warnings) - SHOWN) > 0:
@@ -93,10 +93,10 @@ def run(
     return Stats.of(drawn, seconds, info.model, info.noted, info.auto), len(planned) - len(todo)
 
 
-def refusal_message(refused: Mapping[str, str], prompts: Path) -> str:
-    """The first refused prompt with its line in the file and the reason, and how many more there are."""
+def rejection_message(rejected: Mapping[str, str], prompts: Path) -> str:
+    """The first rejected prompt with its line in the file and the reason, and how many more there are."""
     lines = [line.strip() for line in read_text(prompts, most=LINES).splitlines()]
-    prompt, why = next(iter(refused.items()))
-    more = f" ({len(refused) - 1} more lines cannot be drawn)" if len(refused) > 1 else ""
+    prompt, why = next(iter(rejected.items()))
+    more = f" ({len(rejected) - 1} more lines cannot be drawn)" if len(rejected) > 1 else ""
     at = f", line {lines.index(prompt) + 1}" if prompt in lines else ""
     return f"{prompts}{at}: {why}{more}"

@@ -11,10 +11,10 @@ from lanternpp.api.options import BASELINE, DraftDials, PartDials, RuleDials, Se
 from lanternpp.api.picture import notes, png_notes
 from lanternpp.api.settings import SHAPES
 from lanternpp.errors import InputError
-from lanternpp.util.jsonfile import parse_json
-from lanternpp.util.names import picture_name
+from lanternpp.util import jsonfile
+from lanternpp.util.files import picture_name
 
-NOT_DECIDING = ("int8", "tuned")  # are noted beside the settings, but do not decide a picture
+NOT_DECIDING = ("int8", "tuned")  # noted among the settings; pictures do not depend on them
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class PlannedImage:
 
 @dataclass(frozen=True)
 class JobInfo:
-    """What all pictures of a job have in common."""
+    """The properties that all pictures of a job share."""
 
     model: str
     settings: Settings
@@ -75,7 +75,7 @@ def missing(
 
 
 def differences(old: Mapping[str, str], new: Mapping[str, str], any_draft: bool = False) -> str:
-    """The settings that differ between the notes of two PNGs, such as "cfg 2.0, now 3.0"; "" where none does.
+    """The settings that differ between the notes of two PNGs, such as "cfg 2.0 -> 3.0"; "" where none does.
 
     Versions are noted but not compared, so that a job can go on after an update. any_draft: nor are drafts where the new one is
     fitted to the machine, so that a job can go on after another fit.
@@ -83,29 +83,18 @@ def differences(old: Mapping[str, str], new: Mapping[str, str], any_draft: bool 
     was, now = _deciding(old), _deciding(new)
     if any_draft and now.get("fit"):
         plain = BASELINE in (was.get("method"), now.get("method"))
-        for key in (
-            "fit",
-            *SHAPES,
-            "verify",
-            *(("method", *names(PartDials, DraftDials, RuleDials)) if plain else ()),
-        ):
-            for settings in (was, now):
-                settings.pop(key, None)
-    return ", ".join(
-        f"{key} {was.get(key)}, now {now.get(key)}"
-        for key in dict.fromkeys((*now, *was))
-        if was.get(key) != now.get(key)
-    )
+        fitted = {"fit", *SHAPES, "verify"}
+        fitted |= {"method", *names(PartDials, DraftDials, RuleDials)} if plain else set()
+        was, now = ({k: v for k, v in each.items() if k not in fitted} for each in (was, now))
+    return "; ".join(jsonfile.differences(was, now))
 
 
 def _deciding(notes: Mapping[str, str]) -> dict[str, Any]:
     """The part of the notes that decides a picture, as a dictionary; each setting is an entry."""
-    found: dict[str, Any] = {key: notes.get(key) for key in ("prompt", "seed", "images", "model")}
+    found: dict[str, Any] = {key: notes.get(key) for key in ("prompt", "shown", "seed", "images", "model")}
     try:
-        settings = parse_json(notes.get("settings", "{}"), "the settings")
+        settings = jsonfile.parse_json(notes.get("settings", "{}"), "the settings")
     except InputError:
         settings = None
-    for key, value in settings.items() if isinstance(settings, dict) else ():
-        if key not in NOT_DECIDING:
-            found[key] = value
-    return found
+    given = settings if isinstance(settings, dict) else {}
+    return found | {key: value for key, value in given.items() if key not in NOT_DECIDING}

@@ -24,30 +24,21 @@ KEPT = 512  # most prompts whose encoding the target keeps between the check and
 
 
 class Renderer:
-    """Draws pictures with one model and one engine. Raises InputError where `options` are wrong.
+    """Draws pictures with one model and one engine, in this process or as an actor of Ray. InputError where `options` are wrong.
 
-    info: what the pictures have in common; None: that follows from the options.
+    info: the properties that all pictures share; None: they follow from the options. threads: None: PyTorch's default.
     """
 
-    def __init__(self, options: DrawOptions, info: JobInfo | None = None):
+    def __init__(self, options: DrawOptions, info: JobInfo | None = None, threads: int | None = None):
+        if threads:
+            torch.set_num_threads(threads)
         pipe = self.pipe = Pipeline.from_pretrained(**options.pretrained)
         check_output(pipe.target)
-        if info is None:
-            settings = self._fitted(
-                pipe.settings(options.method, **{"batch_size": BATCH, **options.overrides})
-            )
-        else:
-            settings = info.settings
-        effect = None if pipe.effect is None else str(pipe.effect)
-        self.info = JobInfo(
-            pipe.name,
-            settings,
-            pipe.describe(settings),
-            versions(),
-            pipe.target.length,
-            pipe.chosen(options.method).why,
-            effect,
-        )
+        given = {"batch_size": BATCH, **options.overrides}
+        settings = info.settings if info else self._fitted(pipe.settings(options.method, **given))
+        noted, why = pipe.describe(settings), pipe.chosen(options.method).why
+        effect = str(pipe.model.effect) if pipe.model.effect else None
+        self.info = JobInfo(pipe.name, settings, noted, versions(), pipe.target.length, why, effect)
         self._make_engine(BATCH)  # so that a wrong part is found before anything is drawn
 
     def _fitted(self, settings: Settings) -> Settings:
@@ -59,16 +50,14 @@ class Renderer:
         size = batch_size(self.info.settings.batch_size, max(pictures, BATCH))
         self.engine = self.pipe.new_engine(replace(self.info.settings, batch_size=size))
 
-    def adopt(self, info: JobInfo) -> None:
-        """Draw what another renderer would draw, which reported this."""
-        changed, self.info = info.settings != self.info.settings, info
-        if changed:
-            self._make_engine(BATCH)
+    def report(self) -> JobInfo:
+        """`info`; of an actor, attributes cannot be read."""
+        return self.info
 
     @torch.inference_mode()
     def check(self, prompts: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-        """The prompts that the target refuses, each with the reason, and its warnings about the others, each once."""
-        refused = {}
+        """The prompts that the target rejects, each with the reason, and its warnings about the others, each once."""
+        rejected = {}
         self.pipe.target.cache_prompts(min(len(prompts), KEPT))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -76,17 +65,23 @@ class Renderer:
                 try:
                     self.pipe.target.check(prompt)
                 except InputError as error:
-                    refused[prompt] = str(error)
-        return refused, list(dict.fromkeys(str(warning.message) for warning in caught))
+                    rejected[prompt] = str(error)
+        return rejected, list(dict.fromkeys(str(warning.message) for warning in caught))
 
     def render(
-        self, images: Sequence[PlannedImage], progress: Callable[[int, int], None] | None = None
+        self,
+        images: Sequence[PlannedImage],
+        progress: Callable[[int, int], None] | None = None,
+        info: JobInfo | None = None,
     ) -> Iterator[tuple[int, bytes, FinishedSample]]:
         """Draw pictures; yields (index in `images`, PNG, sample without its codes) as they finish.
 
-        Warnings, which `check` gives, are ignored. progress: called with (decided codes, all codes).
+        Warnings, which `check` gives, are ignored. progress: called with (decided codes, all codes). info: of another renderer,
+        whose pictures this one draws from now on.
         """
-        if min(len(images), self.info.settings.batch_size) > self.engine.batch:
+        drawn, self.info = self.info.settings, info or self.info
+        more = min(len(images), self.info.settings.batch_size) > self.engine.batch
+        if more or drawn != self.info.settings:
             self._make_engine(len(images))
         prompts, seeds = [image.prompt for image in images], [image.seed for image in images]
         found = drawing(self.engine, prompts, seeds, progress)
@@ -97,8 +92,5 @@ class Renderer:
             if sample is None:
                 return
             (image,) = self.pipe.images(sample.codes[None])
-            yield (
-                index,
-                png_bytes(image, self.info.notes(images[index])),
-                replace(sample, codes=torch.empty(0)),
-            )
+            png = png_bytes(image, self.info.notes(images[index]))
+            yield index, png, replace(sample, codes=torch.empty(0))

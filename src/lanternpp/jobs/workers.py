@@ -24,38 +24,15 @@ CHUNK = 4  # most batches that a worker gets at once
 RESTARTS = 5  # of a worker that died, after which the job fails
 
 
-class RenderWorker:
-    """A renderer in a process of its own, an actor of Ray. info: what the first worker reported; None: this is the first."""
-
-    def __init__(self, options: DrawOptions, threads: int, info: JobInfo | None = None):
-        torch.set_num_threads(threads)
-        self.renderer = Renderer(options, info)
-
-    def info(self) -> JobInfo:
-        """What this worker would draw with."""
-        return self.renderer.info
-
-    def check(self, prompts: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-        """As `Renderer.check`."""
-        return self.renderer.check(prompts)
-
-    def render(
-        self, images: Sequence[PlannedImage], info: JobInfo
-    ) -> Iterator[tuple[int, bytes, FinishedSample]]:
-        """As `Renderer.render`. info: what the first worker reported."""
-        self.renderer.adopt(info)
-        yield from self.renderer.render(images)
-
-
 class WorkerPool:
     """Several workers with the interface of one `Renderer`. Raises InputError where the options are wrong."""
 
     def __init__(self, ray: Any, options: DrawOptions, actors: int, part: Share, threads: int):
         self.ray = ray
-        actor = ray.remote(RenderWorker).options(max_restarts=RESTARTS, max_task_retries=-1, **part.options)
-        self._workers = [actor.remote(options, threads)]
-        self.info: JobInfo = self._get(self._workers[0].info.remote())
-        self._workers += [actor.remote(options, threads, self.info) for _ in range(actors - 1)]
+        actor = ray.remote(Renderer).options(max_restarts=RESTARTS, max_task_retries=-1, **part.options)
+        self._workers = [actor.remote(options, threads=threads)]
+        self.info: JobInfo = self._get(self._workers[0].report.remote())
+        self._workers += [actor.remote(options, self.info, threads) for _ in range(actors - 1)]
 
     def check(self, prompts: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         """As `Renderer.check`, by the first worker."""
@@ -73,7 +50,7 @@ class WorkerPool:
         waiting, finished, length = deque(range(len(images))), 0, self.info.length
         # a worker and the indices of the pictures that it still has to draw; None: it reads its model
         doing: dict[Any, tuple[Any, dict[int, int] | None]] = {
-            worker.info.remote(): (worker, None) for worker in self._workers
+            worker.report.remote(): (worker, None) for worker in self._workers
         }
         while finished < len(images):
             (key,), _ = self.ray.wait(list(doing), num_returns=1)
@@ -94,7 +71,7 @@ class WorkerPool:
                     continue
             del doing[key]
             if indices := [waiting.popleft() for _ in range(self._share(len(waiting)))]:
-                stream = worker.render.remote([images[index] for index in indices], self.info)
+                stream = worker.render.remote([images[index] for index in indices], info=self.info)
                 doing[stream] = worker, dict(enumerate(indices))
 
     def _share(self, waiting: int) -> int:
@@ -119,7 +96,7 @@ class WorkerPool:
         old, new = (each.notes(PlannedImage("", 0)) for each in (self.info, info))
         differing = differences(old, new)
         if not differing and old["versions"] != new["versions"]:
-            differing = f"versions {old['versions']}, now {new['versions']}"
+            differing = f"versions {old['versions']} -> {new['versions']}"
         if differing:
             raise InputError(
                 f"the machines of the cluster would draw different pictures ({differing}); name --device and "

@@ -1,125 +1,110 @@
-"""All that knows of C: the sources, their binding, packed weights, threads."""
+"""All that knows of C: the sources, their binding, packed weights."""
 
 from __future__ import annotations
 
-import ctypes
-from functools import cache
+from ctypes import CDLL
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lanternpp.kernels import packed
-from lanternpp.kernels.chain import native_chain, native_inputs
-from lanternpp.kernels.decoder import KernelDecoder, unserved
-from lanternpp.kernels.linear import NativeHead, native_head, packable
+from lanternpp.kernels import packing
+from lanternpp.kernels.binding import structs
+from lanternpp.kernels.decoder import KernelDecoder, served
+from lanternpp.kernels.drafter import KernelDrafter, kernel_drafter
+from lanternpp.kernels.linear import KernelLinear, packable
 from lanternpp.kernels.loading import kernels
-from lanternpp.kernels.sampling import NativeSampling, NativeVerifier
-from lanternpp.kernels.threads import AdaptiveThreads
-from lanternpp.nn.backend import (
-    Backend,
-    DrafterInputs,
-    HeadLogits,
-    SampleChain,
-    StackForward,
-    Step,
-    Threads,
-    VerifyDraft,
-    Weights,
-)
-from lanternpp.nn.stack import Stack
+from lanternpp.kernels.step import KernelStep, fused_step, verification
+from lanternpp.nn.backend import Backend, HeadLogits
+from lanternpp.nn.decoder import Stack
+from lanternpp.types import Draft, NeighbourBudget, Verdict, Warping, on_host
+
+
+class OneDNN(Backend):
+    """Convolutions with packed weights, where there are no kernels."""
+
+    def pack(self, module: nn.Module, int8: bool = False) -> None:
+        """Convolutions alone."""
+        packing.pack(module, None)
 
 
 class Kernels(Backend):
-    """The kernels in C, and weights packed for oneDNN's products where it has those; without a library the latter alone."""
+    """The kernels in C, and convolutions with packed weights. They compute on a CPU: passes in bfloat16, sampling in float32."""
 
-    def __init__(self, library: ctypes.CDLL | None):
-        self.library = library
-        self.name = "none" if library is None else Path(library._name).stem
-        self.sampling = None if library is None else NativeSampling(library)
+    def __init__(self, library: CDLL):
+        self.library, self.name = library, Path(library._name).stem
 
     def gemm_dtype(self, like: Tensor) -> torch.dtype:
         """float32 where the CPU has no products of bfloat16."""
-        host = like.device.type == "cpu" and like.dtype == torch.bfloat16
-        return (
-            torch.float32 if host and self.library is not None and self.library.gemm_is_fp32() else like.dtype
-        )
+        return torch.float32 if self.packs(like) and self.library.number_of(b"gemm is fp32") else like.dtype
 
-    def serves(self, weights: int) -> bool:
-        """Of any size."""
-        return self.library is not None
+    def packs(self, like: Tensor) -> bool:
+        """bfloat16 on a CPU."""
+        return packable(like)
 
     def pack(self, module: nn.Module, int8: bool = False) -> None:
-        """Linear layers, convolutions, group norms and decoders that can be; the last alone in 8 bits."""
-        packed.pack(module, self.library, int8)
-
-    def packs_blocks(self, like: Tensor) -> bool:
-        """bfloat16 on a CPU."""
-        return self.library is not None and packable(like)
+        """Linear layers, convolutions, group norms and decoders; the last alone in 8 bits."""
+        packing.pack(module, self.library, int8)
 
     def decoder(
         self, stack: Stack, rotary_table: Tensor, dtype: str, release: bool = False
-    ) -> StackForward | None:
+    ) -> KernelDecoder | None:
         """bfloat16 on a CPU."""
-        if self.library is None or unserved(stack) is not None:
-            return None
-        return KernelDecoder(stack, rotary_table, self.library, dtype == "int8", release)
+        made = stack, rotary_table, self.library, dtype == "int8", release
+        return KernelDecoder(*made) if served(stack) else None
 
     def head(self, layer: nn.Module | None) -> HeadLogits | None:
         """bfloat16 on a CPU."""
-        return native_head(layer)
+        if isinstance(layer, nn.Linear) and packable(layer.weight):
+            layer = KernelLinear(self.library, [(layer.weight, layer.bias)])
+        return layer.logits if isinstance(layer, KernelLinear) else None
 
-    def chain(
-        self, up: nn.Module, confidence: nn.Module | None, head: nn.Module | None, logits: HeadLogits | None
-    ) -> SampleChain | None:
+    def drafter(self, drafter: Any, target: Any) -> KernelDrafter | None:
         """bfloat16 on a CPU."""
-        weights = _weights(up)
-        shared = logits.packed if isinstance(logits, NativeHead) else None
-        return (
-            None if weights is None else native_chain(weights, _weights(head), _weights(confidence), shared)
-        )
+        logits: Any = target.native_head or self.head(target.head_linear)
+        return kernel_drafter(drafter, logits and logits.__self__, self.library)
 
-    def drafter_inputs(
-        self, fc: nn.Module, hint: nn.Module, down: nn.Module, queries: Tensor, eps: float
-    ) -> DrafterInputs | None:
-        """bfloat16 on a CPU."""
-        weights = [_weights(layer) for layer in (fc, hint, down)]
-        known = [each for each in weights if each is not None]
-        return native_inputs(known[0], known[1], known[2], queries, eps) if len(known) == 3 else None
-
-    def step(self, engine: Any, verify: str) -> Step | None:
+    def step(self, engine: Any, verify: str) -> KernelStep | None:
         """Plain decoding and chains of a parallel drafter, as `fused_step` says."""
-        from lanternpp.kernels.step import fused_step  # the engine is loaded where one is made
+        return fused_step(engine, verify)
 
-        return None if self.library is None else fused_step(engine, verify)
-
-    def probs(self, logits: Tensor, warp: tuple[float, int, float]) -> Tensor | None:
+    def probs(self, logits: Tensor, warp: Warping) -> Tensor | None:
         """float32 on a CPU."""
-        return None if self.sampling is None else self.sampling.probs(logits, warp)
+        if not _in_float32(logits):
+            return None
+        out, vocab = torch.empty(logits.shape), logits.shape[-1]
+        structs.Rows(logits.numel() // vocab, vocab, structs.Sampling(*warp), logits, out).run(self.library)
+        return out
 
     def children(self, q: Tensor, u: Tensor | None, count: int) -> Tensor | None:
         """float32 on a CPU."""
-        return None if self.sampling is None else self.sampling.children(q, u, count)
+        if not _in_float32(q):
+            return None
+        out, vocab = torch.empty(*q.shape[:-1], count, dtype=torch.int64), q.shape[-1]
+        each = 0 if u is None else u.shape[-1]
+        structs.Children(q.numel() // vocab, vocab, each, count, q, u, out).run(self.library)
+        return out
 
-    def verifier(self) -> VerifyDraft | None:
+    def verify(
+        self, draft: Draft, logits: Tensor, warp: Warping, budget: NeighbourBudget, u: Tensor, last: Tensor
+    ) -> Verdict | None:
         """float32 on a CPU."""
-        return None if self.library is None else NativeVerifier(self.library)
+        if not _in_float32(logits):
+            return None
+        q = None if draft.probs is None else draft.probs.to(logits.dtype)
+        given = {"q": q, "drawn": draft.codes, "u": u, "last": last}
+        work = verification(draft.tree, logits, warp, budget, u.ndim == 2, **given)
+        work.run(self.library)
+        path, kept, following, bonus = (work.alive[name] for name in ("path", "kept", "following", "bonus"))
+        return Verdict(path, kept, following, bonus, distribution=work.alive.get("distribution"))
 
-    def threads(self, decoder: nn.Module) -> Threads:
-        """Fewer while other work wants the cores, for decoders whose passes are computed in C."""
-        return AdaptiveThreads(decoder)
 
-
-def _weights(layer: nn.Module | None) -> Weights | None:
-    return None if layer is None else (layer.weight, layer.bias)  # type: ignore[return-value]
+def _in_float32(x: Tensor) -> bool:
+    return x.dtype == torch.float32 and on_host(x)
 
 
 def in_use() -> Backend:
     """The kernels as the machine and LANTERNPP_KERNELS allow them."""
-    return _with(kernels())
-
-
-@cache
-def _with(library: ctypes.CDLL | None) -> Kernels:
-    return Kernels(library)
+    library = kernels()
+    return OneDNN() if library is None else Kernels(library)

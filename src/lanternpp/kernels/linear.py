@@ -2,134 +2,143 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
-from ctypes import byref
+import contextlib
+import math
+import mmap
+import threading
+from collections.abc import Iterable, Sequence
+from ctypes import CDLL
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lanternpp.kernels.loading import kernels
-from lanternpp.kernels.memory import PAGES, scratch
-from lanternpp.kernels.structs import BLOCK_N, K_ALIGN, Linear, LinearCall, Packing
-from lanternpp.nn.int8 import stored_parts
+from lanternpp.kernels.binding import BLOCK_N, K_ALIGN, structs
+from lanternpp.nn.int8 import int8_parts
 from lanternpp.types import on_host
 
+PAGE, ROOM = 1 << 21, 1 << 24  # bytes of a large page, and of what is allocated at once
+ALIGNED = 64  # tensors begin at multiples of so many bytes
 
-class Packed:
-    """Weights and biases of linear layers with the same inputs, as one layer: the structure `Linear`, and its memory.
 
-    weights: [out, in] each, bfloat16, or with the 8 bits of their checkpoint. int8: whether they are packed in 8 bits, with a scale
-    per output; bits and scales of a checkpoint are taken as they are. order [outputs]: the row, of all weights one after the other,
-    that each output is; -1: zeros.
+class LargePages:
+    """Memory for weights in pages of 2 MB, where the kernel gives them: reading weights from front to back then takes less time.
+
+    It is freed with the last weight that lies in it.
     """
 
-    def __init__(
-        self,
-        library: ctypes.CDLL,
-        weights: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-        int8: bool,
-        order: Tensor | None = None,
-    ):
-        self.library, self.int8 = library, int8
-        stored = [found for weight in weights if int8 and (found := stored_parts(weight))]
-        exact = len(stored) == len(weights)
-        plain = [weight.detach().to(torch.bfloat16) for weight in weights] if not exact else []
-        parts = [part.contiguous() for part in ([part for part, _ in stored] if exact else plain)]
-        rows, self.inputs = sum(map(len, parts)), parts[0].shape[1]
-        order = torch.arange(rows) if order is None else order
-        self.outputs, blocks = len(order), -(-len(order) // BLOCK_N)
-        self.order = F.pad(order, (0, blocks * BLOCK_N - len(order)), value=-1)
-        row = [x.data_ptr() + torch.arange(len(x)) * self.inputs * x.element_size() for x in parts]
-        width, together = -(-self.inputs // K_ALIGN) * K_ALIGN, 4 if int8 else 2
-        shape = (blocks, width // together, BLOCK_N, together)
-        self.weight = PAGES.empty(shape, torch.int8 if int8 else torch.bfloat16)
-        self.scale = torch.zeros(blocks * BLOCK_N) if int8 else None
-        given = _arranged(torch.cat([scale.float() for _, scale in stored]), self.order) if exact else None
-        row_of = _arranged(torch.cat(row), self.order)
-        sizes = {"blocks": blocks, "inputs": self.inputs, "width": width}
-        packing = Packing(sizes, row=row_of, given=given, weight=self.weight, scale=self.scale)
-        library.pack_linear(byref(packing), torch.get_num_threads())
-        self.bias: Tensor | None = None
-        if any(bias is not None for bias in biases):
-            some = [
-                torch.zeros(len(part)) if bias is None else bias.detach().float()
-                for bias, part in zip(biases, parts, strict=True)
-            ]
-            self.bias = _arranged(torch.cat(some), self.order)
-        sizes = {"inputs": self.inputs, "outputs": self.outputs}
-        self.struct = Linear(sizes, weight=self.weight, scale=self.scale, bias=self.bias)
+    def __init__(self) -> None:
+        self.room, self.lock = torch.empty(0, dtype=torch.uint8), threading.Lock()
 
-    def unpacked(self) -> Tensor:
-        """The weights [outputs, inputs], in the packed order, in bfloat16."""
-        rows = self.weight.transpose(1, 2).flatten(2).flatten(0, 1)[: self.outputs, : self.inputs]
-        if self.scale is None:
-            return rows
-        zero = self.library.weight_zero()
-        whole = rows.view(torch.uint8).float() - zero if zero else rows.float()
-        return (whole * self.scale[: self.outputs, None]).bfloat16()
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor of undefined numbers."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        size = -(-nbytes // ALIGNED) * ALIGNED
+        with self.lock:
+            if size > len(self.room):
+                length, private = -(-max(size, ROOM) // PAGE) * PAGE, getattr(mmap, "MAP_PRIVATE", None)
+                # Windows has no such flags, and Linux alone has large pages, but not every kernel of it.
+                pages = mmap.mmap(-1, length, *([private | mmap.MAP_ANONYMOUS] if private else []))
+                with contextlib.suppress(OSError, AttributeError):
+                    pages.madvise(mmap.MADV_HUGEPAGE)
+                self.room = torch.frombuffer(pages, dtype=torch.uint8)
+            found, self.room = self.room[:nbytes], self.room[size:]
+        return found.view(dtype).view(*shape)
 
-    def __call__(self, x: Tensor, dtype: torch.dtype, branches: int = 1, guidance: float = 1.0) -> Tensor:
-        """x [..., D] in bfloat16, of which the first `inputs` are read -> [..., outputs] in bfloat16 or float32.
+    def put(self, tensor: Tensor) -> Tensor:
+        """A contiguous copy of a tensor."""
+        return self.empty(tensor.shape, tensor.dtype).copy_(tensor)
 
-        branches 2: x [2 B, ...] is guided with this scale first -> [B, ...].
-        """
-        x = x.contiguous()
-        leading = x.shape[:-1] if branches == 1 else (x.shape[0] // branches, *x.shape[1:-1])
-        out = torch.empty(*leading, self.outputs, dtype=dtype)
-        if count := out.numel() // self.outputs:
-            sizes = {"rows": count, "pitch": x.shape[-1], "branches": branches, "guidance": guidance}
-            memory = scratch(self.library.linear_bytes(byref(self.struct), count))
-            call = LinearCall(sizes, x=x, out=out, scratch=memory, out_is_float=dtype == torch.float32)
-            self.library.linear(byref(self.struct), byref(call), torch.get_num_threads())
-        return out
+
+PAGES = LargePages()
+Layers = Sequence[tuple[Tensor, Tensor | None]]  # weights [out, in] and biases [out]
 
 
 class KernelLinear(nn.Module):
-    """`nn.Linear` with packed weights, for inference: x [..., in] -> [..., out].
+    """Linear layers with the same inputs as one, for inference, with packed weights: x [..., in] -> [..., out].
 
-    inverse [out]: the packed output that each output of the layer is; None: they are in order.
+    layers: weights [out, in] in bfloat16, or with the 8 bits of their checkpoint, and biases. int8: whether they are packed in
+    8 bits, with a scale per output; bits and scales of a checkpoint are taken as they are. order [packed outputs]: the row, of all
+    weights one after the other, that each packed output is; -1: zeros. `struct` is the layer in C, with outputs in that order.
     """
 
-    def __init__(self, packed: Packed, inverse: Tensor | None = None):
+    def __init__(self, library: CDLL, layers: Layers, int8: bool = False, order: Tensor | None = None):
         super().__init__()
-        self.packed, self.inverse = packed, inverse
-        self.in_features, self.dtype = packed.inputs, torch.bfloat16
-        self.out_features = packed.outputs if inverse is None else len(inverse)
+        kept: list[Any] = [int8_parts(weight) if int8 else None for weight, _ in layers]
+        exact = all(kept)
+        rows = [pair[0] for pair in kept] if exact else [weight.detach().bfloat16() for weight, _ in layers]
+        rows = [x.contiguous() for x in rows]
+        self.out_features, self.in_features = sum(map(len, rows)), rows[0].shape[1]
+        # Where each output of the layers is among the packed ones, the zeros of which are sorted first; None: in order.
+        self.places = None if order is None else order.argsort()[-self.out_features :]
+        order = torch.arange(self.out_features) if order is None else order
+        blocks, width = -(-len(order) // BLOCK_N), -(-self.in_features // K_ALIGN) * K_ALIGN
+        padded = F.pad(order, (0, blocks * BLOCK_N - len(order)), value=-1)
 
-    @property
-    def bias(self) -> Tensor | None:
-        """[out]."""
-        bias = self.packed.bias
-        return None if bias is None else self._ordered(bias[: self.packed.outputs].bfloat16())
+        def arranged(parts: Iterable[Tensor]) -> Tensor:
+            return F.pad(torch.cat(list(parts)), (0, 1))[padded]
+
+        together = 4 if int8 else 2
+        shape = blocks, width // together, BLOCK_N, together
+        self.packed = PAGES.empty(shape, torch.int8 if int8 else torch.bfloat16)
+        self.scale = torch.zeros(len(padded)) if int8 else None
+        row = arranged(x.data_ptr() + torch.arange(len(x)) * x[0].nbytes for x in rows)
+        given = arranged(scale.float() for _, scale in kept) if exact else None
+        structs.Packing(row, given, self.packed, self.scale, blocks, self.in_features, width).run(library)
+        bias = None
+        if any(bias is not None for _, bias in layers):
+            parts = (torch.zeros(len(w)) if b is None else b.detach().float() for w, b in layers)
+            bias = arranged(parts)
+        self.library = library
+        self.struct = structs.Linear(self.packed, self.scale, bias, self.in_features, len(order))
+
+    def unpacked(self) -> Tensor:
+        """The weights in the packed order, in bfloat16."""
+        rows = self.packed.transpose(1, 2).flatten(2).flatten(0, 1)[: self.struct.outputs, : self.in_features]
+        if self.scale is None:
+            return rows
+        zero = self.library.number_of(b"weight zero")
+        numbers = rows.view(torch.uint8).float() - zero if zero else rows.float()
+        return (numbers * self.scale[: len(rows), None]).bfloat16()
 
     @property
     def weight(self) -> Tensor:
         """[out, in], unpacked each time that it is asked for."""
-        return self._ordered(self.packed.unpacked())
+        return self._ordered(self.unpacked(), 0)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[out]."""
+        bias = self.struct.alive["bias"]
+        return None if bias is None else self._ordered(bias[: self.struct.outputs].bfloat16(), 0)
 
     def forward(self, x: Tensor) -> Tensor:
         """The product, rounded to bfloat16."""
-        if not takes(x):
-            return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
-        out = self.packed(x, torch.bfloat16)
-        return out if self.inverse is None else out[..., self.inverse]
+        if takes(x):
+            return self._ordered(self.product(x), -1)
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
-    def _ordered(self, x: Tensor) -> Tensor:
-        return x if self.inverse is None else x[self.inverse]
+    def product(
+        self, x: Tensor, dtype: torch.dtype = torch.bfloat16, branches: int = 1, guidance: float = 1.0
+    ) -> Tensor:
+        """x [..., D] in bfloat16, of which the first `in` are read -> [..., packed outputs] in bfloat16 or float32.
 
+        branches 2: x [2 B, ...] is guided with this scale first -> [B, ...].
+        """
+        leading = x.shape[:-1] if branches == 1 else (x.shape[0] // branches, *x.shape[1:-1])
+        out, floats = torch.empty(*leading, self.struct.outputs, dtype=dtype), dtype == torch.float32
+        if rows := math.prod(leading):
+            sizes = rows, x.shape[-1], branches, floats, guidance
+            structs.LinearCall(self.struct, x, out, *sizes).run(self.library)
+        return out
 
-class NativeHead:
-    """A linear head of guided features."""
+    def logits(self, features: Tensor, scale: float, branches: int) -> Tensor | None:
+        """As `HeadLogits`."""
+        return self.product(features, torch.float32, branches, scale) if takes(features) else None
 
-    def __init__(self, head: Packed):
-        self.packed = head
-
-    def __call__(self, features: Tensor, scale: float, branches: int) -> Tensor | None:
-        """Features [R, N, D] -> logits [B, N, V] in float32 of those guided with this scale, where there are two branches."""
-        return self.packed(features, torch.float32, branches, scale) if takes(features) else None
+    def _ordered(self, x: Tensor, dim: int) -> Tensor:
+        return x if self.places is None else x.index_select(dim, self.places)
 
 
 def takes(x: Tensor) -> bool:
@@ -139,32 +148,5 @@ def takes(x: Tensor) -> bool:
 
 def packable(weight: Tensor) -> bool:
     """Whether a weight is one that can be packed: bfloat16 on a CPU, or the 8 bits of one."""
-    plain = type(weight.detach()) is Tensor or stored_parts(weight) is not None
+    plain = type(weight.detach()) is Tensor or int8_parts(weight) is not None
     return plain and weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
-
-
-def kernel_linear(
-    layer: nn.Linear, library: ctypes.CDLL, int8: bool, order: Tensor | None = None
-) -> KernelLinear:
-    """A linear layer with packed weights; order: as of `Packed`, with every output once."""
-    packed = Packed(library, [layer.weight], [layer.bias], int8, order)
-    if order is None:
-        return KernelLinear(packed)
-    inverse = torch.empty(layer.out_features, dtype=torch.int64)
-    inverse[order[order >= 0]] = torch.arange(len(order))[order >= 0]
-    return KernelLinear(packed, inverse)
-
-
-def native_head(layer: nn.Module | None) -> NativeHead | None:
-    """A head in C; None where it is not linear, or the weights or this machine do not allow it."""
-    library = kernels()
-    if library is not None and isinstance(layer, KernelLinear):
-        return NativeHead(layer.packed)
-    if library is None or not isinstance(layer, nn.Linear) or not packable(layer.weight):
-        return None
-    return NativeHead(Packed(library, [layer.weight], [layer.bias], int8=False))
-
-
-def _arranged(x: Tensor, order: Tensor) -> Tensor:
-    """x [n] in an order [m], 0 where that is -1."""
-    return torch.where(order < 0, torch.zeros((), dtype=x.dtype), x[order.clamp(min=0)])

@@ -1,164 +1,129 @@
-"""Whole steps in one call of C (`step.c`): plain decoding, and chains of a parallel drafter."""
+"""Verification of drafts, and whole steps in one call of C (`verify.c`, `step.c`): plain decoding, chains of a parallel drafter."""
 
 from __future__ import annotations
 
-from ctypes import byref
-from typing import Any
-from weakref import WeakKeyDictionary
+from ctypes import c_double
+from functools import lru_cache, partial
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from lanternpp.engine.cache import Cache
 from lanternpp.engine.decode import Engine
-from lanternpp.engine.proposer import ChainState
 from lanternpp.engine.verify.choose import TOKEN
-from lanternpp.kernels.chain import NativeChain, NativeInputs
+from lanternpp.kernels.binding import LANES, structs
 from lanternpp.kernels.decoder import KernelDecoder
-from lanternpp.kernels.linear import NativeHead
-from lanternpp.kernels.memory import scratch
-from lanternpp.kernels.sampling import by_lanes, verification
-from lanternpp.kernels.structs import Drafter, Step
+from lanternpp.kernels.drafter import KernelDrafter
+from lanternpp.kernels.linear import takes
 from lanternpp.models.base import Target
-from lanternpp.types import NeighbourBudget
+from lanternpp.trees.chain import chain_tree
+from lanternpp.types import NeighbourBudget, Tree, Warping
 
-DRAFT, PASS, VERIFY, COMMIT = range(4)  # the stages of a step, as in step.c
 MOST_EMBEDDINGS = 1 << 26  # numbers of a table of embeddings, which is kept once more
-_tables: WeakKeyDictionary[Target, Tensor] = WeakKeyDictionary()
+
+
+def verification(
+    tree: Tree, logits: Tensor, warp: Warping, budget: NeighbourBudget, joint: bool, **read: Tensor | None
+) -> Any:
+    """The structure of C for logits [B, N, V], with memory for what is written; read: its other inputs."""
+    (batch, nodes, vocab), table, levels = logits.shape, budget.table, len(tree.widths)
+    limits = [limit for pair in budget.limits for limit in pair]
+    sizes = joint, batch, nodes, vocab, tree.children.shape[2], levels, 0, budget.optimal
+    work = structs.Verification(*sizes, structs.Sampling(*warp), logits, children=tree.children, **read)
+    work.order = tree.layout.order if joint and tree.layout else None
+    work.limit = (c_double * len(limits))(*limits)
+    work.path, work.following = torch.empty(2, batch, levels + 1, dtype=torch.int64)
+    work.kept, work.bonus = torch.empty(2, batch, dtype=torch.int64)
+    if table is not None:
+        work.near, work.table = table.shape[1], by_lanes(table) if joint else table
+    if joint:
+        work.node = torch.empty(batch, nodes, 5, dtype=torch.float64)
+        work.distribution = torch.empty(batch, nodes, vocab)
+    return work
+
+
+@lru_cache(4)
+def by_lanes(table: Tensor) -> Tensor:
+    """Neighbours [V, k] as `Verification` of verify.c has them, [up to V / LANES, k, LANES]."""
+    padded = F.pad(table.int(), (0, 0, 0, -len(table) % LANES))
+    return padded.view(-1, LANES, table.shape[1]).transpose(1, 2).contiguous()
 
 
 @torch.inference_mode()
-def fused_step(engine: Engine, verify: str) -> NativeStep | None:
+def fused_step(engine: Engine, verify: str) -> KernelStep | None:
     """The whole steps of a new engine in C; None where a part of it is unknown there. verify: the name of its verifier.
 
     Neither measured steps nor the greedy choice are known there, and no target that constrains its codes.
     """
-    target, proposer = engine.target, engine.proposer
-    if type(engine) is not Engine or engine.measure_tv or engine.sampling.greedy:
-        return None
-    if not isinstance(target.decoder.native, KernelDecoder) or not isinstance(target.native_head, NativeHead):
-        return None
+    target, joint = engine.target, verify != TOKEN
+    proposer: Any = engine.proposer  # `Parallel`, or `NoDraft`, which has no drafter
     plain = type(target).constrain is Target.constrain and type(target).forward is Target.forward
-    offered, budget = proposer.chain_state(), engine.rule.as_numbers(proposer.depth)
-    if not plain or offered is None or budget is None or not _known(offered[0]):
+    if type(engine) is not Engine or engine.measure_tv or engine.sampling.greedy or not plain:
         return None
-    joint = verify != TOKEN
-    if not target.decoder.native.takes(engine.cache.kv) or (
-        joint and not (engine.rule.lossless or budget.optimal)
-    ):
+    rule, decoder = engine.rule, target.decoder.native
+    budget = rule.as_numbers(proposer.depth) if proposer.in_whole_steps() else None
+    if budget is None or (joint and not (rule.lossless or budget.optimal)):
         return None
-    table = _embeddings(target)
-    return None if table is None else NativeStep(engine, table, budget, joint, offered[0])
-
-
-def _known(chain: ChainState | None) -> bool:
-    """Whether the kernels compute all of a drafter, or there is none."""
-    if chain is None:
-        return True
-    drafter = chain.drafter
-    known = isinstance(drafter.native_inputs, NativeInputs) and isinstance(drafter.native, NativeChain)
-    return known and isinstance(drafter.decoder.native, KernelDecoder) and drafter.native.takes(chain.hints)
-
-
-def _embeddings(target: Target) -> Tensor | None:
-    """The embeddings of all codes, [V, D] in bfloat16; None where they are too many, or have another dtype."""
-    if target.vocab * target.decoder.config.dim > MOST_EMBEDDINGS:
+    if not isinstance(decoder, KernelDecoder) or target.native_head is None or not takes(engine.cache.kv):
         return None
-    if target not in _tables:
-        found = target.embed(torch.arange(target.vocab)[None])[0]
-        if found.dtype != torch.bfloat16:
+    if proposer.depth:
+        own, passes = proposer.drafter.native, proposer.drafter.decoder.native
+        if not isinstance(own, KernelDrafter) or own.head is None or not isinstance(passes, KernelDecoder):
             return None
-        _tables[target] = found.contiguous()
-    return _tables[target]
+    if decoder.embeddings is None and target.vocab * decoder.shape.dim <= MOST_EMBEDDINGS:
+        decoder.embeddings = target.embed(torch.arange(target.vocab)[None])[0].contiguous()
+    known = decoder.embeddings is not None and takes(decoder.embeddings)
+    return KernelStep(engine, budget, joint) if known else None
 
 
-class NativeStep:
+class KernelStep:
     """Steps of a batch. The structure of C has the addresses of the engine's tensors, which are written in place."""
 
-    def __init__(
-        self, engine: Engine, embed: Tensor, budget: NeighbourBudget, joint: bool, chain: ChainState | None
-    ):
-        """embed [V, D] bfloat16: the embeddings of all codes. chain None: plain decoding."""
-        target, proposer, guidance = engine.target, engine.proposer, engine.guidance
-        decoder, head = target.decoder.native, target.native_head
-        assert isinstance(decoder, KernelDecoder) and isinstance(head, NativeHead)
-        self.library, batch, dim = decoder.library, len(engine.count), embed.shape[1]
-        levels = 0 if chain is None else chain.hints.shape[1]
-        aux_layers = () if chain is None else chain.aux_layers
-        nodes, rows, parts = levels + 1, guidance.branches * batch, 1 + len(aux_layers)
-        self.step = Step(
-            {"batch": batch, "branches": guidance.branches, "levels": levels, "length": target.length},
-            {"width": engine.codes.shape[1], "joint": joint, "guidance": guidance.scale},
-            {"head": head.packed.struct, "embed": embed, "parts": parts, "part": decoder.part(aux_layers)},
-            _pass(decoder, engine.cache, rows, nodes),
-            {"seed": engine.noise.seed, "passes": engine.passes, "count": engine.count},
-            {"decided": engine.codes, "accepted": engine.accepted},
-            {"root": proposer.root, "root_count": proposer.count},
-            x=embed.new_empty(rows, nodes, dim),
-            features=embed.new_empty(rows, nodes, parts * dim),
-            guided=embed.new_empty(batch, nodes, dim) if chain is None else chain.features,
-            drafter=None if chain is None else _drafter(chain),
-            verification=_verification(engine, budget, joint, levels, chain),
-        )
+    def __init__(self, engine: Engine, budget: NeighbourBudget, joint: bool):
+        target, batch, branches = engine.target, engine.batch, engine.guidance.branches
+        decoder, head = cast("Any", target.decoder.native), cast("Any", target.native_head).__self__
+        proposer: Any = engine.proposer
+        levels, aux_layers, drafts = proposer.depth, proposer.aux_layers, proposer.depth > 0
+        nodes, rows, dim, parts = levels + 1, branches * batch, decoder.shape.dim, 1 + len(aux_layers)
+        sizes = batch, branches, levels, target.length, engine.codes.shape[1]
+        state = engine.noise.seed, engine.passes, engine.count, engine.codes, engine.accepted
+        new, doubles = engine.cache.kv.new_empty, partial(torch.empty, dtype=torch.float64)
+        tree, logits = chain_tree(batch, levels, engine.codes.device), torch.empty(batch, nodes, target.vocab)
+        verify = verification(tree, logits, engine.sampling.warp, budget, joint)
+        verify.drawn, verify.u = torch.empty(batch, nodes, dtype=torch.int64), doubles(batch, nodes)
+        verify.last, verify.q = doubles(batch), proposer.probs_of_nodes if drafts else None
+        step = structs.Step(0, 3, *sizes, engine.guidance.scale, _network(decoder, engine.cache, rows, nodes))
+        step.head, step.embed = head.struct, decoder.embeddings
+        step.parts, step.part = parts, decoder.part(aux_layers)
+        step.seed, step.passes, step.count, step.decided, step.accepted = state
+        step.root, step.root_count = proposer.root, proposer.count
+        step.x, step.features = new(rows, nodes, dim), new(rows, nodes, parts * dim)
+        step.guided = proposer.features if drafts else new(batch, nodes, dim)
+        step.drafter, step.verification = _drafter(proposer) if drafts else None, verify
+        self.library, self.step = decoder.library, step
 
-    def run(self, first: int = DRAFT, last: int = COMMIT) -> None:
-        """Stages `first` to `last` of a step."""
-        threads = torch.get_num_threads()
-        self.step.scratch = scratch(self.library.step_bytes(byref(self.step), threads))
-        self.library.run_step(byref(self.step), first, last, threads)
+    def run(self, first: int = 0, last: int = 3) -> None:
+        """Stages `first` to `last` of a step, as `Step` of step.c has them."""
+        self.step.first, self.step.last = first, last
+        self.step.run(self.library)
 
 
-def _pass(decoder: KernelDecoder, cache: Any, rows: int, nodes: int) -> dict[str, Any]:
-    """A decoder, its cache, and room for the rotations, slots and masks of a pass."""
-    slots = cache.kv.shape[4]
-    return {
-        "shape": decoder.shape,
-        "layers": decoder.layers,
-        "rotary": decoder.rotary_table,
-        "positions": len(decoder.rotary_table),
-        "slots": slots,
-        "kv": cache.kv,
-        "start": cache.start,
-        "used": cache.used,
-        "rotation": torch.empty(rows, nodes, *decoder.rotary_table.shape[1:]),
-        "slot": torch.empty(rows, nodes, dtype=torch.int64),
-        # a vector of the last mask may be read to its end
-        "mask": torch.empty(rows * nodes * slots + 64, dtype=torch.uint8),
-    }
+def _network(decoder: KernelDecoder, cache: Cache, rows: int, nodes: int) -> Any:
+    table, slots, state = decoder.rotary_table, cache.kv.shape[4], (cache.kv, cache.start, cache.used)
+    rotation, slot = torch.empty(rows, nodes, *table.shape[1:]), torch.empty(rows, nodes, dtype=torch.int64)
+    # A vector of the last mask may be read to its end.
+    room = rotation, slot, torch.empty(rows * nodes * slots + 64, dtype=torch.uint8)
+    return structs.Network(decoder.shape, decoder.layers, table, len(table), slots, *state, *room)
 
 
-def _drafter(chain: ChainState) -> Any:
-    (batch, levels, dim), drafter, new = chain.hints.shape, chain.drafter, chain.hints.new_empty
-    names = ("waiting", "next_embeds", "features", "hints", "prev")
-    return Drafter(
-        _pass(drafter.decoder.native, chain.cache, batch, 2 * levels),
-        {"query_layers": drafter.native_inputs.layers, "heads": drafter.native.heads},
-        {name: getattr(chain, name) for name in names},
-        {name: new(batch, 2 * levels, dim) for name in ("all_hints", "x", "out")},
-        level_features=new(batch * levels, dim),
-        query=new(batch * levels, chain.prev.shape[1]),
-        u=torch.empty(batch, levels, dtype=torch.float64),
-    )
-
-
-def _verification(
-    engine: Engine, budget: NeighbourBudget, joint: bool, levels: int, chain: ChainState | None
-) -> Any:
-    batch, vocab, nodes, double = engine.batch, engine.target.vocab, levels + 1, torch.float64
-    table = budget.table
-    if table is not None:
-        table = by_lanes(table) if joint else table.contiguous()
-    work = verification(batch, nodes, vocab, 1, levels, engine.sampling.warp, budget, joint)
-    children = torch.arange(1, nodes + 1).where(torch.arange(nodes) < levels, -1)
-    given = {
-        "logits": torch.empty(batch, nodes, vocab),
-        "q": None if chain is None else chain.probs,
-        "drawn": torch.empty(batch, nodes, dtype=torch.int64),
-        "children": children.repeat(batch, 1),
-        "u": torch.empty(batch, 1 if joint else levels, dtype=double),
-        "last": torch.empty(batch, dtype=double),
-        "limit": torch.tensor(budget.limits, dtype=double),
-        "table": table,
-    }
-    for name, x in given.items():
-        setattr(work, name, x)
+def _drafter(proposer: Any) -> Any:
+    (batch, levels, dim), own, new = proposer.hints.shape, proposer.drafter, proposer.hints.new_empty
+    network = _network(own.decoder.native, proposer.cache, batch, 2 * levels)
+    work = structs.Drafter(network, own.native.layers, proposer.waiting, proposer.next_embeds)
+    work.features, work.hints, work.prev = proposer.features, proposer.hints, proposer.prev_code_table
+    work.all_hints, work.x, work.out = (new(batch, 2 * levels, dim) for _ in range(3))
+    work.level_features, work.query = new(batch * levels, dim), new(batch * levels, own.down.out_features)
+    work.u = torch.empty(batch, levels, dtype=torch.float64)
     return work

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
-from lanternpp.models.vq.reading import Reader
+from lanternpp.models.vq.codes import Reader
 from lanternpp.nn.backend import HeadLogits, backend
+from lanternpp.nn.checkpoints import Store
 from lanternpp.nn.decoder import AttentionCache, Decoder
 from lanternpp.nn.sources import Source
-from lanternpp.nn.stores import Store
-from lanternpp.types import Nodes, Prompt
+from lanternpp.types import Depicted, Nodes, Prompt
 
 
 def quoted(prompt: str, most: int = 80) -> str:
@@ -64,7 +64,11 @@ def check_codes(target: Path, target_codes: int, tokenizer: Path, tokenizer_code
 
 
 class Target(nn.Module, ABC):
-    """The autoregressive model whose distribution is decoded. Codes are 0..V-1; a family maps them to its vocabulary."""
+    """The autoregressive model whose distribution is decoded. Codes are 0..V-1; a family maps them to its vocabulary.
+
+    A family with the table `codes_in`, the linear layer `codes_out` and the tokenizer `vq` inherits `embed`, `head`, `codebook` and
+    `pixels`.
+    """
 
     vocab: int  # V; 0 of latents
     channels: int = (
@@ -72,7 +76,11 @@ class Target(nn.Module, ABC):
     )
     length: int  # codes of an image, in raster order
     width: int  # codes of one image row
+    slots: int  # the most prompt slots T that a condition takes
     decoder: Decoder
+    codes_in: nn.Embedding
+    codes_out: nn.Linear
+    vq: Any = None  # the tokenizer, which turns codes or latents into pixels; not a part of this module
     native_head: HeadLogits | None = None  # set where it is read for inference
     engine: ClassVar[str] = "lanternpp.engine.decode:Engine"  # the class that decodes it
     any_size: ClassVar[bool] = False  # whether `read` heeds a size in pixels that the user gives
@@ -88,7 +96,7 @@ class Target(nn.Module, ABC):
 
     @classmethod
     def read(cls, source: Source, dtype: torch.dtype, device: torch.device | str = "cpu") -> Self:
-        """The target in `source`, ready to draw; what else it needs is found around `source.path`.
+        """The target in `source`, ready to draw; tokenizers and encoders are found around `source.path`.
 
         Raises InputError where something is missing or does not fit.
         """
@@ -99,44 +107,39 @@ class Target(nn.Module, ABC):
         raise InputError(f"a {type(self).__name__} cannot be converted; use its checkpoint as it is")
 
     @property
-    @abstractmethod
     def codebook(self) -> Tensor | None:
-        """[V, C] the latent vector of every code; None where the family has no table."""
-
-    @property
-    @abstractmethod
-    def slots(self) -> int:
-        """The most prompt slots T a condition takes."""
+        """[V, C] the latent vector of every code, l2-normalised by most tokenizers; None where there is no table."""
+        return getattr(self.vq, "codebook", None)
 
     @abstractmethod
     def prompt(self, conditions: Sequence[str | None], branches: int) -> Prompt:
         """b conditions (None: the null condition) as [branches * b, T, D], conditional rows first."""
 
     def check(self, condition: str | None) -> None:
-        """Check a condition: the InputError or warnings that `prompt` gives, without the encoding where a family can."""
+        """Check a condition: the InputError or warnings that `prompt` gives."""
         self.prompt([condition], 1)
 
-    @abstractmethod
     def embed(self, codes: Tensor) -> Tensor:
         """codes [R, N] -> [R, N, D]."""
+        return self.codes_in(codes)
 
     def examples(self, count: int) -> Tensor:
         """Some codes, at most `count`, evenly over all: [n]. A drafter's file tells its target by their embeddings."""
         device = self.decoder.rotary_table.device
         return torch.linspace(0, self.vocab - 1, min(self.vocab, count), device=device).long()
 
-    @abstractmethod
     def head(self, features: Tensor) -> Tensor:
         """features [..., D] -> logits [..., V]."""
+        return self.codes_out(features)
 
     @property
     def head_linear(self) -> nn.Module | None:
         """The linear layer that `head` is, with weight [V, D] and bias; None where it is another function."""
         return None if self.head_layer is None else self.get_submodule(self.head_layer)
 
-    @abstractmethod
     def pixels(self, codes: Tensor) -> Tensor:
         """codes [B, length] -> images [B, 3, H, W] in [-1, 1]."""
+        return self.vq.decode(codes)
 
     @property
     def conditions(self) -> Sequence[str]:
@@ -147,6 +150,18 @@ class Target(nn.Module, ABC):
     def words(self) -> Mapping[str, Sequence[str]]:
         """The words that prompts may use, a list for each kind of word; empty where they cannot be listed."""
         return {}
+
+    def depicted(self, prompt: str, pictures: Sequence[Any], own_shape: bool = True) -> Depicted:
+        """A prompt that shows pictures (PIL images, RGB) beside its text; `shaped` gives the target that draws it.
+
+        own_shape: whether it is drawn in the shape of the last picture, if `read` was given no size. InputError where the family
+        reads no pictures.
+        """
+        raise InputError(f"a {type(self).__name__} draws from text alone: leave out image")
+
+    def shaped(self, shape: Hashable) -> Target:
+        """The target that draws prompts of a shape (`Depicted.shape`): itself for None, else another of the same weights."""
+        return self
 
     def cache_prompts(self, prompts: int) -> None:
         """Keep the encoded features of up to so many more prompts, which will be used repeatedly."""
@@ -163,7 +178,7 @@ class Target(nn.Module, ABC):
         )
 
     def from_cache(self, found: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """What a training's cache keeps of pictures [B, length, ...] -> codes as `embed` reads them, perhaps drawn.
+        """Cached codes or moments of pictures [B, length, ...] -> codes as `embed` reads them; latents are drawn.
 
         generator: of the CPU; None: the global one.
         """
@@ -180,8 +195,8 @@ class Target(nn.Module, ABC):
         return self.decoder(x, nodes, cache, aux_layers)
 
     def pack(self) -> None:
-        """Prepack weights for passes over few rows, on devices where that helps; for inference only."""
-        backend().pack(self.decoder)
+        """Prepack weights, on devices where that helps; for inference only."""
+        backend().pack(self)
 
     def states(self, prompt: Tensor, codes: Tensor) -> Tensor:
         """prompt [B, T, D], codes [B, length] -> features of every slot, [B, T + length - 1, D], causal."""

@@ -7,21 +7,21 @@ The cache, tokens and proxies are huggingface_hub's own (HF_HOME, HF_TOKEN, HF_E
 
 from __future__ import annotations
 
+import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from lanternpp.errors import InputError
+from lanternpp.errors import InputError, reason
 
 SAFE, PICKLED = (".safetensors",), (".pt", ".pth", ".bin")
 BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".yaml")  # configs and tokenizers
 VQ_FILE = re.compile(r"vq.*\.(safetensors|pt|pth|bin|ckpt)")
-STAGE, PROCESSOR = (
-    "vision_language_encoder",
-    "processor",
-)  # of a pipeline of diffusers: what draws codes; its tokenizer
+# Folders of a pipeline of diffusers: the model that draws codes, and its tokenizer.
+STAGE, PROCESSOR = "vision_language_encoder", "processor"
 TIMEOUT = 10.0  # seconds without an answer after which the hub counts as unreachable
 FORM = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:/(?P<file>[\w./-]+))?(?:@(?P<revision>[\w./-]+))?")
 
@@ -35,11 +35,9 @@ class HubId:
     revision: str | None = None
 
     def __str__(self) -> str:
-        """As it is written."""
+        """The text that `hub_id` reads."""
         return (
-            self.repo
-            + (f"/{self.file}" if self.file else "")
-            + (f"@{self.revision}" if self.revision else "")
+            self.repo + (f"/{self.file}" if self.file else "") + (f"@{self.revision}" * bool(self.revision))
         )
 
 
@@ -58,24 +56,24 @@ def fetch(source: HubId) -> Path:
     in files of their own are fetched too; for a single file, only the one with the most similar name. Without a network,
     files fetched earlier are used. Raises InputError.
     """
-    quiet()
+    from huggingface_hub import snapshot_download
+
+    quiet_downloads()
     try:
         files = choose(source, listing(source))
     except UnreachableError as error:
         return cached(source, error)
-    from huggingface_hub import snapshot_download
-
     try:
         folder = Path(snapshot_download(source.repo, revision=source.revision, allow_patterns=files))
     except Exception as error:  # as in `listing`, and a full disk
         raise InputError(
-            f"{source} could not be fetched whole ({first_line(error)}); run it again to go on"
+            f"{source} could not be fetched completely ({reason(error)}); run it again to go on"
         ) from None
     return folder / source.file if source.file else folder
 
 
-def quiet() -> None:
-    """Show progress bars on a terminal only, and no messages about attempts that are repeated."""
+def quiet_downloads() -> None:
+    """Progress bars on a terminal alone, and no messages about attempts that are repeated."""
     from huggingface_hub.utils import disable_progress_bars, logging
 
     logging.set_verbosity_error()
@@ -89,33 +87,25 @@ class UnreachableError(Exception):
 
 def listing(source: HubId) -> list[str]:
     """The files of a repository. Raises InputError where there is no such repository, UnreachableError without an answer."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HFValidationError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import HfApi, errors
 
+    terms = "asks for its terms to be accepted; accept them on its page, then log in: hf auth login"
+    sentences = {
+        errors.GatedRepoError: f"{source.repo} {terms}",
+        errors.RepositoryNotFoundError: f"model {str(source)!r} is neither here nor on the hub; check the id, or log in if it is "
+        "private: hf auth login",
+        errors.RevisionNotFoundError: f"{source.repo} has no revision {source.revision!r}; name a branch, tag or commit",
+    }
     try:
         info = HfApi().model_info(source.repo, revision=source.revision, timeout=TIMEOUT)
         return [file.rfilename for file in info.siblings or []]
-    except GatedRepoError:
-        raise InputError(
-            f"{source.repo} asks for its terms to be accepted; accept them on its page, then log in: hf auth login"
-        ) from None
-    except RepositoryNotFoundError:
-        raise InputError(
-            f"model {str(source)!r} is neither here nor on the hub; check the id, or log in if it is private: hf auth login"
-        ) from None
-    except RevisionNotFoundError:
-        raise InputError(
-            f"{source.repo} has no revision {source.revision!r}; name a branch, tag or commit"
-        ) from None
-    except HFValidationError as error:
-        raise InputError(f"{source} is not an id of the hub: {first_line(error)}") from None
+    except errors.HFValidationError as error:
+        raise InputError(f"{source} is not an id of the hub: {reason(error)}") from None
     except Exception as error:  # the errors of whichever HTTP client the hub's library uses
-        raise UnreachableError(first_line(error)) from None
+        for kind, sentence in sentences.items():
+            if isinstance(error, kind):
+                raise InputError(sentence) from None
+        raise UnreachableError(reason(error)) from None
 
 
 def choose(source: HubId, files: Sequence[str]) -> list[str]:
@@ -162,7 +152,7 @@ def tokenizer_of(file: str, files: Sequence[str]) -> list[str]:
 
 
 def is_vq(file: str) -> bool:
-    """Whether a file is an image tokenizer apart from its target, by its name."""
+    """Whether a file is an image tokenizer in a file of its own, by its name."""
     return VQ_FILE.fullmatch(PurePosixPath(file).name) is not None
 
 
@@ -192,11 +182,37 @@ def cached(source: HubId, why: UnreachableError) -> Path:
         if not source.file and any(path.suffix in suffixes for path in folder.rglob("*")):
             return folder
     raise InputError(
-        f"{source} is not on this machine (neither a path nor whole in {HF_HUB_CACHE}) and the hub did not answer: {why}"
+        f"{source} is not on this machine (neither a path nor complete in {HF_HUB_CACHE}) and the hub did not answer: {why}"
     )
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, else its class."""
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silences transformers: no warnings, and no progress bars where stderr is not a terminal."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@dataclass(frozen=True)
+class Published:
+    """A model of the hub that can be read. Sizes are computed from numbers of parameters: 2 bytes each, 2 to 4 in a .pt."""
+
+    name: str
+    model: str  # what --model takes
+    download: str
+    drafter: str | None = None  # what --drafter takes; None: none is published
+    needs: str = ""  # what else has to be given
+
+
+LIST = Path(__file__).parent.parent / "assets" / "published.json"
+PUBLISHED = tuple(Published(**row) for row in json.loads(LIST.read_text(encoding="utf-8")))

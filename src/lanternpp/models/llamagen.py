@@ -13,31 +13,24 @@ from torch import Tensor, nn
 
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target, check_codes
-from lanternpp.models.conditions import ClassCondition, Condition, TextCondition
-from lanternpp.models.text import text_of
-from lanternpp.models.vq.llamagen import find_tokenizer, read_tokenizer, save_tokenizer
-from lanternpp.models.vq.reading import Reader
-from lanternpp.models.vq.vqgan import VQGAN
+from lanternpp.models.conditions import ClassCondition, Condition, T5Text, TextCondition, text_of
+from lanternpp.models.vq.codes import Reader
+from lanternpp.models.vq.layouts import LLAMAGEN, find_tokenizer, read_vqgan, save_tokenizer
 from lanternpp.nn import checkpoints
-from lanternpp.nn.backend import backend
-from lanternpp.nn.configs import (
+from lanternpp.nn.checkpoints import (
     Codes,
     Epsilon,
     Grid,
     Heads,
-    Hidden,
-    Layers,
     Positions,
     RopeBase,
     Slots,
+    Store,
     Width,
     config_as,
 )
-from lanternpp.nn.decoder import Decoder, DecoderConfig
-from lanternpp.nn.llama import llama_rules
-from lanternpp.nn.rope import grid_table
-from lanternpp.nn.sources import SAME, Rename, Source, blank
-from lanternpp.nn.stores import Store
+from lanternpp.nn.decoder import Decoder, DecoderConfig, grid_table
+from lanternpp.nn.sources import SAME, Rename, Source, blank, llama_rules
 from lanternpp.types import Prompt
 
 KIND = "llamagen"
@@ -49,29 +42,16 @@ LLAMA = re.compile(r"(?:model\.)?(?:cls_embedding|caption_embedder)\..*")
 SKIP = (r"freqs_cis", r".*\.rotary_emb\..*", r".*\.kv_cache\..*")
 
 
-@dataclass(frozen=True)
-class LlamaGenConfig:
+@dataclass(frozen=True, kw_only=True)
+class LlamaGenConfig(DecoderConfig):
     """The shape of a target: of `classes` classes, or of texts whose encoder gives `caption_dim` features."""
 
-    dim: Width
-    layers: Layers
-    heads: Heads
-    hidden: Hidden
     grid: Grid  # codes of an image's side
-    kv_heads: Heads | None = None
     vocab: Codes = 16384
     classes: Codes | None = None
     caption_dim: Width | None = None
     slots: Slots = 1
-    norm_eps: Epsilon = 1e-5
     rope_base: RopeBase = 10000.0
-
-    @property
-    def decoder(self) -> DecoderConfig:
-        """The network's."""
-        return DecoderConfig(
-            self.dim, self.layers, self.heads, self.hidden, self.kv_heads, norm_eps=self.norm_eps
-        )
 
 
 def rotary_table(config: LlamaGenConfig) -> Tensor:
@@ -80,7 +60,7 @@ def rotary_table(config: LlamaGenConfig) -> Tensor:
     The published models were trained with it: a zero factor makes queries and keys of prompt slots vanish, so that
     attention to and among prompt slots is uniform.
     """
-    table = grid_table(config.slots, config.grid, config.decoder.head_dim, config.rope_base)
+    table = grid_table(config.slots, config.grid, config.head_dim, config.rope_base)
     table[: config.slots] = 0
     return table.float()
 
@@ -94,23 +74,22 @@ class LlamaGenTarget(Target):
     def __init__(self, config: LlamaGenConfig, rotary_table: Tensor, condition: Condition):
         super().__init__()
         self.config, self.vocab = config, config.vocab
-        self.width, self.length = config.grid, config.grid**2
-        self.decoder = Decoder(config.decoder, rotary_table)
+        self.width, self.length, self.slots = config.grid, config.grid**2, config.slots
+        self.decoder = Decoder(config, rotary_table)
         self.codes_in = nn.Embedding(config.vocab, config.dim)
         self.codes_out = nn.Linear(config.dim, config.vocab, bias=False)
         self.condition = condition
-        self._vq: list[VQGAN] = []  # in a list: the tokenizer is not part of this module's weights
 
     @property
     def defaults(self) -> Mapping[str, Any]:  # type: ignore[override]
-        """What the authors' own scripts draw with."""
+        """The settings of the authors' own scripts."""
         if self.config.classes is None:
             return {"cfg": 7.5, "top_k": min(1000, self.vocab)}
         return {"cfg": 4.0, "top_k": min(2000, self.vocab)}
 
     @classmethod
     def claims(cls, source: Source) -> bool:
-        """By the names of the tensors: the condition's beside a decoder's."""
+        """A checkpoint is LlamaGen's by its tensors' names: a condition's beside a decoder's."""
         names = source.metas.keys()
         return names >= OFFICIAL or (
             any(LLAMA.fullmatch(name) for name in names)
@@ -125,9 +104,11 @@ class LlamaGenTarget(Target):
         beside = source.path if source.path.is_dir() and not ours else source.path.parent
         vq = find_tokenizer(beside, source.given.get("tokenizer"))
         target = cls.made(config, source.path)
-        target.condition.text = text_of(beside, source.config, source.given.get("text"))
+        if isinstance(target.condition, TextCondition):
+            target.condition.text = text_of(beside, source.config, source.given.get("text"))
         source.fill(target, [SAME] if ours else rules(config), dtype, () if ours else SKIP, device)
-        target._vq.append(read_tokenizer(vq, config.grid, dtype, device))
+        # not as a part of the module
+        vars(target)["vq"] = read_vqgan(vq, dtype, LLAMAGEN, device=device, grid=config.grid)
         check_codes(source.path, config.vocab, vq.path, len(target.vq.codebook))
         return target.to(device)
 
@@ -135,50 +116,32 @@ class LlamaGenTarget(Target):
         """Write target, tokenizer and, where it lies on this machine, the text encoder."""
         checkpoints.save(folder / "target", {"kind": KIND, **asdict(self.config)}, self.state_dict(), store)
         save_tokenizer(self.vq, folder / "tokenizer", store)
-        text = self.condition.text
-        return ["target", "tokenizer", *(text.save(folder) if text and self.config.caption_dim else ())]
+        return ["target", "tokenizer", *(self.text.save(folder) if self.text else ())]
 
     @classmethod
     def made(cls, config: LlamaGenConfig, config_of: Path | None = None) -> Self:
-        """A target without weights, on the meta device but for its table of rotations. `config_of` as `blank` has it."""
+        """A target without weights, on the meta device except its table of rotations. `config_of` as `blank` has it."""
         table = rotary_table(config)
         with blank(config_of):
-            condition: Condition
             if config.caption_dim is not None:
-                condition = TextCondition(config.dim, config.caption_dim, config.slots)
-            else:
-                condition = ClassCondition(config.dim, config.classes or 1000, config.slots)
-            return cls(config, table, condition)
+                return cls(config, table, TextCondition(config.dim, config.caption_dim, config.slots))
+            return cls(config, table, ClassCondition(config.dim, config.classes or 1000))
 
     @property
-    def vq(self) -> VQGAN:
-        """The decoder that turns codes into pixels."""
-        return self._vq[0]
-
-    @property
-    def codebook(self) -> Tensor:
-        """[V, C] l2-normalised latents."""
-        return self.vq.codebook
-
-    @property
-    def slots(self) -> int:
-        """Slots of a condition: one of a class, 120 of a text."""
-        return self.config.slots
+    def text(self) -> T5Text | None:
+        """The features of texts; None of a model of classes."""
+        return self.condition.text if isinstance(self.condition, TextCondition) else None
 
     def prompt(self, conditions: Sequence[str | None], branches: int) -> Prompt:
         """Classes or texts -> [branches * b, T, D]; the unconditional rows are padded like their texts."""
         return self.condition.prompt(conditions, branches)
 
-    def check(self, condition: str | None) -> None:
-        """Whether a class exists, or what the text encoder makes of a text."""
-        self.condition.check(condition)
-
     def reader(self) -> Reader:
         """The published tokenizers read pictures too."""
         vq = self.vq
-        encoder = None if vq.encoder is None else vq.encoder()
+        encoder = vq.encoder and vq.encoder()
         return Reader.of(
-            encoder, vq.codebook, self.width * vq.down, self.length, lambda grid: grid.flatten(1)
+            encoder, vq.codebook, self.width * vq.config.down, self.length, lambda x: x.flatten(1)
         )
 
     @property
@@ -188,40 +151,23 @@ class LlamaGenTarget(Target):
 
     def cache_prompts(self, prompts: int) -> None:
         """Keep the features of so many more texts."""
-        if self.condition.text:
-            self.condition.text.cache_texts(prompts)
+        if self.text:
+            self.text.cache_texts(prompts)
 
     def release_encoder(self) -> None:
         """Free the text encoder."""
-        if self.condition.text:
-            self.condition.text.release()
-
-    def embed(self, codes: Tensor) -> Tensor:
-        """codes [R, N] -> [R, N, D]."""
-        return self.codes_in(codes)
-
-    def head(self, features: Tensor) -> Tensor:
-        """features [..., D] -> logits [..., V]."""
-        return self.codes_out(features)
-
-    def pack(self) -> None:
-        """Prepare for passes over few rows."""
-        backend().pack(self)
-
-    def pixels(self, codes: Tensor) -> Tensor:
-        """codes [B, length] -> images [B, 3, H, W] in [-1, 1]."""
-        return self.vq.decode(codes)
+        if self.text:
+            self.text.release()
 
 
 def rules(config: LlamaGenConfig) -> list[Rename]:
     """Official names, then those of Llama; queries and keys come in neighbouring pairs and become halves."""
-    shape = config.decoder
-    queries, keys = shape.heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    rotated, every, halves = queries + keys, queries + 2 * keys, shape.head_dim
+    queries, keys = config.heads * config.head_dim, config.num_kv_heads * config.head_dim
+    rotated, every, halves = queries + keys, queries + 2 * keys, config.head_dim
     layer, block = r"layers\.(\d+)", r"decoder.blocks.\1"
     fused, w13, half = f"{block}.wqkv.weight", f"{block}.w13.weight", config.hidden
     return [
-        *llama_rules(shape, r"model\.layers\.(\d+)", block, paired=True),
+        *llama_rules(config, r"model\.layers\.(\d+)", block, paired=True),
         Rename(rf"{layer}\.attention\.wqkv\.weight", fused, (0, rotated), (0, rotated), halves),
         Rename(rf"{layer}\.attention\.wqkv\.weight", fused, (rotated, every), (rotated, every)),
         Rename(rf"{layer}\.attention\.wo\.weight", f"{block}.wo.weight"),
@@ -239,7 +185,7 @@ def rules(config: LlamaGenConfig) -> list[Rename]:
 
 
 def shape_of(source: Source) -> LlamaGenConfig:
-    """The shape of a published target: from its tensors, and what they do not say from config.json or the name."""
+    """The shape of a published target, from its tensors, its config.json and its name."""
     published = config_as(Published, source.config, source.path)
 
     def shape(dims: int, *ends: str) -> tuple[int, ...]:
@@ -277,7 +223,7 @@ def shape_of(source: Source) -> LlamaGenConfig:
 
 @dataclass(frozen=True)
 class Published:
-    """What the config.json beside a published target may say; a null is what is left out."""
+    """Fields that the config.json beside a published target may have."""
 
     num_attention_heads: Heads | None = None
     rms_norm_eps: Epsilon = 1e-5

@@ -1,68 +1,179 @@
-"""The embedded default's family: a LlamaGen-shaped decoder (arXiv 2406.06525) with a prefix of words."""
+"""Decoders after a prefix of words, and the embedded default's family: LlamaGen-shaped (arXiv 2406.06525), over codes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import re
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from string import punctuation
+from typing import ClassVar, Self
+from unicodedata import category
 
 import torch
 from torch import Tensor, nn
 
-from lanternpp.models.prompted import PromptedConfig, PromptedTarget
-from lanternpp.models.vq.folder import read_vq
-from lanternpp.models.vq.model import VQ
-from lanternpp.nn.backend import backend
-from lanternpp.nn.configs import Codes, Width
+from lanternpp.errors import InputError
+from lanternpp.models.base import Target, quoted, warn_of_prompt
+from lanternpp.models.vq.autoencoder import VQ, Autoencoder, read_tokenizer
+from lanternpp.models.vq.codes import Reader
+from lanternpp.nn.checkpoints import Codes, Grid, Heads, Hidden, Layers, Share, Slots, Width, Words, config_as
+from lanternpp.nn.decoder import Decoder, DecoderConfig, grid_table
+from lanternpp.nn.sources import SAME, Rename, Source, blank
+from lanternpp.types import Prompt
+from lanternpp.util.jsonfile import read_text
+
+SILENT = frozenset(["a", "an", "the", "of", "photo", "photograph", "picture", "image", "and", "with"])
+SYNONYMS = "synonyms.txt"
+LISTED = 12  # words that a warning lists
+TABLES = Rename(r"(codes_in|codes_out)\.table", r"\1.weight")  # as earlier versions wrote it
+
+
+def split(sentence: str) -> list[str]:
+    """The words of a sentence in lower case, and its pictograms, such as emoji."""
+    parts = re.findall(r"[^\W_]+|[^\w\s]+", sentence.lower())
+    kept = (part for part in parts if part[0].isalnum() or any(category(c) == "So" for c in part))
+    return [part.strip(punctuation) for part in kept]
+
+
+def listed(words: Sequence[str]) -> str:
+    """Some words for a warning; of many the first, and how many more there are."""
+    each = list(dict.fromkeys(word if len(word) <= 40 else f"{word[:39]}…" for word in words))
+    more = f" and {len(each) - LISTED} more" if len(each) > LISTED else ""
+    return ", ".join(each[:LISTED]) + more
+
+
+@dataclass(frozen=True)
+class PromptedConfig:
+    """The shape of a decoder after a prefix of words."""
+
+    words: Words
+    subjects: Words
+    dim: Width = 384
+    layers: Layers = 14
+    heads: Heads = 6
+    hidden: Hidden = 1024
+    grid: Grid = 16
+    slots: Slots = 8
+    dropout: Share = 0.0
+
+
+class PromptedTarget(Target):
+    """A decoder after a prefix of word slots; a learned null prefix for classifier-free guidance."""
+
+    about = "folders written by recipes/nature/target.py"
+    config_class: ClassVar[type[PromptedConfig]]
+    tokenizer_class: ClassVar[type[Autoencoder]]
+
+    def __init__(self, config: PromptedConfig, tokenizer: nn.Module):
+        super().__init__()
+        self.config = config
+        vars(self)["vq"] = tokenizer  # not as a part of this module
+        self.width, self.length, self.slots = config.grid, config.grid**2, config.slots
+        shape = DecoderConfig(config.dim, config.layers, config.heads, config.hidden, dropout=config.dropout)
+        rotary_table = grid_table(config.slots, config.grid, shape.head_dim)
+        self.decoder = Decoder(shape, rotary_table.float())
+        self.add_tables()
+
+        def table(rows: int) -> nn.Parameter:
+            return nn.Parameter(nn.init.normal_(torch.empty(rows, config.dim), std=0.02))
+
+        self.word_table = table(1 + len(config.words))  # row 0: no word
+        self.slot_table, self.null_prefix = table(config.slots), table(config.slots)
+        self.synonyms: dict[str, str] = {}  # word -> the word of the model that is read in its place
+
+    @abstractmethod
+    def add_tables(self) -> None:
+        """Make the layers that `embed` and `head` read."""
+
+    @classmethod
+    def read(cls, source: Source, dtype: torch.dtype, device: torch.device | str = "cpu") -> Self:
+        """The target over the tokenizer in the folder beside it."""
+        beside, synonyms = source.path.parent / "tokenizer", source.path.parent / SYNONYMS
+        tokenizer = read_tokenizer(beside, dtype, kind=cls.tokenizer_class)
+        config = config_as(cls.config_class, source.config, source.path)
+        with blank(source.path):
+            target = cls(config, tokenizer)
+        source.fill(target, [SAME, TABLES], dtype, device=device)
+        if synonyms.is_file():
+            lines = (line for line in read_text(synonyms).splitlines() if not line.startswith("#"))
+            pairs = (line.partition(":") for line in lines)
+            target.synonyms = {word.strip(): known.strip() for word, _, known in pairs if known}
+        needs, has = ((x.vocab or x.channels, x.length) for x in (target, tokenizer))
+        if needs != has:
+            things = "codes" if target.vocab else "channels"
+            raise InputError(
+                f"{source.path} has {needs[0]} {things} and {needs[1]} places; {beside} has {has[0]} {things} and {has[1]} places"
+            )
+        tokenizer.to(device)
+        return target.to(device)
+
+    def reader(self) -> Reader:
+        """The tokenizer reads pictures too."""
+        return self.vq.reader()
+
+    @property
+    def words(self) -> Mapping[str, Sequence[str]]:
+        """Subjects, of which a prompt needs one, and the words that may stand beside them."""
+        subjects = self.config.subjects
+        return {"subjects": subjects, "beside them": [w for w in self.config.words if w not in subjects]}
+
+    def prompt(self, conditions: Sequence[str | None], branches: int) -> Prompt:
+        """Sentences -> [branches * b, T, D]; raises InputError where no subject is named."""
+        ids = torch.tensor([self.word_ids(c) for c in conditions], device=self.word_table.device)
+        null = torch.tensor([c is None for c in conditions], device=ids.device)
+        embeds = self.prefix(ids, null)
+        if branches == 2:
+            embeds = torch.cat((embeds, self.prefix(ids, torch.ones_like(null))))
+        return Prompt(embeds, torch.zeros(embeds.shape[0], dtype=torch.int64, device=ids.device))
+
+    def prefix(self, ids: Tensor, null: Tensor) -> Tensor:
+        """Word ids [b, T] -> [b, T, D]; rows where null [b] is True get the null prefix."""
+        return torch.where(null[:, None, None], self.null_prefix, self.word_table[ids] + self.slot_table)
+
+    def word_ids(self, sentence: str | None) -> list[int]:
+        """A sentence -> T ids into the word table (0: no word). Warns of words the model never saw."""
+        if sentence is None:
+            return [0] * self.slots
+        read = [(word, self.known(word)) for word in split(sentence) if word not in SILENT]
+        ids = [self.config.words.index(known) + 1 for _, known in read if known]
+        if not any(known in self.config.subjects for _, known in read):
+            raise InputError(
+                f"prompt {quoted(sentence)} names no subject this model knows; use one of: {', '.join(self.config.subjects)}"
+            )
+        if replaced := [f"{word} as {known}" for word, known in read if known and not word.startswith(known)]:
+            warn_of_prompt(f"this model reads {listed(replaced)}")
+        if unknown := [word for word, known in read if not known]:
+            warn_of_prompt(
+                f"words this model does not know are ignored: {listed(unknown)}; "
+                f"it knows: {', '.join(self.config.words)}"
+            )
+        if len(ids) > self.slots:
+            raise InputError(
+                f"prompt {quoted(sentence)} has {len(ids)} known words; this model takes at most {self.slots}"
+            )
+        return ids + [0] * (self.slots - len(ids))
+
+    def known(self, word: str) -> str | None:
+        """The word of the model's own that a word is read as: itself, its singular or a synonym."""
+        forms = (word, word.removesuffix("s"), word.removesuffix("es"))
+        every = (*forms, *(self.synonyms.get(form) for form in forms))
+        return next((form for form in every if form in self.config.words), None)
 
 
 @dataclass(frozen=True)
 class WordsConfig(PromptedConfig):
-    """The shape of a words target. `factored` tables are those of training: table + codebook @ basis."""
+    """The shape of a words target."""
 
     vocab: Codes = 4096
-    code_dim: Width = 8
-    factored: bool = False
-
-
-class CodeTable(nn.Module):
-    """One vector per code, [V, D]: free, or (in training) free + a linear map of the code's latent."""
-
-    def __init__(self, vocab: int, dim: int, code_dim: int | None):
-        super().__init__()
-        self.table = nn.Parameter(nn.init.normal_(torch.empty(vocab, dim), std=0.02))
-        self.basis = nn.Parameter(nn.init.normal_(torch.empty(code_dim, dim), std=0.1)) if code_dim else None
-        self.linear: nn.Module | None = None  # packed: computes `logits`, and has the table
-
-    def matrix(self, codebook: Tensor) -> Tensor:
-        """The vectors of all codes, [V, D]."""
-        if self.linear is not None:
-            return self.linear.weight  # type: ignore[return-value]
-        return self.table if self.basis is None else self.table + codebook.to(self.table.dtype) @ self.basis
-
-    def pack(self) -> None:
-        """Make the table the weight of a packed linear layer; only the plain one of inference can be."""
-        if self.basis is None and self.linear is None:
-            vocab, dim = self.table.shape
-            self.linear = plain = nn.Linear(dim, vocab, bias=False, device="meta")
-            plain.weight = self.table
-            backend().pack(self)
-            if self.linear is plain:
-                self.linear = None
-            else:
-                del self.table
-
-    def logits(self, features: Tensor, codebook: Tensor) -> Tensor:
-        """features [..., D] -> their products with all vectors, [..., V]."""
-        if self.linear is not None:
-            found: Tensor = self.linear(features)
-            return found
-        return nn.functional.linear(features, self.matrix(codebook))
 
 
 class WordsTarget(PromptedTarget):
     """Codes after a prefix of word slots."""
 
     config_class = WordsConfig
-    tokenizer = staticmethod(read_vq)
+    tokenizer_class = VQ
+    head_layer = "codes_out"
     config: WordsConfig
 
     def __init__(self, config: WordsConfig, vq: VQ):
@@ -71,48 +182,8 @@ class WordsTarget(PromptedTarget):
 
     def add_tables(self) -> None:
         """A table of codes for the input and one for the output."""
-        config = self.config
-        code_dim = config.code_dim if config.factored else None
-        self.codes_in = CodeTable(config.vocab, config.dim, code_dim)
-        self.codes_out = CodeTable(config.vocab, config.dim, code_dim)
-
-    def misfit(self) -> tuple[str, str] | None:
-        """Codes, and their number."""
-        found, config = self.vq, self.config
-        if (len(found.codebook), found.length) == (config.vocab, self.length):
-            return None
-        return (
-            f"{config.vocab} codes on a grid of {config.grid}",
-            f"{len(found.codebook)} codes and {found.length} per picture",
-        )
-
-    @property
-    def codebook(self) -> Tensor:
-        """[V, C] l2-normalised latents."""
-        book: Tensor = self.vq.codebook
-        return book
-
-    def embed(self, codes: Tensor) -> Tensor:
-        """codes [R, N] -> [R, N, D]."""
-        return self.codes_in.matrix(self.codebook)[codes]
-
-    def head(self, features: Tensor) -> Tensor:
-        """features [..., D] -> logits [..., V]."""
-        return self.codes_out.logits(features, self.codebook)
-
-    @property
-    def head_linear(self) -> nn.Module | None:
-        """That of its table of codes, once it is packed."""
-        return self.codes_out.linear
-
-    def pack(self) -> None:
-        """Prepare for passes over few rows."""
-        super().pack()
-        self.codes_out.pack()
-
-    def folded(self) -> tuple[WordsConfig, dict[str, Tensor]]:
-        """The same model with plain code tables: what is written to disk for inference."""
-        tensors = {k: v for k, v in self.state_dict().items() if not k.endswith(".basis")}
-        for name, table in (("codes_in", self.codes_in), ("codes_out", self.codes_out)):
-            tensors[f"{name}.table"] = table.matrix(self.codebook).detach()
-        return replace(self.config, factored=False, dropout=0.0), tensors
+        vocab, dim = self.config.vocab, self.config.dim
+        self.codes_in = nn.Embedding(vocab, dim, device="meta")
+        self.codes_out = nn.Linear(dim, vocab, bias=False, device="meta")
+        for layer in (self.codes_in, self.codes_out):
+            layer.weight = nn.Parameter(nn.init.normal_(torch.empty(vocab, dim), std=0.02))

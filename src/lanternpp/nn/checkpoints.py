@@ -1,26 +1,55 @@
-"""Model folders: `config.json` beside `model.safetensors`, written whole, read without trust."""
+"""Model folders: `config.json` beside `model.safetensors`, replaced as a whole, read without trust; weights of 8 or 6 bits on disk.
+
+`x.scale` stands beside a quantised `x`: a scale for each output channel. A config's fields are a frozen dataclass, whose
+annotations are the schema (`lanternpp.util.schema`). Their ranges are far beyond any published model, and small enough that a bad
+file cannot exhaust the machine.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import torch
+from annotated_types import Len
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from lanternpp.errors import InputError
-from lanternpp.nn.pickled import read_pt as read_pt
-from lanternpp.nn.shards import metas, read_tensors
-from lanternpp.nn.stores import STORES, Store, check_scales, is_scale, pack
-from lanternpp.util.files import replacing, umask, write_text
+from lanternpp.nn.files import check_finite, metas, opened
+from lanternpp.nn.files import read_pt as read_pt
+from lanternpp.util.files import digest, replacing, umask, write_text
 from lanternpp.util.jsonfile import read_object
+from lanternpp.util.schema import Between, made
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
+Store = Literal["float32", "bfloat16", "int8", "int6"]
+STORES: tuple[str, ...] = get_args(Store)
+SCALE = ".scale"  # suffix of the tensor with the scales of a quantised tensor
+SHRINK = [1 - 0.04 * i for i in range(12)]  # shares of a row's range that are tried for 6 bits
+OFFSET = 32  # makes 6 bits unsigned
+T = TypeVar("T")
+
+Width = Annotated[int, Between(1, 1 << 16)]  # channels
+Hidden = Annotated[int, Between(1, 1 << 18)]  # channels within a feed-forward layer
+Layers = Annotated[int, Between(1, 512)]
+Heads = Annotated[int, Between(1, 1024)]
+HeadDim = Annotated[int, Between(0, 512)]  # 0: the width shared among the heads
+Codes = Annotated[int, Between(1, 1 << 20)]  # of a codebook or of a vocabulary of text
+Grid = Annotated[int, Between(1, 128)]  # codes of an image's side
+Slots = Annotated[int, Between(1, 4096)]  # of a prompt
+Positions = Annotated[int, Between(1, 1 << 24)]
+Epsilon = Annotated[float, Between(0, 1)]
+RopeBase = Annotated[float, Between(1, 1e12)]
+Share = Annotated[float, Between(0, 1)]
+Words = Annotated[tuple[Annotated[str, Len(0, 200)], ...], Len(0, 1 << 16)]
+Stages = Annotated[tuple[Annotated[int, Between(1, 1 << 13)], ...], Len(1, 8)]  # channels, or times them
+Blocks = Annotated[int, Between(0, 64)]  # of a stage
+StageBlocks = Annotated[tuple[Blocks, ...], Len(1, 8)]
 
 
 def save(
@@ -51,7 +80,7 @@ def save(
 
 
 def load(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The config and the tensors of a model folder, on the CPU, fewer bits undone to float32."""
+    """The config and the tensors of a model folder, on the CPU, dequantised to float32."""
     folder = Path(folder)
     return load_config(folder), read_safetensors(folder / WEIGHTS)
 
@@ -64,14 +93,23 @@ def load_config(folder: str | Path) -> dict[str, Any]:
     return read_object(path)
 
 
+def config_as(kind: type[T], config: Mapping[str, Any], source: Path) -> T:
+    """`config` (as read from `source`) as a `kind`; keys it does not have are left alone.
+
+    Raises InputError where a field without a default is missing or a value cannot be used.
+    """
+    try:
+        return made(kind, config)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise InputError(f"{source}: config.json: {error}") from None
+
+
 def read_safetensors(path: str | Path) -> dict[str, Tensor]:
-    """Every tensor of a safetensors file, on the CPU, fewer bits undone to float32."""
+    """Every tensor of a safetensors file, on the CPU, dequantised to float32."""
     path = Path(path)
     # of features of text, the names are texts
-    found = metas(path, any_names=True)
-    check_scales(found, path)
-    named = [name for name in found if not is_scale(name, found)]
-    return {name: tensor for name, tensor, _ in read_tensors(path, named, found)}
+    found = dequantised_metas(metas(path, any_names=True), path)
+    return {name: tensor for name, tensor, _ in read_tensors(path, found)}
 
 
 def write_pt(path: str | Path, content: Mapping[str, Any]) -> None:
@@ -86,3 +124,114 @@ def checksum(tensor: Tensor) -> str:
     digest = hashlib.sha256(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
     digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def checksum_of(model: nn.Module) -> str:
+    """A hash of a model's weights."""
+    return digest(map(checksum, model.state_dict().values()))
+
+
+def pack(tensors: Mapping[str, Tensor], store: Store, keep: Collection[str] = ()) -> dict[str, Tensor]:
+    """Tensors as they lie on disk; `x.scale` stands beside a quantised `x`. Those named in `keep` stay float32."""
+    packed: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().to("cpu").contiguous()
+        if tensor.untyped_storage().nbytes() != tensor.nbytes or tensor.data_ptr() in seen:
+            tensor = tensor.clone()  # a part of another, or another's double: safetensors wants neither
+        seen.add(tensor.data_ptr())
+        if not tensor.is_floating_point():
+            packed[name] = tensor
+        elif store == "bfloat16" and name not in keep:
+            packed[name] = tensor.bfloat16()
+        elif store in ("int8", "int6") and name not in keep and tensor.ndim >= 2:
+            narrow = store == "int6" and tensor.shape[0] % 4 == 0
+            numbers, packed[name + SCALE] = quantised(tensor.float(), 6 if narrow else 8)
+            packed[name] = pack_int6(numbers) if narrow else numbers
+        else:
+            packed[name] = tensor.float()
+    return packed
+
+
+def read_tensors(
+    path: Path, names: Iterable[str]
+) -> Iterator[tuple[str, Tensor, tuple[Tensor, Tensor] | None]]:
+    """The named tensors of a file, one at a time, dequantised to float32, with [out, ...] int8 and scale [out] beside them.
+
+    InputError where one holds NaN or infinity.
+    """
+    with opened(path) as (there, get):
+        for name in names:
+            tensor, int8 = get(name), None
+            if tensor.dtype in (torch.int8, torch.uint8) and name + SCALE in there:
+                int8 = unpack_int6(tensor) if tensor.dtype == torch.uint8 else tensor, get(name + SCALE)
+                tensor = dequantised(tensor, int8[1])
+            check_finite(name, tensor, path)
+            yield name, tensor, int8
+
+
+def is_quantised(name: str, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether a tensor is quantised: its scale stands beside it."""
+    return name in tensors and tensors[name].dtype in (torch.int8, torch.uint8) and name + SCALE in tensors
+
+
+def dequantised_metas(metas: Mapping[str, Tensor], source: Path) -> dict[str, Tensor]:
+    """Tensors on the meta device; a quantised one and its scale are one of float32.
+
+    InputError where the shape of a scale does not fit its tensor; values are not checked.
+    """
+    quantised = {name for name in metas if is_quantised(name, metas)}
+    scales = {name + SCALE for name in quantised}
+    found = {name: meta for name, meta in metas.items() if name not in scales}
+    for name in sorted(quantised):
+        meta, scale = metas[name], metas[name + SCALE]
+        shape = list(meta.shape)
+        if meta.dtype == torch.uint8:
+            # three bytes hold the numbers of four rows
+            shape = [4 * shape[1], *shape[2:]] if len(shape) > 1 and shape[0] == 3 else [0]
+        fits = len(meta.shape) > 1 and shape[0] > 0 and list(scale.shape) == shape[:1]
+        if not fits or not scale.is_floating_point():
+            raise InputError(
+                f"{source}: {name} is {tuple(meta.shape)} and its scale {tuple(scale.shape)}, which do not go together: "
+                "fetch it again."
+            )
+        found[name] = torch.empty(shape, dtype=torch.float32, device="meta")
+    return found
+
+
+def dequantised(tensor: Tensor, scale: Tensor) -> Tensor:
+    """A quantised tensor as float32."""
+    numbers = unpack_int6(tensor) if tensor.dtype == torch.uint8 else tensor
+    return numbers.float() * scale.view(-1, *[1] * (numbers.ndim - 1))
+
+
+def quantised(tensor: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """([C, ...] int8, scale [C]): symmetric, a scale for each of dimension 0.
+
+    8 bits span a row's whole range. 6 bits span the share of it with the least squared error; values beyond are clamped.
+    """
+    rows, most = tensor.flatten(1), 2 ** (bits - 1) - 1
+    full = rows.abs().amax(1).clamp_min(1e-12) / most
+    if bits == 8:
+        return (rows / full[:, None]).round().to(torch.int8).view(tensor.shape), full
+
+    def squared_error(scale: Tensor) -> Tensor:
+        near = (rows / scale[:, None]).round().clamp(-most, most) * scale[:, None]
+        return (near - rows).square().sum(1)
+
+    errors = torch.stack([squared_error(full * share) for share in SHRINK])
+    scale = full * torch.tensor(SHRINK)[errors.argmin(0)]
+    return (rows / scale[:, None]).round().clamp(-most, most).to(torch.int8).view(tensor.shape), scale
+
+
+def pack_int6(numbers: Tensor) -> Tensor:
+    """Numbers of 6 bits [4 C, ...] int8 -> four of them in three bytes: [3, C, ...] uint8."""
+    a, b, c, d = (numbers.int() + OFFSET).unflatten(0, (-1, 4)).unbind(1)
+    return torch.stack([a << 2 | b >> 4, (b & 15) << 4 | c >> 2, (c & 3) << 6 | d]).to(torch.uint8)
+
+
+def unpack_int6(packed: Tensor) -> Tensor:
+    """The inverse of `pack_int6`."""
+    x, y, z = packed.int().unbind(0)
+    four = [x >> 2, (x & 3) << 4 | y >> 4, (y & 15) << 2 | z >> 6, z & 63]
+    return (torch.stack(four, 1) - OFFSET).flatten(0, 1).to(torch.int8)

@@ -1,19 +1,23 @@
-"""The one network: a pre-norm transformer decoder that serves every family and the drafters."""
+"""The network of our own models and the drafters: a pre-norm transformer decoder; and what fast passes are packed from.
+
+A `Stack` is the layers of a decoder as linear modules, norms and numbers, whoever made the model. Rotary position embeddings (RoFormer,
+arXiv 2104.09864) are tables of cosines and sines, and channel i of a head is rotated with channel i + d / 2; checkpoints that pair
+neighbouring channels are permuted when they are read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from functools import partial
+from typing import Literal, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lanternpp.nn.backend import DecoderForward
-from lanternpp.nn.configs import Epsilon, HeadDim, Heads, Hidden, Layers, Share, Width
-from lanternpp.nn.rope import rotate
-from lanternpp.nn.stack import Stack, StackLayer
+from lanternpp.nn.checkpoints import Epsilon, HeadDim, Heads, Hidden, Layers, Share, Width
 from lanternpp.types import Nodes, on_host
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -23,7 +27,7 @@ class AttentionCache(Protocol):
     """The interface of a KV cache: store keys and values, and attend over all that are stored."""
 
     def computed(self, run: Callable[[Tensor], Tensor]) -> Tensor:
-        """What `run` returns; it reads and writes keys and values [L, 2, R, Hkv, S, d] of the S slots that masks are over."""
+        """The result of `run`, which reads and writes keys and values [L, 2, R, Hkv, S, d] of the S slots that masks are over."""
         ...
 
     def attend(self, layer: int, nodes: Nodes, mask: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -46,13 +50,6 @@ class DecoderConfig:
     dropout: Share = 0.0
     head_dim: HeadDim = 0  # channels of one head; 0: dim / heads
     qk_norm: bool = False  # a LayerNorm over each head of queries and keys, before rotation
-    norm_after: bool = False  # normalise what a sublayer returns, not what it is given (Swin v2, 2111.09883)
-    norm_both: bool = (
-        False  # normalise what a sublayer is given, and what it returns by norms of their own (GLM-4)
-    )
-    attention_bias: bool = False
-    qkv_bias: bool = False  # of queries, keys and values alone
-    ffn_bias: bool = False
 
     def __post_init__(self) -> None:
         if not self.head_dim:
@@ -67,6 +64,91 @@ class DecoderConfig:
     def num_kv_heads(self) -> int:
         """Heads of keys and values: fewer than `heads` in grouped-query attention (arXiv 2305.13245)."""
         return self.kv_heads or self.heads
+
+
+HeadScale = tuple[Tensor, Tensor | None]
+"""Weight and bias of a norm over the channels of each head, [heads, head_dim]."""
+
+
+@dataclass(frozen=True)
+class StackLayer:
+    """One layer: x += out_norm(attention(norm(x))), then x += out_norm(down(gate(..) * up(..))) of the normalised x.
+
+    Norms are RMSNorms, given by the numbers that the unit vector is multiplied with ([dim]; Gemma's are 1 + weight); None: no norm.
+    """
+
+    qkv: Sequence[nn.Linear]  # one with the outputs queries, keys, values, or the three
+    out: nn.Linear
+    gate_up: Sequence[nn.Linear]  # one with the outputs gate, up, or the two
+    down: nn.Linear
+    attention_norm: Tensor | None = None
+    ffn_norm: Tensor | None = None
+    attention_out_norm: Tensor | None = None
+    ffn_out_norm: Tensor | None = None
+    q_norm: HeadScale | None = None
+    k_norm: HeadScale | None = None
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A decoder without its embeddings and head. Rotation pairs channel i of a head with channel i + head_dim / 2."""
+
+    layers: Sequence[StackLayer]
+    norm: Tensor | None  # [dim], after the last layer
+    dim: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    eps: float
+    qk_norm: Literal["none", "rms", "layer"] = "none"  # over the channels of a head, before rotation
+    qk_eps: float = 1e-5
+    gate: Literal["silu", "gelu_tanh"] = "silu"
+    scale: float | None = None  # of the scores; None: head_dim ** -0.5
+    # [head_dim]: the order in which channels of queries and keys are put, so that rotation pairs them as above; None: as they are
+    qk_order: Tensor | None = None
+
+
+def grid_table(prefix: int, grid: int, head_dim: int, base: float = 10000.0) -> Tensor:
+    """2-D table over a grid of codes, [prefix + grid * grid, 2, head_dim], for `rotate`.
+
+    The first half of the frequencies encodes the row, the second the column. Prefix slots have angle 0, which is no
+    rotation. On the CPU, as `line_table`.
+    """
+    quarter = head_dim // 4
+    freq = base ** -(torch.arange(quarter, dtype=torch.float64, device="cpu") / quarter)
+    line = torch.arange(grid, dtype=torch.float64, device="cpu")[:, None] * freq  # [grid, quarter]
+    row = line[:, None].expand(grid, grid, quarter)
+    column = line[None].expand(grid, grid, quarter)
+    angle = torch.cat((row, column), -1).reshape(grid * grid, 2 * quarter)
+    angle = torch.cat((torch.zeros(prefix, 2 * quarter, dtype=torch.float64, device="cpu"), angle))
+    return angle_table(angle)
+
+
+def line_table(positions: int, head_dim: int, base: float = 10000.0) -> Tensor:
+    """1-D table, [positions, 2, head_dim], for `rotate` (RoFormer, arXiv 2104.09864, section 3.2.2).
+
+    On the CPU, whatever the default device: a module that is made on the meta device keeps its table.
+    """
+    half = head_dim // 2
+    freq = base ** -(torch.arange(half, dtype=torch.float64, device="cpu") / half)
+    return angle_table(torch.arange(positions, dtype=torch.float64, device="cpu")[:, None] * freq)
+
+
+def angle_table(angle: Tensor) -> Tensor:
+    """Angles [positions, head_dim / 2] -> cosines and signed sines for `rotate`, [positions, 2, head_dim]."""
+    cos, sin = angle.cos(), angle.sin()
+    return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
+
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """x [R, N, H, d] rotated by rows [R, N, 2, 1, d] of a table -> the same shape."""
+    if torch.compiler.is_compiling():  # the gradient of `roll` is compiled to slow code on a CPU
+        half = x.shape[-1] // 2
+        first, second = x.chunk(2, -1)
+        cos, sin = rotation[:, :, 0, :, :half], rotation[:, :, 1, :, half:]
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    return torch.addcmul(x * rotation[:, :, 0], x.roll(x.shape[-1] // 2, -1), rotation[:, :, 1])
 
 
 def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -119,25 +201,16 @@ class Block(nn.Module):
     def __init__(self, config: DecoderConfig, first: bool = False):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = config.heads, config.num_kv_heads, config.head_dim
-        self.dropout, self.after = config.dropout, config.norm_after
-        width = (self.heads + 2 * self.kv_heads) * self.head_dim
-        self.attention_norm: nn.Module
-        if first and not config.first_norm:
-            self.attention_norm = nn.Identity()
-        else:
-            self.attention_norm = Norm(config.dim, config.norm_eps)
-        self.wqkv = nn.Linear(config.dim, width, bias=config.attention_bias or config.qkv_bias)
-        self.qk_norm = (
-            HeadNorm(self.heads + self.kv_heads, self.head_dim) if config.qk_norm else nn.Identity()
-        )
-        self.wo = nn.Linear(self.heads * self.head_dim, config.dim, bias=config.attention_bias)
+        self.dropout = config.dropout
+        width, rotated = config.heads * config.head_dim, config.heads + config.num_kv_heads
+        normed = config.first_norm or not first
+        self.attention_norm = Norm(config.dim, config.norm_eps) if normed else nn.Identity()
+        self.wqkv = nn.Linear(config.dim, width + 2 * self.kv_heads * self.head_dim, bias=False)
+        self.qk_norm = HeadNorm(rotated, self.head_dim) if config.qk_norm else nn.Identity()
+        self.wo = nn.Linear(width, config.dim, bias=False)
         self.ffn_norm = Norm(config.dim, config.norm_eps)
-        self.w13 = nn.Linear(config.dim, 2 * config.hidden, bias=config.ffn_bias)
-        self.w2 = nn.Linear(config.hidden, config.dim, bias=config.ffn_bias)
-        self.both = config.norm_both
-        if config.norm_both:
-            self.attention_out_norm = Norm(config.dim, config.norm_eps)
-            self.ffn_out_norm = Norm(config.dim, config.norm_eps)
+        self.w13 = nn.Linear(config.dim, 2 * config.hidden, bias=False)
+        self.w2 = nn.Linear(config.hidden, config.dim, bias=False)
 
     def forward(self, x: Tensor, rotation: Tensor, attend: Attend) -> Tensor:
         """x [R, N, D], rotation [R, N, 2, 1, d] -> [R, N, D]."""
@@ -146,30 +219,18 @@ class Block(nn.Module):
 
     def before_attention(self, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
         """x [R, N, D] -> queries and keys, rotated, as one tensor [R, N, H + Hkv, d], and values [R, N, Hkv, d]."""
-        x = x if self.after else self.attention_norm(x)
-        qkv = self.wqkv(x).view(*x.shape[:2], -1, self.head_dim)
+        qkv = self.wqkv(self.attention_norm(x)).view(*x.shape[:2], -1, self.head_dim)
         rotated = self.heads + self.kv_heads
         return rotate(self.qk_norm(qkv[:, :, :rotated]), rotation), qkv[:, :, rotated:]
 
     def after_attention(self, x: Tensor, y: Tensor) -> Tensor:
-        """The layer's input x [R, N, D] and what attention returned, y [R, N, H, d] -> [R, N, D]."""
-        mixed = self.wo(y.reshape(*y.shape[:2], -1))
-        if self.after:
-            x = x + self._drop(self.attention_norm(mixed))
-            return x + self._drop(self.ffn_norm(self._feed(x)))
-        if self.both:
-            x = x + self._drop(self.attention_out_norm(mixed))
-            return x + self._drop(self.ffn_out_norm(self._feed(self.ffn_norm(x))))
-        x = x + self._drop(mixed)
-        return x + self._drop(self._feed(self.ffn_norm(x)))
+        """The layer's input x [R, N, D] and the output of attention y [R, N, H, d] -> [R, N, D]."""
+        x = x + self._drop(self.wo(y.reshape(*y.shape[:2], -1)))
+        gate, up = self.w13(self.ffn_norm(x)).chunk(2, -1)
+        return x + self._drop(self.w2(F.silu(gate) * up))
 
     def stack_layer(self) -> StackLayer:
         """The same layer for fast passes; it shares the weights."""
-        # an Identity has no weight
-        before = tuple(getattr(norm, "weight", None) for norm in (self.attention_norm, self.ffn_norm))
-        after = (self.attention_out_norm.weight, self.ffn_out_norm.weight) if self.both else (None, None)
-        if self.after:
-            before, after = (None, None), before
         q_norm = k_norm = None
         if isinstance(self.qk_norm, HeadNorm):
             parts = self.heads, self.kv_heads
@@ -180,27 +241,23 @@ class Block(nn.Module):
             out=self.wo,
             gate_up=(self.w13,),
             down=self.w2,
-            attention_norm=before[0],
-            ffn_norm=before[1],
-            attention_out_norm=after[0],
-            ffn_out_norm=after[1],
+            # an Identity has no weight
+            attention_norm=getattr(self.attention_norm, "weight", None),
+            ffn_norm=self.ffn_norm.weight,
             q_norm=q_norm,
             k_norm=k_norm,
         )
-
-    def _feed(self, x: Tensor) -> Tensor:
-        gate, up = self.w13(x).chunk(2, -1)
-        return self.w2(F.silu(gate) * up)
 
     def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout) if self.training and self.dropout else x
 
 
 class Decoder(nn.Module):
-    """A stack of blocks with a table of rotary embeddings; runs with a KV cache, or over a whole sequence without."""
+    """A stack of blocks with a table of rotary embeddings; runs with a KV cache, or over a sequence without."""
 
     rotary_table: Tensor
     native: DecoderForward | None = None  # set by `Backend.pack`
+    ranks = 1  # processes that heads of attention are divided among, by tensor parallelism
     causal: Tensor | None = None
     """[T, T], set before compiling: a mask that is computed in the graph is slower."""
 
@@ -217,7 +274,7 @@ class Decoder(nn.Module):
         self.register_buffer("rotary_table", rotary_table, persistent=False)  # [positions, 2, d]
 
     def stack(self) -> Stack:
-        """Its layers and final norm for fast passes; they share the weights, and rotate by `rotary_table`."""
+        """The layers and the final norm for fast passes; a stack shares the weights, and rotates by `rotary_table`."""
         config, blocks = self.config, cast("list[Block]", list(self.blocks))
         return Stack(
             layers=[block.stack_layer() for block in blocks],
@@ -236,26 +293,18 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """x [R, N, D] at `nodes` -> features [R, N, D]; their keys and values go to `cache`.
 
-        aux_layers: layers below the last, counted from 0 and ascending, whose output (the residual stream behind them) is
-        returned too, behind the features: [R, N, (1 + aux) D].
+        aux_layers: layers below the last, counted from 0 and ascending, whose output (the residual stream after them) is
+        returned too, after the features: [R, N, (1 + aux) D].
         """
         native = self.native
         if native is not None and on_host(x):
             return cache.computed(lambda kv: native(x, nodes, kv, aux_layers))
-        rotation = self.rotary_table[nodes.position.clamp(max=self.rotary_table.shape[0] - 1)][
-            :, :, :, None
-        ].to(x.dtype)
         mask = additive_mask(nodes.mask, x.dtype)
-        aux: list[Tensor] = []
-        for layer, block in enumerate(self.blocks):
 
-            def attend(q: Tensor, k: Tensor, v: Tensor, layer: int = layer) -> Tensor:
-                return cache.attend(layer, nodes, mask, q, k, v)
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return cache.attend(layer, nodes, mask, q, k, v)
 
-            x = block(x, rotation, attend)
-            if layer in aux_layers:
-                aux.append(x)
-        return torch.cat((self.norm(x), *aux), -1) if aux_layers else self.norm(x)
+        return self._layers(x, nodes.position, attend, aux_layers)
 
     def forward_sequence(
         self,
@@ -268,12 +317,8 @@ class Decoder(nn.Module):
 
         At positions 0..T-1 or positions [b, T]. The mask is causal, or seen [b, 1, T, T], True where attended to; b is B or 1.
         """
-        if positions is None:
-            rotations = self.rotary_table[None, : x.shape[1]]
-        else:
-            rotations = self.rotary_table[positions.clamp(max=self.rotary_table.shape[0] - 1)]
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
             gqa = q.shape[1] != k.shape[1]
             if seen is None and not gqa and torch.compiler.is_compiling() and q.device.type == "cpu":
@@ -282,10 +327,22 @@ class Decoder(nn.Module):
             y = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, enable_gqa=gqa)
             return y.transpose(1, 2)
 
-        rotation = rotations[:, :, :, None].to(x.dtype)
+        return self._layers(x, positions, attend, aux_layers)
+
+    def _layers(
+        self,
+        x: Tensor,
+        positions: Tensor | None,
+        attend: Callable[[int, Tensor, Tensor, Tensor], Tensor],
+        aux_layers: tuple[int, ...],
+    ) -> Tensor:
+        """The layers and the final norm, at positions [b, N] or 0..N-1; attend gets the layer's number too."""
+        table = self.rotary_table
+        rows = table[None, : x.shape[1]] if positions is None else table[positions.clamp(max=len(table) - 1)]
+        rotation = rows[:, :, :, None].to(x.dtype)
         aux: list[Tensor] = []
         for layer, block in enumerate(self.blocks):
-            x = block(x, rotation, attend)
+            x = block(x, rotation, partial(attend, layer))
             if layer in aux_layers:
                 aux.append(x)
         return torch.cat((self.norm(x), *aux), -1) if aux_layers else self.norm(x)

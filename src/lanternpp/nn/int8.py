@@ -54,13 +54,13 @@ def require() -> None:
         )
 
 
-def stored_parts(weight: Tensor) -> tuple[Tensor, Tensor] | None:
+def int8_parts(weight: Tensor) -> tuple[Tensor, Tensor] | None:
     """The 8 bits of a weight, of its checkpoint or by `quantise`: [out, in] int8 and a scale [out]; None of others."""
-    kept: tuple[Tensor, Tensor] | None = getattr(weight, "eight_bits", None)
-    if kept is not None:
-        return kept
+    kept: tuple[Tensor, Tensor] | None = getattr(weight, "int8_weight", None)
     scale: Tensor | None = getattr(weight, "scale", None)
-    return None if scale is None else (weight.qdata, scale.flatten())  # type: ignore[attr-defined]
+    if kept is not None or scale is None:
+        return kept
+    return weight.qdata, scale.flatten()  # type: ignore[attr-defined]
 
 
 def compared(before: Tensor, after: Tensor, weights: tuple[int, int]) -> Effect:
@@ -73,16 +73,8 @@ def compared(before: Tensor, after: Tensor, weights: tuple[int, int]) -> Effect:
 
 def weight_bytes(module: nn.Module) -> int:
     """Bytes of the weights of linear layers, as they are stored."""
-    return sum(stored(child.weight) for child in module.modules() if isinstance(child, nn.Linear))
-
-
-def stored(weight: Tensor) -> int:
-    """Bytes of a tensor, or of the tensors that one of torchao's is made of, or of the 8 bits that stand for it."""
-    kept: tuple[Tensor, Tensor] | None = getattr(weight, "eight_bits", None)
-    if kept is not None:
-        return sum(part.nbytes for part in kept)
-    parts = getattr(weight, "tensor_data_names", None)
-    return sum(getattr(weight, name).nbytes for name in parts) if parts else weight.nbytes
+    weights = [child.weight for child in module.modules() if isinstance(child, nn.Linear)]
+    return sum(part.nbytes for weight in weights for part in int8_parts(weight) or (weight,))
 
 
 @contextmanager

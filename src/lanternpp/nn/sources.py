@@ -8,7 +8,7 @@ what is loaded. Make the module without weights: `with blank(): module = ...`.
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,12 +22,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lanternpp.errors import InputError
-from lanternpp.nn.checkpoints import CONFIG, load_config
-from lanternpp.nn.decoder import Block
-from lanternpp.nn.shards import files, metas, read_tensors
-from lanternpp.nn.stores import check_scales, is_scale, restored_meta, scaled
+from lanternpp.nn.checkpoints import CONFIG, dequantised_metas, load_config, read_tensors
+from lanternpp.nn.decoder import Block, DecoderConfig
+from lanternpp.nn.files import files, listed, metas
 
-CHUNK = 1 << 26  # bytes read before a file is opened anew, which lets go of what was read
+CHUNK = 1 << 26  # bytes read before a file is opened anew, which frees the pages that were read
 
 
 def halves(tensor: Tensor, head_dim: int) -> Tensor:
@@ -40,7 +39,7 @@ def halves(tensor: Tensor, head_dim: int) -> Tensor:
 class Rename:
     """How a tensor of a checkpoint maps into one of ours; every rule that matches a name applies.
 
-    pattern: a regular expression that matches the whole upstream name; name: ours, with \\1, \\2.
+    pattern: a regular expression that matches the upstream name from end to end; name: ours, with \\1, \\2.
     rows: which rows of the upstream tensor are taken, (first, last), last excluded, or a list of them;
     part: which rows of ours they fill, (first, last); halves: channels of a head whose rotary pairs are neighbours, or 0.
     """
@@ -51,15 +50,10 @@ class Rename:
     part: tuple[int, int] | None = None
     halves: int = 0
 
-    @property
-    def whole(self) -> bool:
-        """Whether it takes a tensor as it is."""
-        return self.rows is None and self.part is None and not self.halves
-
-    def match(self, upstream: str) -> str | None:
-        """Our name for an upstream one, or None."""
+    def match(self, upstream: str) -> str:
+        """Our name for an upstream one; empty where it does not match."""
         found = re.fullmatch(self.pattern, upstream)
-        return found.expand(self.name) if found else None
+        return found.expand(self.name) if found else ""
 
     def apply(self, tensor: Tensor) -> Tensor:
         """The selected rows."""
@@ -69,21 +63,64 @@ class Rename:
             tensor = tensor[self.rows[0] : self.rows[1]]
         return halves(tensor, self.halves) if self.halves else tensor
 
+    def place(self, own: Tensor) -> Tensor:
+        """The rows of our tensor that are filled."""
+        return own if self.part is None else own[self.part[0] : self.part[1]]
+
+    def mismatch(self, upstream: str, meta: Tensor, own: Tensor) -> str:
+        """The fault in the shape or the dtype of a tensor for its place; empty where there is none."""
+        try:
+            given, place = self.apply(meta), self.place(own.to("meta"))
+        except (RuntimeError, IndexError):
+            return f"{upstream} is {tuple(meta.shape)}, which has no rows of complete heads"
+        if given.shape != place.shape:
+            gives = "" if given.shape == meta.shape else f", which gives {tuple(given.shape)}"
+            return f"{upstream} is {tuple(meta.shape)}{gives} where {tuple(place.shape)} is expected"
+        if meta.is_floating_point() == own.is_floating_point():
+            return ""
+        expected = "weights" if own.is_floating_point() else "whole numbers"
+        return f"{upstream} holds {str(meta.dtype).removeprefix('torch.')} where {expected} are expected"
+
 
 SAME = Rename(r"(.+)", r"\1")
+Pieces = Mapping[str, Sequence[tuple[str, Rename]]]
+"""Upstream names -> the tensors of ours that they fill, and how."""
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A mapping of one upstream tensor into one of ours."""
+def llama_rules(
+    shape: DecoderConfig,
+    layer: str,
+    block: str,
+    paired: bool = False,
+    norm_rows: tuple[int, int] | None = None,
+) -> list[Rename]:
+    """The layout of transformers' Llama, which LlamaGen's copies and published drafters have.
 
-    upstream: str
-    ours: str
-    rule: Rename
-
-    def place(self, whole: Tensor) -> Tensor:
-        """The rows of our tensor `whole` that it fills."""
-        return whole if self.rule.part is None else whole[self.rule.part[0] : self.rule.part[1]]
+    `layer`, a regular expression with the layer's number as its one group, into `block`. paired: rotary pairs are neighbouring
+    channels there, not half against half. norm_rows: how many rows the checkpoint's norms of queries and of keys have, each for as
+    many neighbouring heads; default: one a head.
+    """
+    queries, keys, half = shape.heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.hidden
+    halves = shape.head_dim if paired else 0
+    both, every, what = queries + keys, queries + 2 * keys, r"\.weight"
+    wqkv, w13 = f"{block}.wqkv.weight", f"{block}.w13.weight"
+    norms, heads = [], (shape.heads, shape.num_kv_heads)
+    for name, count, first, given in zip("qk", heads, (0, shape.heads), norm_rows or heads, strict=True):
+        rows = None if given == count else torch.arange(count) * given // count
+        pattern = rf"{layer}\.self_attn\.{name}_norm\.(weight|bias)"
+        norms.append(Rename(pattern, rf"{block}.qk_norm.\2", rows, (first, first + count)))
+    return [
+        Rename(rf"{layer}\.self_attn\.q_proj{what}", wqkv, part=(0, queries), halves=halves),
+        Rename(rf"{layer}\.self_attn\.k_proj{what}", wqkv, part=(queries, both), halves=halves),
+        Rename(rf"{layer}\.self_attn\.v_proj{what}", wqkv, part=(both, every)),
+        Rename(rf"{layer}\.self_attn\.o_proj{what}", f"{block}.wo.weight"),
+        *norms,
+        Rename(rf"{layer}\.mlp\.gate_proj{what}", w13, part=(0, half)),
+        Rename(rf"{layer}\.mlp\.up_proj{what}", w13, part=(half, 2 * half)),
+        Rename(rf"{layer}\.mlp\.down_proj{what}", f"{block}.w2.weight"),
+        Rename(rf"{layer}\.input_layernorm\.weight", f"{block}.attention_norm.weight"),
+        Rename(rf"{layer}\.post_attention_layernorm\.weight", f"{block}.ffn_norm.weight"),
+    ]
 
 
 class SkipInit(TorchFunctionMode):
@@ -92,7 +129,6 @@ class SkipInit(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the function; an initialiser returns its tensor unchanged."""
         kwargs = kwargs or {}
         if getattr(func, "__module__", "") == "torch.nn.init" or func is F.normalize:
             return kwargs["tensor"] if "tensor" in kwargs else args[0]
@@ -101,7 +137,7 @@ class SkipInit(TorchFunctionMode):
 
 @contextmanager
 def blank(config_of: Path | None = None) -> Iterator[None]:
-    """Modules made within have shapes and no weights, for `Source.fill`.
+    """Modules made in this block have shapes and no weights, for `Source.fill`.
 
     config_of: where their config was read; InputError names it where no network can be made of it.
     """
@@ -140,26 +176,31 @@ class Source:
     @cached_property
     def config(self) -> dict[str, Any]:
         """config.json in the folder or beside the file; empty where there is none."""
-        folder = self.path if self.path.is_dir() else self.path.parent
-        return load_config(folder) if (folder / CONFIG).is_file() else {}
+        return load_config(self.folder) if (self.folder / CONFIG).is_file() else {}
+
+    @property
+    def folder(self) -> Path:
+        """The folder that it is or lies in."""
+        return self.path if self.path.is_dir() else self.path.parent
 
     @property
     def kinds(self) -> set[str]:
-        """What the config calls the model: our `kind`, transformers' `model_type` and `architectures`."""
+        """The names that the config gives the model: our `kind`, transformers' `model_type` and `architectures`."""
         named = [self.config.get("kind"), self.config.get("model_type")]
         listed = self.config.get("architectures")
         return {str(name) for name in [*named, *(listed if isinstance(listed, list) else [])] if name}
 
     @cached_property
+    def _contents(self) -> dict[Path, dict[str, Tensor]]:
+        """The tensors of every file, on the meta device."""
+        return {file: metas(file) for file in self._files}
+
+    @cached_property
     def metas(self) -> dict[str, Tensor]:
-        """Every tensor's shape and dtype on the meta device; one of fewer bits and its scale are one of float32."""
-        found = {name: meta for file in self._files for name, meta in metas(file).items()}
-        check_scales(found, self.path)
-        return {
-            name: restored_meta(meta) if scaled(name, found) else meta
-            for name, meta in found.items()
-            if not is_scale(name, found)
-        }
+        """Every tensor's shape and dtype on the meta device; a quantised one and its scale are one of float32."""
+        return dequantised_metas(
+            {k: v for held in self._contents.values() for k, v in held.items()}, self.path
+        )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes, read from headers."""
@@ -175,14 +216,13 @@ class Source:
         return found
 
     def tensors(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """Some tensors, by their names."""
-        for file in self._files:
-            found = metas(file)
-            for name, tensor, _ in read_tensors(file, found.keys() & set(names), found):
+        """The tensors of these names, one at a time."""
+        for file, found in self._contents.items():
+            for name, tensor, _ in read_tensors(file, found.keys() & set(names)):
                 yield name, tensor
 
     def layers(self, prefix: str = r"layers\.") -> int:
-        """How many layers there are, by the highest number behind `prefix`, a regular expression."""
+        """How many layers there are, by the highest number after `prefix`, a regular expression."""
         numbers = (re.match(rf"{prefix}(\d{{1,6}})\.", name) for name in self.metas)
         return 1 + max((int(found[1]) for found in numbers if found), default=-1)
 
@@ -193,130 +233,88 @@ class Source:
         dtype: torch.dtype,
         skip: Sequence[str] = (),
         device: torch.device | str = "cpu",
-        lacking: Collection[str] = (),
     ) -> None:
         """Put the checkpoint into `module`: parameters in `dtype`, buffers in their own, on `device`.
 
-        skip: patterns of upstream names that have no place in ours. lacking: names of ours that no checkpoint has,
-        which are left as they are. Raises InputError that lists what is missing, unexpected, misshaped or of the wrong
-        kind of number, at most ten of them, and names a tensor with a value that is no finite number.
+        skip: patterns of upstream names that have no place in ours. Raises InputError that lists what is missing, unexpected,
+        misshaped or of the wrong kind of number, at most ten of them, and names a tensor with a value that is no finite number.
         """
-        expected_tensors = {name: own for name, own in module.state_dict().items() if name not in lacking}
-        kept = {name for name, _ in module.named_buffers()}
-        pieces, faults = self._plan(expected_tensors, rules, skip)
+        ours = module.state_dict()
+        buffers = {name for name, _ in module.named_buffers()}
+        pieces, faults = self._plan(ours, rules, skip)
         if faults:
-            more = f", and {len(faults) - 10} more" if len(faults) > 10 else ""
-            raise InputError(
-                f"{self.path} does not fit {type(module).__name__}: {', '.join(faults[:10])}{more}."
-            )
-        blocks = {} if self.pack is None else blocks_of(module)
-        block_of = {name: next(filter(name.startswith, blocks), "") for name in expected_tensors}
-        pending = Counter(block_of[piece.ours] for found in pieces.values() for piece in found)
+            raise InputError(f"{self.path} does not fit {type(module).__name__}: {listed(faults)}.")
+        pack = self.pack
+        blocks = {f"{name}.": part for name, part in module.named_modules() if isinstance(part, Block)}
+        block_of = {name: next(filter(name.startswith, blocks if pack else ()), "") for name in ours}
+        pending = Counter(block_of[name] for found in pieces.values() for name, _ in found)
         filled: dict[str, Tensor] = {}
         int8: dict[str, tuple[Tensor, Tensor]] = {}
-        for upstream, tensor, bits in self._read(pieces, [*blocks]):
-            for piece in pieces[upstream]:
-                name, own = piece.ours, expected_tensors[piece.ours]
+        for upstream, tensor, bits in self._read(pieces, block_of):
+            for name, rule in pieces[upstream]:
+                own, block = ours[name], block_of[name]
                 if name not in filled:
-                    kind = own.dtype if name in kept or not own.is_floating_point() else dtype
+                    kind = own.dtype if name in buffers or not own.is_floating_point() else dtype
                     filled[name] = torch.empty(own.shape, dtype=kind, device=device)
-                piece.place(filled[name]).copy_(piece.rule.apply(tensor))
-                if self.int8 and bits is not None and piece.rule.whole and name not in kept:
+                rule.place(filled[name]).copy_(rule.apply(tensor))
+                unchanged = rule.rows is None and rule.part is None and not rule.halves
+                if self.int8 and bits is not None and unchanged and name not in buffers:
                     int8[name] = bits
-                block = block_of[name]
                 pending[block] -= 1
-                if self.pack is not None and block and not pending[block]:
+                if pack is not None and block and not pending[block]:
                     complete = [name for name in filled if block_of[name] == block]
                     assign(module, {name: filled.pop(name) for name in complete}, int8)
-                    self.pack(blocks[block])
+                    pack(blocks[block])
         assign(module, filled, int8)
         every = [*module.named_parameters(), *module.named_buffers()]
-        left = [name for name, tensor in every if tensor.is_meta and name not in lacking]
+        left = [name for name, tensor in every if tensor.is_meta]
         if left:
             raise RuntimeError(f"{type(module).__name__} was made without {', '.join(left)}")
 
     def _plan(
-        self, expected_tensors: dict[str, Tensor], rules: Sequence[Rename], skip: Sequence[str]
-    ) -> tuple[dict[str, list[Piece]], list[str]]:
-        """Where every upstream tensor goes, by its name, and what is wrong with that."""
-        pieces: dict[str, list[Piece]] = {}
-        wrong: list[str] = []
-        covered: dict[str, int] = defaultdict(int)
+        self, ours: Mapping[str, Tensor], rules: Sequence[Rename], skip: Sequence[str]
+    ) -> tuple[Pieces, list[str]]:
+        """Where every upstream tensor goes, by its name, and the list of faults."""
+        pieces: dict[str, list[tuple[str, Rename]]] = {}
+        wrong, covered = list[str](), Counter[str]()
         for upstream, meta in self.metas.items():
             if any(re.fullmatch(pattern, upstream) for pattern in skip):
                 continue
-            ways = [(rule, name) for rule in rules if (name := rule.match(upstream)) is not None]
-            found = [Piece(upstream, name, rule) for rule, name in ways if name in expected_tensors]
-            if not found:
-                wrong.append(f"unexpected {upstream}")
-            for piece in found:
-                fault = misfit(piece, meta, expected_tensors[piece.ours])
-                if fault:
-                    wrong.append(fault)
-                covered[piece.ours] += piece.place(expected_tensors[piece.ours]).numel()
-            pieces[upstream] = found
+            named = ((rule.match(upstream), rule) for rule in rules)
+            pieces[upstream] = found = [(name, rule) for name, rule in named if name in ours]
+            wrong += [] if found else [f"unexpected {upstream}"]
+            for name, rule in found:
+                wrong += filter(None, [rule.mismatch(upstream, meta, ours[name])])
+                covered[name] += rule.place(ours[name]).numel()
         missing = [
-            f"missing {name}"
-            if not covered[name]
-            else f"{name} is given {covered[name]} of {own.numel()} numbers"
-            for name, own in expected_tensors.items()
+            f"{name} is given {covered[name]} of {own.numel()} numbers"
+            if covered[name]
+            else f"missing {name}"
+            for name, own in ours.items()
             if covered[name] != own.numel() or name not in covered
         ]
         return pieces, missing + wrong
 
     def _read(
-        self, pieces: dict[str, list[Piece]], blocks: list[str]
+        self, pieces: Pieces, block_of: Mapping[str, str]
     ) -> Iterator[tuple[str, Tensor, tuple[Tensor, Tensor] | None]]:
-        """Every planned tensor once, as `read_tensors` gives it, of a file those of a block together, by the beginnings of our names.
-
-        A file is reopened after every `CHUNK` bytes, so that its pages are freed.
-        """
-
-        def block(name: str) -> int:
-            """Which block a tensor belongs to; -1: none."""
-            ours = pieces[name][0].ours
-            return next((i for i, begin in enumerate(blocks) if ours.startswith(begin)), -1)
-
-        for file in self._files:
-            found = metas(file)
+        """Every planned tensor once, as `read_tensors` gives it; tensors of a block that lie in one file come together."""
+        for file, found in self._contents.items():
+            names = sorted(filter(pieces.get, found), key=lambda name: block_of[pieces[name][0][0]])
             group: list[str] = []
             size = 0
-            for name in sorted(filter(pieces.get, found), key=block):
+            for name in names:
                 group.append(name)
                 size += found[name].nbytes
-                if size >= CHUNK:
-                    yield from read_tensors(file, group, found)
+                if name is names[-1] or size >= CHUNK:
+                    yield from read_tensors(file, group)
                     group, size = [], 0
-            if group:
-                yield from read_tensors(file, group, found)
-
-
-def blocks_of(module: nn.Module) -> dict[str, nn.Module]:
-    """The blocks of the decoders in a module, by the beginning of their tensors' names."""
-    return {f"{name}.": part for name, part in module.named_modules() if isinstance(part, Block)}
 
 
 def assign(
     module: nn.Module, tensors: Mapping[str, Tensor], int8: Mapping[str, tuple[Tensor, Tensor]]
 ) -> None:
-    """Make these tensors the parameters and buffers of `module`; int8: what weights keep beside them, for `stored_parts`."""
+    """Make these tensors the parameters and buffers of `module`; int8: the 8 bits that weights keep, for `int8_parts`."""
     module.load_state_dict(tensors, strict=False, assign=True)
     for name in tensors.keys() & int8.keys():
-        module.get_parameter(name).eight_bits = int8[name]  # type: ignore[attr-defined]
-
-
-def misfit(piece: Piece, meta: Tensor, own: Tensor) -> str:
-    """What is wrong with the shape or the dtype of a tensor for its place; empty where nothing is."""
-    own = own.to("meta")
-    try:
-        given, place = piece.rule.apply(meta), piece.place(own)
-    except (RuntimeError, IndexError):
-        return f"{piece.upstream} is {tuple(meta.shape)}, which has no rows of whole heads"
-    if given.shape != place.shape:
-        gives = "" if given.shape == meta.shape else f", which gives {tuple(given.shape)}"
-        return f"{piece.upstream} is {tuple(meta.shape)}{gives} where {tuple(place.shape)} is expected"
-    if meta.is_floating_point() == own.is_floating_point():
-        return ""
-    kind = str(meta.dtype).removeprefix("torch.")
-    expected = "weights" if own.is_floating_point() else "whole numbers"
-    return f"{piece.upstream} holds {kind} where {expected} are expected"
+        module.get_parameter(name).int8_weight = int8[name]  # type: ignore[attr-defined]

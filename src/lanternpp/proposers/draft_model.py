@@ -55,7 +55,7 @@ class DraftModel(AutoregressiveProposer):
         first = self.drafter.embed(new.root[:, None]).expand(len(new.rows), -1, -1)
         embeds = torch.cat((prompt.embeds.to(first.dtype), first), 1)
         prompt_cache = self.cache.rows(new.rows, prompt.start, embeds.shape[1])
-        self.features[new.rows, 0] = self.drafter(embeds, prompt_cache.nodes(), prompt_cache)[:, -1]
+        self.features[new.rows, 0] = prompt_cache.prefill(self.drafter, embeds)[:, -1]
 
 
 def check_codes(drafter: Target, target: Target) -> None:

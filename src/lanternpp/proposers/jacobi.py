@@ -121,6 +121,7 @@ class Jacobi(Proposer):
             )
         dtype = like.dtype if like.element_size() == 8 else torch.float32
         self._tree = chain_tree(batch, window, like.device, self.alternatives)
+        self._row = torch.arange(batch, device=like.device)[:, None]
         self._offsets = torch.arange(window, device=like.device)
         self._places = torch.arange(window + 1, device=like.device)
         nodes, more = window + 1 + self.alternatives, (self.window_rows - 1) * window
@@ -201,13 +202,11 @@ class Jacobi(Proposer):
 
     def _at(self, ring: Tensor, place: Tensor) -> Tensor:
         """The values of a ring [B, slots, ...] at places [B, M], [B, M, ...]."""
-        slot = place % self.slots
-        return ring.gather(1, _each(slot, ring) if ring.ndim > 2 else slot)
+        return ring[self._row, place % self.slots]
 
     def _put(self, ring: Tensor, place: Tensor, value: Tensor) -> None:
         """Write values [B, M, ...] of places [B, M] to a ring."""
-        slot = place % self.slots
-        ring.scatter_(1, _each(slot, ring) if ring.ndim > 2 else slot, value)
+        ring.index_put_((self._row, place % self.slots), value)
 
     def _is_at(self, owners: Tensor, place: Tensor) -> Tensor:
         """Whether the slots of places [B, M] are theirs at present, by `seen` or `held`."""
@@ -226,7 +225,7 @@ class Jacobi(Proposer):
         kept = (nodes == verdict.path[:, 1:2]).to(weight.dtype)
         weight = kept.where(verdict.kept[:, None] > 1, weight)
         weight = weight / weight.sum(-1, keepdim=True)
-        return weight[:, None].bmm(probs.gather(1, _each(nodes, probs)))[:, 0]
+        return weight[:, None].bmm(probs[self._row, nodes])[:, 0]
 
     def _initial(self, place: Tensor) -> Tensor:
         """The distributions of draft codes at places [B, M] without a p, [B, M, V] or [B, 1, V]."""
@@ -265,8 +264,3 @@ def _scaled(codebook: Tensor) -> Tensor:
     """A codebook [V, D] in units of the root mean square distance of two codes."""
     spread = (codebook - codebook.mean(0)).square().sum(-1).mean() * 2
     return codebook / spread.sqrt().clamp(min=torch.finfo(codebook.dtype).tiny)
-
-
-def _each(index: Tensor, like: Tensor) -> Tensor:
-    """index [B, W] for a gather of whole rows of `like` [B, ..., V]."""
-    return index[..., None].expand(-1, -1, like.shape[-1])

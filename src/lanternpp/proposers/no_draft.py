@@ -6,7 +6,7 @@ from typing import Self
 
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
-from lanternpp.engine.proposer import ChainState, Parts, Proposer
+from lanternpp.engine.proposer import Parts, Proposer
 from lanternpp.engine.sampling import Sampling
 from lanternpp.models.base import Target
 from lanternpp.trees.chain import chain_tree
@@ -28,9 +28,9 @@ class NoDraft(Proposer):
     def check(self, target: Target) -> None:
         """Any target will do."""
 
-    def chain_state(self) -> tuple[ChainState | None] | None:
-        """It has none."""
-        return (None,)
+    def in_whole_steps(self) -> bool:
+        """Its state is `root` and `count`."""
+        return True
 
     def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
         """Allocate the state of a batch."""

@@ -12,11 +12,11 @@ from lanternpp.drafters.base import QueryDrafter
 from lanternpp.engine.cache import Cache
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
-from lanternpp.engine.proposer import CacheState, ChainState, Parts
+from lanternpp.engine.proposer import Parts
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
-from lanternpp.nn.backend import SampleChain
+from lanternpp.nn.backend import DrafterKernels
 from lanternpp.proposers.network import NetworkProposer
 from lanternpp.trees.base import TreeBuilder
 from lanternpp.trees.chain import chain_tree
@@ -79,21 +79,15 @@ class Parallel(NetworkProposer):
         if self._whole_chain:
             self._tree = chain_tree(batch, depth, like.device)
             dtype = like.dtype if like.element_size() == 8 else torch.float32
-            self._probs_of_nodes = torch.zeros(
-                batch, depth + 1, target.vocab, dtype=dtype, device=like.device
-            )
+            self.probs_of_nodes = torch.zeros(batch, depth + 1, target.vocab, dtype=dtype, device=like.device)
             self._trees = {depth: self._tree}  # by their depth
         self._row = torch.arange(batch, device=like.device)
         self._line = torch.arange(span, device=like.device)
         self._layouts = {depth + 1: layout(depth + 1, depth + 1, self._line)}  # by how many inputs may wait
 
-    def chain_state(self) -> tuple[ChainState | None] | None:
-        """As in the base class; chains that may end early are not possible in C as a part of a step."""
-        if self.min_survival or not self._whole_chain:
-            return None
-        cache = CacheState(self.cache.kv, self.cache.start, self.cache.used)
-        state = (self.waiting, self.next_embeds, self.features, self.hints, self.prev_code_table)
-        return (ChainState(self.drafter, cache, *state, self._probs_of_nodes, self.aux_layers),)
+    def in_whole_steps(self) -> bool:
+        """Chains that cannot end early."""
+        return self._whole_chain and not self.min_survival
 
     def begin(self, new: Admission) -> None:
         """Prefill with the prompt's guided features, each paired with the conditional input at the next position."""
@@ -106,7 +100,7 @@ class Parallel(NetworkProposer):
         )
         slot = self._row[new.slot : new.slot + 1]
         prompt_cache = self.cache.rows(slot, new.prompt.start[:1], features.shape[1])
-        self.drafter(next_embeds, features, prompt_cache.nodes(), prompt_cache)
+        prompt_cache.prefill(self.drafter, next_embeds, features)
         self.cache.used[slot] -= 1  # the last input is run again with the queries after it
         self.next_embeds[slot, 0], self.features[slot, 0] = next_embeds[:, -1], features[:, -1]
         self.hints[slot] = 0
@@ -131,16 +125,16 @@ class Parallel(NetworkProposer):
         q = self._probs(levels[:, :1], index[:, :1])[:, 0]
         return self.grow(q, extend, noise)
 
-    def _sampled(self, native: SampleChain, levels: Tensor, query: Tensor, noise: Noise) -> Draft | None:
+    def _sampled(self, native: DrafterKernels, levels: Tensor, query: Tensor, noise: Noise) -> Draft | None:
         """A chain sampled in one call, from levels [B, depth, D] and query [B, depth, H]; None where `native` does not do it."""
         draft = self._empty()
         bias = None
         if type(self.target).constrain is not Target.constrain:
-            bias = torch.zeros_like(self._probs_of_nodes[:, 1:])
+            bias = torch.zeros_like(self.probs_of_nodes[:, 1:])
             bias = self.target.constrain(bias, self._index())
         u = noise.draft_uniform(self.depth)
-        warp = self.sampling.warp
-        done = native(levels, query, self.prev_code_table, bias, u, warp, draft, self.min_survival)
+        tensors = {"features": levels, "query": query, "prev": self.prev_code_table, "bias": bias, "u": u}
+        done = native.sample(draft, self.sampling.warp, self.min_survival, **tensors)
         return self._ended(draft) if done else None
 
     def _chain(self, levels: Tensor, query: Tensor, index: Tensor, noise: Noise) -> Draft:
@@ -164,9 +158,9 @@ class Parallel(NetworkProposer):
 
     def _empty(self) -> Draft:
         """A chain of all levels without its codes."""
-        survival = self._probs_of_nodes.new_zeros(len(self.root), self.depth) if self.min_survival else None
+        survival = self.probs_of_nodes.new_zeros(len(self.root), self.depth) if self.min_survival else None
         return Draft(
-            self._tree, self.root[:, None].expand(-1, self.size).contiguous(), self._probs_of_nodes, survival
+            self._tree, self.root[:, None].expand(-1, self.size).contiguous(), self.probs_of_nodes, survival
         )
 
     def _ended(self, draft: Draft) -> Draft:

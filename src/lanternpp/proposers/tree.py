@@ -53,6 +53,4 @@ class TreeProposer(AutoregressiveProposer):
             (self.drafter.prompt_inputs(new.prompt.embeds[:, 1:].to(first.dtype)), first), 1
         )
         prompt_cache = self.cache.rows(new.rows, new.prompt.start, new.features.shape[1])
-        self.features[new.rows, 0] = self.drafter(
-            next_embeds, new.features, prompt_cache.nodes(), prompt_cache
-        )[:, -1]
+        self.features[new.rows, 0] = prompt_cache.prefill(self.drafter, next_embeds, new.features)[:, -1]

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from fastapi import FastAPI
 
 from lanternpp.api.options import DrawOptions
 from lanternpp.api.pipeline import Pipeline, versions
 from lanternpp.api.results import check_output
-from lanternpp.errors import InputError
 from lanternpp.models.base import PromptWarning
+from lanternpp.serve import page
 from lanternpp.serve.batcher import Batcher
-from lanternpp.serve.config import EXTRA, ServerConfig
-
-if TYPE_CHECKING:
-    from fastapi import FastAPI
+from lanternpp.serve.config import ServerConfig
+from lanternpp.serve.error_responses import install_error_handlers
+from lanternpp.serve.guard import Guard
+from lanternpp.serve.metrics import Metrics
+from lanternpp.serve.routes import router
 
 
 @dataclass(frozen=True)
@@ -47,21 +51,7 @@ class ServerSpec:
 
 
 def create_app(batcher: Batcher) -> FastAPI:
-    """The ASGI app that uses a batcher, which the caller must close.
-
-    Raises InputError where a package of the extra `serve` is missing.
-    """
-    try:
-        from fastapi import FastAPI
-
-        from lanternpp.serve.error_responses import install_error_handlers
-        from lanternpp.serve.guard import Guard
-        from lanternpp.serve.metrics import Metrics
-        from lanternpp.serve.page import FILES
-        from lanternpp.serve.page import router as page_router
-        from lanternpp.serve.routes import router
-    except ImportError as error:
-        raise InputError(EXTRA.format(name=error.name)) from None
+    """The ASGI app that uses a batcher, which the caller must close."""
     app = FastAPI(
         title="lanternpp",
         version=versions()["lanternpp"],
@@ -69,12 +59,14 @@ def create_app(batcher: Batcher) -> FastAPI:
         docs_url=None,  # FastAPI's pages load scripts from other hosts
         redoc_url=None,
     )
+    # A client's broken form is answered with an error and is no warning to the operator.
+    logging.getLogger("python_multipart").setLevel(logging.ERROR)
     config, metrics = batcher.config, Metrics(batcher)
     app.include_router(router(batcher, metrics))
     install_error_handlers(app)
     if config.page:
-        app.include_router(page_router(batcher.pipe, config))
-    public = tuple(FILES) if config.page else ()
+        app.routes.extend(page.routes(batcher.pipe, config))
+    public = tuple(page.FILES) if config.page else ()
     app.add_middleware(Guard, config=config, public=public, answered=metrics.answered)
     correct_openapi(app, bool(config.keys))
     return app

@@ -1,23 +1,35 @@
 """The batcher: one thread owns the engines, and pictures enter and leave between the steps.
 
-`scheduler.py` says which batch runner a picture enters and which one steps next, `queue.py` which picture is next.
+`scheduler.py` says which picture is next, which batch runner it enters, and which one steps next.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
 
-from lanternpp.api.options import Settings
+import torch
+
+from lanternpp.api.calls import EMPTY, pictures
+from lanternpp.api.picture import digests
 from lanternpp.api.pipeline import Pipeline
+from lanternpp.engine.guidance import Guidance
 from lanternpp.errors import InputError
+from lanternpp.models.base import Target
 from lanternpp.serve.config import ServerConfig
-from lanternpp.serve.queue import FairQueue, SubmissionQueue
-from lanternpp.serve.scheduler import AllRunnersBusy, BatchRunner, ClientAtLimit, Scheduler
-from lanternpp.serve.tickets import Closed, Expired, Ticket
+from lanternpp.serve.new_thread import run_in_new_thread
+from lanternpp.serve.scheduler import AllRunnersBusy, BatchRunner, ClientAtLimit, FairQueue, Scheduler
+from lanternpp.serve.tickets import Closed, Expired, Full, ImageSpec, Key, Ticket
+from lanternpp.types import Prompt
+
+RECENT = 0.2  # weight of the latest value in the moving average of the seconds between two finished pictures
 
 
 @dataclass(frozen=True)
@@ -29,12 +41,33 @@ class Load:
     runners: Mapping[int, int]  # batch size -> number of batch runners
 
 
-class Batcher(SubmissionQueue):
-    """Accepts pictures from any thread and draws them in one, the drawing thread."""
+class Observer(Protocol):
+    """Is called when a batcher has done something, in the thread that did it."""
+
+    def stepped(self, pictures: int) -> None:
+        """A step advanced so many pictures."""
+
+    def ended(self, ticket: Ticket) -> None:
+        """A ticket is settled: finished, failed, cancelled or expired."""
+
+
+class Batcher:
+    """Accepts pictures of one model from any thread, at most `config.queue` at a time, and draws them in one, the drawing thread.
+
+    Places in the queue are reserved before a prompt is encoded, so a request that finds it full costs nothing.
+    """
 
     def __init__(self, pipe: Pipeline, config: ServerConfig | None = None):
-        """Start the drawing thread. pipe: best read with `run_in_fresh_thread`."""
-        super().__init__(pipe, config or ServerConfig())
+        """Start the drawing thread. pipe: best read with `run_in_new_thread`."""
+        self.pipe, self.config = pipe, config or ServerConfig()
+        self.observers: list[Observer] = []
+        self._waiting = FairQueue()
+        self._changed = threading.Condition()  # guards the queue and the flags; wakes the drawing thread
+        self._encoding = threading.Lock()  # a target encodes one prompt at a time
+        self._reserved = 0  # places in the queue for pictures whose prompts are being encoded
+        self.closed = False  # whether nothing new is accepted
+        self._seconds_between: float | None = None  # moving average between two finished pictures
+        self._last_finish: float | None = None  # time.monotonic(); None: nothing was left to draw after it
         self._scheduler = Scheduler(self._build, self.config.slots, self.config.max_engines)
         self._stop = False
         self.broken: Exception | None = None  # the error that ended the drawing thread
@@ -50,6 +83,104 @@ class Batcher(SubmissionQueue):
             return Load(
                 running, len(self._waiting), Counter(runner.settings.batch_size for runner in runners)
             )
+
+    def submit(self, spec: ImageSpec) -> Ticket:
+        """Put a picture into the queue. Raises Full where there is no room, Closed, or InputError."""
+        return self.submit_all([spec])[0]
+
+    def submit_all(self, specs: Sequence[ImageSpec]) -> list[Ticket]:
+        """Put all of these into the queue, or none; raises as `submit`."""
+        with self.reserve(len(specs)) as submit:
+            return submit(specs)
+
+    @contextmanager
+    def reserve(self, count: int) -> Iterator[Callable[[Sequence[ImageSpec]], list[Ticket]]]:
+        """Reserve places in the queue while the block runs; gives the function that submits so many pictures.
+
+        Reserving is quick. It raises Full, Closed, or InputError where the queue is shorter than `count`. The function
+        encodes the prompts, which may take a second; it raises Closed or InputError.
+        """
+        room = self.config.queue
+        if count > room:
+            raise InputError(f"{count} pictures do not fit the queue of {room}; ask for fewer")
+        with self._changed:
+            self._refuse_closed()
+            taken = len(self._waiting) + self._reserved
+            if taken + count > room:
+                raise Full(taken, self._retry_after(count))
+            self._reserved += count
+        reserved = count
+
+        def submit(specs: Sequence[ImageSpec]) -> list[Ticket]:
+            nonlocal reserved
+            tickets = self._encode_all(specs)
+            with self._changed:
+                self._refuse_closed()
+                # A picture that waits must not count as reserved too: the next request would find the queue full.
+                self._reserved, reserved = self._reserved - reserved, 0
+                for ticket in tickets:
+                    self._waiting.add(ticket)
+                    for observer in self.observers:
+                        ticket.add_done_callback(observer.ended)  # type: ignore[arg-type]
+                self._changed.notify_all()
+            return tickets
+
+        try:
+            yield submit
+        finally:
+            with self._changed:
+                self._reserved -= reserved
+
+    def _encode_all(self, specs: Sequence[ImageSpec]) -> list[Ticket]:
+        """A ticket for every picture, its prompt encoded; equal prompts are encoded once."""
+        tickets = [Ticket(spec, self._wake) for spec in specs]
+        encoded: dict[Any, tuple[str, Target, Prompt]] = {}
+        for ticket in tickets:
+            spec, branches = ticket.spec, Guidance(ticket.spec.settings.cfg).branches
+            key = spec.prompt, spec.files, branches
+            if key not in encoded:
+                encoded[key] = self._encode(spec, branches)
+            prompt, ticket.target, ticket.encoded = encoded[key]
+            ticket.spec = replace(spec, prompt=prompt, files=())
+        return tickets
+
+    def _encode(self, spec: ImageSpec, branches: int) -> tuple[str, Target, Prompt]:
+        """A prompt with its pictures, the target that draws it, and its encoding, computed outside the drawing thread. Raises InputError."""
+        if not spec.prompt.strip():
+            raise InputError(EMPTY)
+        with self._encoding:
+            return run_in_new_thread(self._encoded, spec, branches)
+
+    @torch.inference_mode()
+    def _encoded(self, spec: ImageSpec, branches: int) -> tuple[str, Target, Prompt]:
+        target = self.pipe.target
+        if not spec.files:
+            return spec.prompt, target, target.prompt([spec.prompt], branches)
+        shown = pictures(spec.files)
+        prompt = target.depicted(spec.prompt, shown, spec.own_shape)
+        prompt.digests, target = digests(shown), target.shaped(prompt.shape)
+        return prompt, target, target.prompt([prompt], branches)
+
+    def _refuse_closed(self) -> None:
+        if self.closed:
+            raise Closed("the server is shutting down")
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _retry_after(self, count: int) -> int:
+        """Whole seconds, 1 to 60, until the queue probably has room for `count` more pictures."""
+        return max(1, min(60, math.ceil(count * (self._seconds_between or 1.0))))
+
+    def _record_finish(self, busy: bool) -> None:
+        """A picture was finished: update the average time between two. busy: whether there are more to draw."""
+        now = time.monotonic()
+        if self._last_finish is not None:
+            seconds = now - self._last_finish
+            old = self._seconds_between
+            self._seconds_between = seconds if old is None else old + RECENT * (seconds - old)
+        self._last_finish = now if busy else None
 
     def close(self, drain: bool = True, timeout: float = 30.0) -> bool:
         """Accept nothing new; with `drain`, wait up to `timeout` seconds for the accepted pictures. Then stop.
@@ -84,7 +215,7 @@ class Batcher(SubmissionQueue):
             with self._changed:
                 self.closed = self._stop = True
                 for ticket in [*self._scheduler.tickets, *self._waiting]:
-                    ticket.fail(reason)
+                    ticket.settle(reason)
                 self._waiting, self._scheduler.runners = FairQueue(), ()
                 self._changed.notify_all()
 
@@ -108,9 +239,9 @@ class Batcher(SubmissionQueue):
         for ticket in [*self._waiting, *self._scheduler.tickets]:
             limit = ticket.spec.deadline
             if limit is not None and now - ticket.submitted > limit:
-                ticket.fail(Expired(f"the picture was not finished within {limit:g} s"))
+                ticket.settle(Expired(f"the picture was not finished within {limit:g} s"))
         for ticket in self._waiting:
-            if ticket.done:
+            if ticket.done():
                 self._waiting.remove(ticket)
         for runner in self._scheduler.running:
             runner.sweep()
@@ -132,18 +263,18 @@ class Batcher(SubmissionQueue):
     def _discard(self, runner: BatchRunner, error: Exception) -> None:
         """Close a batch runner whose engine raised: it may be in any state."""
         for ticket in runner.tickets:
-            ticket.fail(error)
+            ticket.settle(error)
         self._scheduler.close(runner)
 
     def _fill_slots(self) -> None:
         """Move tickets from the queue into free slots, in the order of the queue."""
-        full: set[Settings] = set()
+        full: set[Key] = set()
         at_limit: set[str] = set()
         for ticket in self._waiting:
-            key, client = replace(ticket.spec.settings, batch_size=1), ticket.spec.client
-            if key in full or client in at_limit or ticket.done:
+            key, client = ticket.spec.key, ticket.spec.client
+            if key in full or client in at_limit or ticket.done():
                 continue
-            waiting = sum(replace(other.spec.settings, batch_size=1) == key for other in self._waiting)
+            waiting = sum(other.spec.key == key for other in self._waiting)
             began = time.perf_counter()
             try:
                 runner = self._scheduler.runner_for(key, waiting, client)
@@ -153,7 +284,7 @@ class Batcher(SubmissionQueue):
             except AllRunnersBusy:
                 return
             except Exception as error:  # the engine could not be built
-                ticket.fail(error)
+                ticket.settle(error)
             else:
                 if runner is None:
                     full.add(key)
@@ -170,11 +301,13 @@ class Batcher(SubmissionQueue):
         try:
             runner.admit(ticket)
         except Exception as error:
-            ticket.fail(error)
+            ticket.settle(error)
             if not isinstance(error, InputError):
                 self._discard(runner, error)
         ticket.encoded = None
 
-    def _build(self, key: Settings, size: int) -> BatchRunner:
-        settings = replace(self.pipe.at_batch(replace(key, batch_size=size), size), batch_size=size)
-        return BatchRunner(self.pipe.new_engine(settings), key, settings, self.pipe.images)
+    def _build(self, key: Key, size: int) -> BatchRunner:
+        settings, shape = key
+        settings = replace(self.pipe.at_batch(replace(settings, batch_size=size), size), batch_size=size)
+        engine = self.pipe.new_engine(settings, shape)
+        return BatchRunner(engine, key, settings, partial(self.pipe.images, target=engine.target))

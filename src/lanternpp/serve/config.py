@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from lanternpp.api.pipeline import Pipeline
 
 KEYS = "LANTERNPP_API_KEYS"  # environment variable: keys separated by commas or blanks
+EDITS = "/v1/images/edits"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
+PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
 EXTRA = "serving needs {name}, which is not installed; run pip install 'lanternpp[serve]'"
 MIN_KEY_CHARS = 16
 
@@ -42,6 +43,7 @@ class ServerConfig:
     connect may draw. hosts: accepted names in the Host header; empty: any.
     """
 
+    heading = "Server"
     method: str = AUTO
     overrides: Mapping[str, Any] = field(default_factory=dict)
     keys: Sequence[str] = ()
@@ -51,17 +53,12 @@ class ServerConfig:
         Option(
             "Most pictures of the same settings drawn at once: 1, 2, 4, 8 ...",
             validate=power_of_two,
-            group="Server",
         ),
     ] = 8
-    queue: Annotated[
-        int, Option("Most pictures that wait; further requests get 429.", ge=1, group="Server")
-    ] = 64
+    queue: Annotated[int, Option("Most pictures that wait; further requests get 429.", ge=1)] = 64
     max_engines: Annotated[
         int,
-        Option(
-            "Most engines kept; each has the caches for its settings and batch size.", ge=1, group="Server"
-        ),
+        Option("Most engines kept; each has the caches for its settings and batch size.", ge=1),
     ] = 4
     deadline: Annotated[
         float | None,
@@ -69,12 +66,14 @@ class ServerConfig:
             "Seconds after which an unfinished picture is given up; its request gets 504.",
             gt=0,
             le=LONGEST,
-            group="Server",
         ),
     ] = 300.0
-    prompt_limit: Annotated[int, Option("Most characters of a prompt.", ge=1, group="Server")] = 1000
-    body_limit: Annotated[int, Option("Most bytes of a request.", ge=1, group="Server")] = 1 << 20
-    page: Annotated[bool, Option("Serve the page at /.", negative=True, group="Server")] = True
+    prompt_limit: Annotated[int, Option("Most characters of a prompt.", ge=1)] = 1000
+    body_limit: Annotated[int, Option("Most bytes of a request.", ge=1)] = 1 << 20
+    upload_limit: Annotated[int, Option("Most bytes of a request that has pictures to edit.", ge=1)] = (
+        16 << 20
+    )
+    page: Annotated[bool, Option("Serve the page at /.", negative=True)] = True
 
     def __post_init__(self) -> None:
         check_method(self.method)

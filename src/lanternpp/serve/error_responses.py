@@ -8,11 +8,11 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 
 from lanternpp.api.options import RENAMED
-from lanternpp.errors import InputError
+from lanternpp.errors import InputError, one_line
 from lanternpp.serve.schemas import Fault, Refusal
 from lanternpp.serve.tickets import Cancelled, Closed, Expired, Full
 
@@ -29,7 +29,7 @@ def error_response(
     """A response with this status and an error as its body; keyword arguments are headers, with _ for -."""
     kinds = {401: "authentication_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-    body = Refusal(error=Fault(message=printable(message), type=kind, param=param, code=code))
+    body = Refusal(error=Fault(message=one_line(message), type=kind, param=param, code=code))
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     return JSONResponse(body.model_dump(), status, headers=named)
 
@@ -49,7 +49,7 @@ def response_for(error: Exception) -> JSONResponse:
             return error_response(503, str(error), "shutting_down", Retry_After="5", Connection="close")
         case Expired():
             return error_response(504, str(error), "deadline")
-        case Cancelled():
+        case Cancelled() | ClientDisconnect():
             return error_response(CLIENT_CLOSED, str(error), "cancelled")
         case InputError():
             return error_response(400, str(error), "invalid_value")
@@ -70,29 +70,14 @@ def validation_error_response(errors: list[dict[str, Any]]) -> JSONResponse:
     if param is None:
         return error_response(400, f"the body is not valid: {reason}; send a JSON object", "invalid_body")
     if first["type"] == "extra_forbidden":
+        known, now = param[:MAX_VALUE_CHARS], f"now {RENAMED[param]!r}" if param in RENAMED else "unknown"
         return error_response(
-            400,
-            f"field {short(param)} is {f'now {RENAMED[param]!r}' if param in RENAMED else 'unknown'}",
-            "unknown_parameter",
-            param[:MAX_VALUE_CHARS],
+            400, f"field {one_line(repr(param), MAX_VALUE_CHARS)} is {now}", "unknown_parameter", known
         )
     if first["type"] == "missing":
         return error_response(400, f"field {param!r} is missing", "missing_parameter", param)
-    return error_response(
-        400, f"{param} {short(first.get('input'))} is not valid: {reason}", "invalid_value", param
-    )
-
-
-def short(value: object) -> str:
-    """A value as a message can repeat it: cut where it is long."""
-    text = repr(value)
-    return text if len(text) <= MAX_VALUE_CHARS else text[:MAX_VALUE_CHARS] + "..."
-
-
-def printable(message: str) -> str:
-    """A message on one line, cut where it is long, without anything that UTF-8 cannot encode."""
-    clean = " ".join(message.encode("utf-8", "backslashreplace").decode().split())
-    return clean if len(clean) <= 5 * MAX_VALUE_CHARS else clean[: 5 * MAX_VALUE_CHARS] + "..."
+    value = one_line(repr(first.get("input")), MAX_VALUE_CHARS)
+    return error_response(400, f"{param} {value} is not valid: {reason}", "invalid_value", param)
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -104,6 +89,6 @@ def install_error_handlers(app: FastAPI) -> None:
     async def broken(request: Request, error: Exception) -> JSONResponse:
         return error_response(500, BROKEN, "internal_error")  # starlette raises it again, and uvicorn logs it
 
-    app.add_exception_handler(RequestValidationError, answer)
-    app.add_exception_handler(HTTPException, answer)
+    for kind in (RequestValidationError, HTTPException, ClientDisconnect, InputError):
+        app.add_exception_handler(kind, answer)
     app.add_exception_handler(Exception, broken)

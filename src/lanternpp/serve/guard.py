@@ -19,9 +19,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lanternpp.serve.config import ServerConfig
+from lanternpp.serve.config import EDITS, ServerConfig
 from lanternpp.serve.error_responses import error_response
 
+TOO_LARGE = "the body is larger than {} bytes; send less"
 HEADERS = {  # added to every answer that does not set them itself
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
@@ -44,7 +45,7 @@ class Guard:
     ):
         """public: paths that need no key. answered: called with the path and the status of every answer."""
         self.app, self.config, self.answered = app, config, answered
-        self.public, self.most = ("/healthz", *public), config.body_limit
+        self.public = ("/healthz", *public)
         self.hosts = [name.lower() for name in config.hosts]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -52,14 +53,14 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        received = 0
+        received, most = 0, self._most(scope)
 
         async def counted() -> Message:
             nonlocal received
             part = await receive()
             received += len(part.get("body", b""))
-            if received > self.most:
-                raise HTTPException(413, self._too_large, {"Connection": "close"})
+            if received > most:
+                raise HTTPException(413, TOO_LARGE.format(most), {"Connection": "close"})
             return part
 
         async def sent(message: Message) -> None:
@@ -72,9 +73,9 @@ class Guard:
 
         await (self._refusal(scope) or self.app)(scope, counted, sent)
 
-    @property
-    def _too_large(self) -> str:
-        return f"the body is larger than {self.most} bytes; send less"
+    def _most(self, scope: Scope) -> int:
+        """The most bytes of a body."""
+        return self.config.upload_limit if scope["path"] == EDITS else self.config.body_limit
 
     def _refusal(self, scope: Scope) -> ASGIApp | None:
         """The answer to a request that is refused; None: pass it on. `scope["state"]["client"]` becomes "key N"."""
@@ -91,9 +92,9 @@ class Guard:
                 message = "this server needs one of its API keys, as Authorization: Bearer KEY"
                 return error_response(401, message, "invalid_api_key", WWW_Authenticate="Bearer")
             scope.setdefault("state", {})["client"] = f"key {number}"
-        length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length[:20]) > self.most:
-            return error_response(413, self._too_large, "body_too_large", Connection="close")
+        length, most = headers.get("content-length", "0"), self._most(scope)
+        if length.isdecimal() and int(length[:20]) > most:
+            return error_response(413, TOO_LARGE.format(most), "body_too_large", Connection="close")
         return None
 
     def _known(self, name: str) -> bool:

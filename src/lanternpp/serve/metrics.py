@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 
 from lanternpp.serve.batcher import Batcher
+from lanternpp.serve.config import EDITS
 from lanternpp.serve.tickets import Cancelled, Expired, Ticket
 
 CONTENT = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
-ROUTES = ("/v1/images/generations", "/v1/models", "/healthz", "/metrics", "/openapi.json")
+ROUTES = ("/v1/images/generations", EDITS, "/v1/models", "/healthz", "/metrics", "/openapi.json")
 
 
 class Metrics:
@@ -37,7 +43,13 @@ class Metrics:
         self.speed = histogram(
             "lanternpp_codes_per_pass", "Codes per pass of a picture", ["method"], buckets=codes
         )
-        self.registry.register(BatcherGauges(batcher))
+        gauge = partial(Gauge, registry=self.registry)
+        gauge("lanternpp_queue_length", "Pictures in the queue").set_function(lambda: batcher.load.queued)
+        gauge("lanternpp_queue_limit", "Most pictures that the queue takes").set(batcher.config.queue)
+        gauge("lanternpp_running", "Pictures in slots").set_function(lambda: batcher.load.running)
+        engines = gauge("lanternpp_engines", "Engines kept, by batch size", ["batch_size"])
+        for size in rows:
+            engines.labels(str(size)).set_function(partial(lambda size: batcher.load.runners[size], size))
         batcher.observers.append(self)
 
     def answered(self, path: str, status: int) -> None:
@@ -51,10 +63,10 @@ class Metrics:
 
     def ended(self, ticket: Ticket) -> None:
         """A ticket is settled."""
-        method, error = ticket.spec.settings.method, ticket.error
+        method, error = ticket.spec.settings.method, ticket.exception()
         if error is None:
             image = ticket.result()
-            self.seconds.observe(ticket.age)
+            self.seconds.observe(time.monotonic() - ticket.submitted)
             self.waited.observe(image.waited)
             self.speed.labels(method).observe(len(image.codes) / len(image.accepted))
         outcomes = {type(None): "drawn", Cancelled: "cancelled", Expired: "expired"}
@@ -63,23 +75,3 @@ class Metrics:
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
-
-
-class BatcherGauges(Collector):
-    """What the batcher is doing at the moment of the request."""
-
-    def __init__(self, batcher: Batcher):
-        self.batcher = batcher
-
-    def collect(self) -> Iterator[Metric]:
-        """Gauges."""
-        load = self.batcher.load
-        yield GaugeMetricFamily("lanternpp_queue_length", "Pictures in the queue", load.queued)
-        yield GaugeMetricFamily(
-            "lanternpp_queue_limit", "Most pictures that the queue takes", self.batcher.config.queue
-        )
-        yield GaugeMetricFamily("lanternpp_running", "Pictures in slots", load.running)
-        engines = GaugeMetricFamily("lanternpp_engines", "Engines kept, by batch size", labels=["batch_size"])
-        for size, count in sorted(load.runners.items()):
-            engines.add_metric([str(size)], count)
-        yield engines

@@ -18,12 +18,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
+from lanternpp.api.pipeline import Pipeline
 from lanternpp.errors import InputError
 from lanternpp.jobs.cluster import LOCAL, Share, cluster, share
 from lanternpp.serve.app import ServerSpec
 from lanternpp.serve.error_responses import error_response, response_for
-from lanternpp.serve.fresh_thread import run_in_fresh_thread
 from lanternpp.serve.guard import Guard
+from lanternpp.serve.new_thread import run_in_new_thread
 from lanternpp.serve.page import FILES
 from lanternpp.serve.routes import disconnected
 from lanternpp.serve.server import GRACEFUL_SECONDS
@@ -49,13 +50,18 @@ class ReplicaInfo:
     effect: str | None  # of weights in 8 bits; None: they have not
     replicas: int
 
+    @classmethod
+    def of(cls, pipe: Pipeline, replicas: int) -> ReplicaInfo:
+        """Of replicas of this model."""
+        return cls(pipe.name, pipe.dtype, str(pipe.model.effect) if pipe.model.effect else None, replicas)
+
 
 class Replica:
     """A server without a socket: `Replicas` passes requests to it."""
 
     def __init__(self, spec: ServerSpec, threads: int):
         torch.set_num_threads(threads)
-        self.batcher, self.app = spec.start(run_in_fresh_thread(spec.load_model))
+        self.batcher, self.app = spec.start(run_in_new_thread(spec.load_model))
 
     async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[Message]:
         """The ASGI messages of the answer. A caller that stops reading them counts as disconnected."""
@@ -171,8 +177,7 @@ def check_on_worker(ray: Any, spec: ServerSpec, part: Share, threads: int, count
 
     def check() -> ReplicaInfo:
         torch.set_num_threads(threads)
-        pipe = spec.load_model()
-        return ReplicaInfo(pipe.name, pipe.dtype, None if pipe.effect is None else str(pipe.effect), count)
+        return ReplicaInfo.of(spec.load_model(), count)
 
     try:
         found: ReplicaInfo = ray.get(ray.remote(max_retries=0, max_calls=1, **part.options)(check).remote())

@@ -1,24 +1,43 @@
-"""From HTTP requests to pictures to draw, and from finished pictures to HTTP responses."""
+"""From HTTP requests to pictures to draw, and from pictures, finished or not, to HTTP responses."""
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import io
 import secrets
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import IO, Any
 
-from lanternpp.accept import RULES
-from lanternpp.api.settings import KINDS
+import torch
+from fastapi.exceptions import RequestValidationError
+from PIL import Image
+from pydantic import ValidationError
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import FormData, UploadFile
+from torch import Tensor
+
+from lanternpp.api.picture import notes as notes_of
+from lanternpp.api.picture import png_bytes
+from lanternpp.api.pipeline import Pipeline, versions
+from lanternpp.api.results import unfinished
+from lanternpp.api.settings import PARTS
 from lanternpp.errors import InputError
+from lanternpp.models.base import Target
 from lanternpp.serve import schemas
 from lanternpp.serve.batcher import Batcher
-from lanternpp.serve.pictures import Previews, encode, picture_size, png_notes
+from lanternpp.serve.new_thread import run_in_new_thread
 from lanternpp.serve.schemas import ImagesRequest
 from lanternpp.serve.tickets import FinishedImage, ImageSpec, Ticket
-from lanternpp.trees import TREES
+from lanternpp.types import Depicted
 from lanternpp.util.registry import unknown
 
+IMAGE_FIELDS = ("image", "image[]")  # of a form; the second is how OpenAI's client names several
 SEEDS = 1 << 31  # a seed below this is drawn where a request gives none
+QUALITY = 90  # of jpeg, unless the request gives one
+PAUSE = 4  # the pause after a preview, as a multiple of the time that it took
 
 
 class RequestMapper:
@@ -26,11 +45,31 @@ class RequestMapper:
 
     def __init__(self, batcher: Batcher):
         self.batcher, self.config, self.pipe = batcher, batcher.config, batcher.pipe
-        self.previews = Previews(self.pipe)
-        self.size = "{}x{}".format(*picture_size(self.pipe))
+        self.previews = Previews()
+        self.size = "{}x{}".format(*picture_size(self.pipe))  # of pictures from text
 
-    def specs(self, body: ImagesRequest, client: str) -> list[ImageSpec]:
-        """The pictures of a request: `n` of them, with ascending seeds. Raises InputError."""
+    def edit(self, form: FormData) -> tuple[ImagesRequest, tuple[IO[bytes], ...]]:
+        """The request and the files of pictures in a form. Raises InputError or RequestValidationError."""
+        if type(self.pipe.target).depicted is Target.depicted:
+            raise InputError(f"{self.pipe.name} draws from text alone; use /v1/images/generations")
+        files = [one for name in IMAGE_FIELDS for one in form.getlist(name)]
+        uploads = tuple(one.file for one in files if isinstance(one, UploadFile))
+        if not files or len(uploads) < len(files):
+            raise InputError("an edit needs a picture; send a multipart form whose field image is a file")
+        fields = {name: value for name, value in form.items() if name not in IMAGE_FIELDS}
+        if name := next((name for name, value in fields.items() if not isinstance(value, str)), None):
+            raise InputError(
+                f"{name} cannot be a file; send pictures as image, and say in the prompt what to change"
+            )
+        try:
+            return ImagesRequest.model_validate_strings(fields), uploads
+        except ValidationError as error:
+            raise RequestValidationError(
+                [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
+            ) from None
+
+    def specs(self, body: ImagesRequest, client: str, files: tuple[IO[bytes], ...] = ()) -> list[ImageSpec]:
+        """The pictures of a request: `n` of them, with ascending seeds; files: of pictures to edit. Raises InputError."""
         if len(body.prompt) > self.config.prompt_limit:
             raise InputError(
                 f"the prompt has {len(body.prompt)} characters; this server takes at most {self.config.prompt_limit}"
@@ -43,16 +82,15 @@ class RequestMapper:
             if getattr(body, name) and not body.stream:
                 raise InputError(f"{name} works only with stream; set stream to true")
         given = body.overrides()
-        for name, known in (("tree", TREES), ("accept", RULES)):
-            if name in given and given[name] not in known:
-                raise InputError(unknown(KINDS[name], given[name], known))
+        for name in given.keys() & PARTS.keys():
+            called, known, *_ = PARTS[name]
+            if given[name] not in known:
+                raise InputError(unknown(called, given[name], known))
         settings = self.config.settings(self.pipe, body.method, given)
         limits = [limit for limit in (body.deadline, self.config.deadline) if limit is not None]
         seed = secrets.randbelow(SEEDS) if body.seed is None else body.seed
-        return [
-            ImageSpec(body.prompt, seed + i, settings, min(limits, default=None), client)
-            for i in range(body.n or 1)
-        ]
+        more = (settings, min(limits, default=None), client, files, body.size != self.size)
+        return [ImageSpec(body.prompt, seed + i, *more) for i in range(body.n or 1)]
 
     def facts(self, spec: ImageSpec, image: FinishedImage) -> schemas.Facts:
         """What a response says of how a picture was drawn."""
@@ -88,19 +126,74 @@ class RequestMapper:
         response = schemas.ImagesResponse(
             created=int(time.time()),
             output_format=kind,
-            size=self.size,
+            size=size_of(images[0].image),
             data=data,
-            usage=usage(body.prompt, codes),
+            usage=usage(tickets[0].spec.prompt, codes),
         )
         return response.model_dump(exclude_none=True)
 
 
+def size_of(image: Image.Image) -> str:
+    """Width and height as OpenAI writes them."""
+    return f"{image.width}x{image.height}"
+
+
 def usage(prompt: str, codes: int) -> schemas.Usage:
     """OpenAI's token counts: the words of the prompt, and the codes of the pictures."""
-    words = len(prompt.split())
+    words, shown = len(prompt.split()), prompt.pictures if isinstance(prompt, Depicted) else ()
+    given = schemas.InputDetails(text_tokens=words, image_tokens=sum(grid.numel() for grid in shown))
+    total = words + given.image_tokens
     return schemas.Usage(
-        input_tokens=words,
-        output_tokens=codes,
-        total_tokens=words + codes,
-        input_tokens_details=schemas.InputDetails(text_tokens=words),
+        input_tokens=total, output_tokens=codes, total_tokens=total + codes, input_tokens_details=given
     )
+
+
+def picture_size(pipe: Pipeline) -> tuple[int, int]:
+    """Width and height of the pictures that a model draws, in pixels."""
+    blank = pipe.target.examples(1)[torch.zeros(1, pipe.target.length, dtype=torch.int64, device=pipe.device)]
+    return run_in_new_thread(pipe.images, blank)[0].size
+
+
+def half_drawn(target: Target, codes: Tensor) -> Image.Image:
+    """A picture whose first codes, [decided], are known, as `results.unfinished` draws it."""
+    return run_in_new_thread(unfinished, target, codes)
+
+
+class Previews:
+    """JPEGs of unfinished pictures for all clients: one at a time, in at most a fifth of the time."""
+
+    def __init__(self) -> None:
+        self._lock, self._next = asyncio.Lock(), 0.0
+
+    async def draw(self, target: Target, codes: Callable[[], Tensor]) -> tuple[int, str]:
+        """The number of codes that are shown, and base64 of the JPEG.
+
+        codes: called when this preview is next, so that it shows the latest codes.
+        """
+        async with self._lock:
+            await asyncio.sleep(self._next - time.monotonic())
+            began, seen = time.monotonic(), codes()
+            image = await run_in_threadpool(half_drawn, target, seen)
+            file = await run_in_threadpool(encode, image, "jpeg")
+            self._next = time.monotonic() + PAUSE * (time.monotonic() - began)
+            return len(seen), file
+
+
+def png_notes(pipe: Pipeline, spec: ImageSpec, image: FinishedImage) -> dict[str, str]:
+    """The text chunks of a PNG that say how it was made, as the command line writes them."""
+    shown = {"shown": spec.prompt.digests} if isinstance(spec.prompt, Depicted) else {}
+    return notes_of(spec.prompt, spec.seed, pipe.name, pipe.describe(image.settings), versions()) | shown
+
+
+def encode(
+    image: Image.Image, kind: str = "png", quality: int | None = None, notes: Mapping[str, str] | None = None
+) -> str:
+    """A picture as base64 of a png, jpeg or webp file (webp is lossless unless a quality is given)."""
+    file = io.BytesIO()
+    if kind == "png":
+        file.write(png_bytes(image, notes or {}))
+    elif kind == "jpeg":
+        image.save(file, format="JPEG", quality=QUALITY if quality is None else quality)
+    else:
+        image.save(file, format="WEBP", lossless=quality is None, quality=80 if quality is None else quality)
+    return base64.b64encode(file.getvalue()).decode("ascii")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import IO, Any
 
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse, Response
 from lanternpp.models.base import prompt_warnings
 from lanternpp.serve import schemas
 from lanternpp.serve.batcher import Batcher
+from lanternpp.serve.config import EDITS
 from lanternpp.serve.error_responses import error_response, response_for
 from lanternpp.serve.metrics import CONTENT, Metrics
 from lanternpp.serve.request_mapping import RequestMapper
@@ -37,6 +38,21 @@ REASONS = {
 def reasons(*status: int) -> dict[int | str, dict[str, Any]]:
     """The error responses of a route, for the OpenAPI document."""
     return {code: {"model": Refusal, "description": REASONS[code]} for code in status}
+
+
+DRAWN: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "Pictures; with stream, server-sent events",
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    },
+    **reasons(*REASONS),
+}
+FORM = {  # further fields are those of ImagesRequest
+    "type": "object",
+    "required": ["image", "prompt"],
+    "properties": {"image": {"type": "string", "format": "binary"}, "prompt": {"type": "string"}},
+}
+MOST_FILES, MOST_FIELDS = 16, 100  # of a form
 
 
 async def all_finished(request: Request, tickets: list[Ticket]) -> list[FinishedImage]:
@@ -75,27 +91,42 @@ def router(batcher: Batcher, metrics: Metrics) -> APIRouter:
     # Waiting to encode a prompt must not use up the threads that encode finished pictures.
     encoders = CapacityLimiter(1)
     card = schemas.ModelCard(id=batcher.pipe.name)
-    no_model = f"is not served here; use {card.id!r}"
+
+    def unknown_model(name: str | None) -> JSONResponse:
+        message = f"model {name!r} is not served here; use {card.id!r}"
+        return error_response(404, message, "model_not_found", "model")
 
     @routes.post(
         "/v1/images/generations",
         response_model=schemas.ImagesResponse,
-        responses={
-            200: {
-                "description": "Pictures; with stream, server-sent events",
-                "content": {"text/event-stream": {"schema": {"type": "string"}}},
-            },
-            **reasons(*REASONS),
-        },
+        responses=DRAWN,
         summary="Draw pictures",
         operation_id="createImage",
     )
     async def generations(request: Request, body: ImagesRequest) -> Response:
         """Draw pictures of a prompt, as OpenAI's Images API does."""
+        return await drawn(request, body)
+
+    @routes.post(
+        EDITS,
+        response_model=schemas.ImagesResponse,
+        responses=DRAWN,
+        openapi_extra={
+            "requestBody": {"required": True, "content": {"multipart/form-data": {"schema": FORM}}}
+        },
+        summary="Edit a picture",
+        operation_id="createImageEdit",
+    )
+    async def edits(request: Request) -> Response:
+        """Draw what a prompt says of the pictures in the form, which has the fields of `generations` too."""
+        async with request.form(max_files=MOST_FILES, max_fields=MOST_FIELDS) as form:
+            return await drawn(request, *mapper.edit(form))
+
+    async def drawn(request: Request, body: ImagesRequest, files: tuple[IO[bytes], ...] = ()) -> Response:
         if body.model not in (None, card.id):
-            return error_response(404, f"model {body.model!r} {no_model}", "model_not_found", "model")
+            return unknown_model(body.model)
         try:
-            specs = mapper.specs(body, client_of(request))
+            specs = mapper.specs(body, client_of(request), files)
             # A full queue is reported before the prompt is encoded.
             with batcher.reserve(len(specs)) as submit, prompt_warnings() as warnings:
                 tickets = await run_sync(submit, specs, limiter=encoders)
@@ -120,11 +151,7 @@ def router(batcher: Batcher, metrics: Metrics) -> APIRouter:
     )
     async def model(model: str) -> schemas.ModelCard | JSONResponse:
         """The model, if it is the one that is served."""
-        return (
-            card
-            if model == card.id
-            else error_response(404, f"model {model!r} {no_model}", "model_not_found", "model")
-        )
+        return card if model == card.id else unknown_model(model)
 
     @routes.get(
         "/healthz",

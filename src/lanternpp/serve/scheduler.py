@@ -1,4 +1,4 @@
-"""Batch runners, and the scheduler: which of them a picture enters, and which steps next.
+"""The queue, in which clients take turns; batch runners; and the scheduler: which of them a picture enters, and which steps next.
 
 Batch runners have 1, 2, 4 ... `slots` slots; there is at most one for each pair of settings and size. Where w pictures of
 the same settings wait, the fitting size is the smallest one that is at least w (at most `slots`). A picture enters
@@ -8,7 +8,7 @@ the same settings wait, the fitting size is the smallest one that is at least w 
    kept running for a few pictures);
 2. else an idle or new batch runner of the smallest size, from the fitting one up, that is not running;
 3. else none yet: it waits. At most `max_runners` engines are kept; the idle one that was used longest ago is closed to
-   make room. While a picture waits for such room, no picture behind it in the queue enters anything, so that the running
+   make room. While a picture waits for such room, no picture after it in the queue enters anything, so that the running
    ones empty.
 
 The last of the `max_runners` batch runners is not given to a client that has pictures in all others. Its pictures wait,
@@ -22,6 +22,7 @@ time (seconds per picture) steps, so that all of its pictures advance evenly.
 
 from __future__ import annotations
 
+import bisect
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,27 +31,65 @@ from PIL import Image
 from torch import Tensor
 
 from lanternpp.api.options import Settings
-from lanternpp.engine.batching import ContinuousBatch, adaptive_threads
+from lanternpp.engine.batching import ContinuousBatch
 from lanternpp.engine.decode import Engine, FinishedSample
-from lanternpp.serve.tickets import FinishedImage, Progress, Ticket
+from lanternpp.engine.threads import AdaptiveThreads
+from lanternpp.serve.tickets import FinishedImage, Key, Progress, Ticket
+
+
+class FairQueue:
+    """Waiting tickets in the order in which they should start: round robin over clients.
+
+    A new ticket is put into a round: the one after the last round in which its client has a ticket here, and not before
+    the round that is being served. So a client with forty tickets and a client with one alternate.
+    """
+
+    def __init__(self) -> None:
+        # (round, arrival number, ticket), sorted. The list is replaced and never changed in place, so that one thread
+        # may iterate over it while another one adds a ticket.
+        self._entries: list[tuple[int, int, Ticket]] = []
+        self._round = self._arrivals = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Ticket]:
+        """The tickets in the order in which they should start, as of now: later changes are not seen."""
+        return iter([ticket for *_, ticket in self._entries])
+
+    def add(self, ticket: Ticket) -> None:
+        """Put a ticket into the queue."""
+        client = ticket.spec.client
+        taken = [number for number, _, other in self._entries if other.spec.client == client]
+        number = max(self._round, max(taken, default=-1) + 1)
+        self._arrivals += 1
+        entries = list(self._entries)
+        bisect.insort(entries, (number, self._arrivals, ticket))
+        self._entries = entries
+
+    def remove(self, ticket: Ticket) -> None:
+        """Take a ticket out, because its picture starts or because it was cancelled."""
+        removed = next(number for number, _, entry in self._entries if entry is ticket)
+        self._entries = [entry for entry in self._entries if entry[-1] is not ticket]
+        self._round = max(self._round, min((number for number, *_ in self._entries), default=removed))
 
 
 class BatchRunner:
     """A continuous batch of pictures with the same settings, and the time that it has computed.
 
-    key: the settings that the requests gave, with a batch size of 1. settings: those of the engine, which may differ from
-    them, because the draft is fitted to a batch size. pixels: turns codes [pictures, length] into pictures.
+    key: what the requests share. settings: those of the engine, which may differ from those of the requests, because the
+    draft is fitted to a batch size. pixels: turns codes [pictures, length] into pictures.
     """
 
     def __init__(
         self,
         engine: Engine,
-        key: Settings,
+        key: Key,
         settings: Settings,
         pixels: Callable[[Tensor], list[Image.Image]],
     ):
         self.batch, self.key, self.settings, self.pixels = ContinuousBatch(engine), key, settings, pixels
-        self.threads = adaptive_threads(engine)
+        self.threads = AdaptiveThreads(engine.target.decoder)
         self.busy_seconds = 0.0  # computed so far
         self.virtual_time = 0.0  # those seconds, each divided by the number of pictures in it at the time
         self.last_used = 0.0  # time.monotonic() after its latest step
@@ -93,7 +132,7 @@ class BatchRunner:
     def sweep(self) -> None:
         """Free the slots whose tickets are settled: cancelled, or past their deadline."""
         for slot, (ticket, _) in list(self.batch.running.items()):
-            if ticket.done:
+            if ticket.done():
                 self.batch.drop(slot)
 
     def _finish(self, ticket: Ticket, entered: float, sample: FinishedSample) -> None:
@@ -101,9 +140,9 @@ class BatchRunner:
             with self._timed():
                 image = self.pixels(sample.codes[None])[0]
         except Exception as error:
-            ticket.fail(error)
+            ticket.settle(error)
             raise
-        ticket.finish(
+        ticket.settle(
             FinishedImage(
                 image=image,
                 codes=sample.codes.cpu(),
@@ -141,8 +180,8 @@ class Scheduler:
     One thread alone may change it; `runners` may be read by any.
     """
 
-    def __init__(self, build: Callable[[Settings, int], BatchRunner], slots: int, max_runners: int):
-        """build: makes a batch runner for these settings of this batch size; slots: the largest batch size."""
+    def __init__(self, build: Callable[[Key, int], BatchRunner], slots: int, max_runners: int):
+        """build: makes a batch runner for such pictures of this batch size; slots: the largest batch size."""
         self.build, self.slots, self.max_runners = build, slots, max_runners
         self.runners: tuple[BatchRunner, ...] = ()
         self._charged: dict[str, float] = {}  # seconds by client; a new client starts at the least of them
@@ -175,7 +214,7 @@ class Scheduler:
         least = min(self._charged.values(), default=0.0)
         self._charged[client] = self._charged.get(client, least) + seconds
 
-    def runner_for(self, key: Settings, waiting: int, client: str = "") -> BatchRunner | None:
+    def runner_for(self, key: Key, waiting: int, client: str = "") -> BatchRunner | None:
         """The batch runner that the first of `waiting` pictures of these settings enters; None: all that fit are full.
 
         Raises ClientAtLimit, AllRunnersBusy, or whatever building an engine raises.
@@ -186,7 +225,7 @@ class Scheduler:
             runner.virtual_time = max(runner.virtual_time, running[0].virtual_time)
         return runner
 
-    def _find(self, key: Settings, waiting: int, client: str) -> BatchRunner | None:
+    def _find(self, key: Key, waiting: int, client: str) -> BatchRunner | None:
         size = min(self.slots, 1 << (waiting - 1).bit_length())
         by_size = {runner.settings.batch_size: runner for runner in self.runners if runner.key == key}
         for slots in sorted(by_size, reverse=True):
@@ -204,7 +243,7 @@ class Scheduler:
             size *= 2
         return None
 
-    def _open(self, key: Settings, size: int, idle: list[BatchRunner]) -> BatchRunner:
+    def _open(self, key: Key, size: int, idle: list[BatchRunner]) -> BatchRunner:
         """A new batch runner; where there are `max_runners` already, the idle one used longest ago is closed."""
         if len(self.runners) >= self.max_runners:
             self.close(min(idle, key=lambda runner: runner.last_used))

@@ -45,6 +45,7 @@ class _RequestFields(BaseModel):
         description="With stream: while a picture is drawn, its figures and a JPEG of the part that is decided.",
     )
     background: Literal["auto", "opaque"] | None = None
+    input_fidelity: Name | None = None
     moderation: Name | None = None
     quality: Name | None = None
     style: Name | None = None

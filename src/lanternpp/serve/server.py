@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -38,22 +39,19 @@ def configured(app: ASGIApp, proxies: Sequence[str] = (), limits: Limits | None 
 def bind(host: str, port: int) -> socket.socket:
     """A socket bound to this address; uvicorn listens on it later. port 0: any free one. Raises InputError."""
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(
+        family, *_, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        bound = socket.socket(family, kind, proto)
     except OSError as error:
         raise InputError(f"--host {host!r} is no address of this machine: {error.strerror}") from None
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     try:
-        bound.bind(address)
-        bound.listen(0)  # a busy port is found here on some systems
+        return socket.create_server(address, family=family, dualstack_ipv6=both)
     except OSError as error:
-        bound.close()
+        reason = os.strerror(error.errno or 0)
         raise InputError(
-            f"port {port} of {host} cannot be used ({error.strerror}); stop what uses it, or give another --port"
+            f"port {port} of {host} cannot be used ({reason}); stop what uses it, or give another --port"
         ) from None
-    return bound
 
 
 def url(bound: socket.socket) -> str:

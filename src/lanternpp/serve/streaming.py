@@ -8,18 +8,19 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from PIL import Image
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from lanternpp.serve.error_responses import response_for
-from lanternpp.serve.pictures import encode, half_drawn
-from lanternpp.serve.request_mapping import RequestMapper, usage
+from lanternpp.serve.request_mapping import RequestMapper, encode, half_drawn, size_of, usage
 from lanternpp.serve.schemas import ImagesRequest
 from lanternpp.serve.tickets import Ticket
+from lanternpp.types import Depicted
 
 KEEPALIVE = 15.0  # seconds without an event after which a comment is sent to keep the connection open
-SNAPSHOT = 0.02  # least seconds between two looks at a picture, to see whether a partial image is due
+SNAPSHOT = 0.02  # least seconds between two checks of a picture, whether a partial image is due
 EVERY = 0.3  # least seconds between two progress events of a picture
 STALLED = 30.0  # seconds in which a client reads nothing, after which its pictures are cancelled
 
@@ -37,6 +38,7 @@ class PictureStream(StreamingResponse):
     ):
         """warnings: the target's warnings of the prompt; sent first where the request has `progress`."""
         self.mapper, self.image_request, self.tickets = mapper, body, tickets
+        self.kind = body.output_format or "png"
         self._pending: dict[
             tuple[str, int, int], Event
         ] = {}  # events to be sent, by kind, index of the picture, number
@@ -107,15 +109,16 @@ class PictureStream(StreamingResponse):
                 previews.cancel()
         file = await run_in_threadpool(mapper.file, body, ticket.spec, image)
         facts = mapper.facts(ticket.spec, image).model_dump(exclude_none=True)
-        tokens = usage(body.prompt, len(image.codes)).model_dump()
+        tokens = usage(ticket.spec.prompt, len(image.codes)).model_dump()
         for outdated in ("progress", "preview"):
             self._pending.pop((outdated, index, 0), None)
-        self._send_image("completed", index, file, usage=tokens, lanternpp=facts)
+        self._send_image("completed", index, image.image, file, usage=tokens, lanternpp=facts)
 
     async def _follow(self, index: int, ticket: Ticket) -> None:
         """Send the progress and partial images of a picture while it is drawn; `_preview` sends the previews."""
-        mapper, body = self.mapper, self.image_request
-        parts, length = body.partial_images or 0, mapper.pipe.target.length
+        body, target = self.image_request, ticket.target
+        assert target is not None
+        parts, length = body.partial_images or 0, target.length
         due = [length * (i + 1) / (parts + 1) for i in range(parts)]  # codes at which a partial image is sent
         sent = 0
         async for progress in ticket.follow(EVERY if body.progress else SNAPSHOT):
@@ -124,33 +127,31 @@ class PictureStream(StreamingResponse):
                 self._send("progress", index, accepted_per_pass=passes, seconds=progress.seconds)
             passed = sum(len(progress.codes) >= mark for mark in due)
             if passed > sent:
-                image = await run_in_threadpool(half_drawn, mapper.pipe, progress.codes)
+                image = await run_in_threadpool(half_drawn, target, progress.codes)
                 file = await run_in_threadpool(encode, image, self.kind, body.output_compression)
-                self._send_image("partial_image", index, file, partial_image_index=sent)
+                self._send_image("partial_image", index, image, file, partial_image_index=sent)
                 sent = passed
             if sent == len(due) and not body.progress:
                 return
 
     async def _preview(self, index: int, ticket: Ticket) -> None:
         """Send a JPEG of the codes decided so far, again and again, until this task is cancelled."""
-        seen = 0
+        seen, target = 0, ticket.target
+        assert target is not None
         while True:
             await asyncio.sleep(EVERY)
             if (latest := ticket.progress) is not None and len(latest.codes) > seen:
-                seen, file = await self.mapper.previews.draw(lambda: (ticket.progress or latest).codes)
+                seen, file = await self.mapper.previews.draw(
+                    target, lambda: (ticket.progress or latest).codes
+                )
                 self._send("preview", index, codes=seen, b64_json=file, output_format="jpeg")
 
-    @property
-    def kind(self) -> str:
-        """The format of the pictures: png, jpeg or webp."""
-        return self.image_request.output_format or "png"
-
-    def _send_image(self, what: str, index: int, file: str, **more: Any) -> None:
+    def _send_image(self, what: str, index: int, image: Image.Image, file: str, **more: Any) -> None:
         """Queue an event of OpenAI's API, which has a picture."""
         event = {
             "b64_json": file,
             "created_at": int(time.time()),
-            "size": self.mapper.size,
+            "size": size_of(image),
             "quality": "auto",
             "background": "opaque",
             "output_format": self.kind,
@@ -161,5 +162,6 @@ class PictureStream(StreamingResponse):
         """Queue an event; it replaces an unsent one of the same kind, picture and number."""
         key = what, index, event.get("partial_image_index", 0)
         self._pending.pop(key, None)
-        self._pending[key] = {"type": f"image_generation.{what}", "index": index, **event}
+        task = "edit" if isinstance(self.tickets[0].spec.prompt, Depicted) else "generation"
+        self._pending[key] = {"type": f"image_{task}.{what}", "index": index, **event}
         self._changed.set()

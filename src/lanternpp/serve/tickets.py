@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Hashable
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import IO, Any
 
 from PIL import Image
 from torch import Tensor
 
 from lanternpp.api.options import Settings
-from lanternpp.types import Prompt
+from lanternpp.models.base import Target
+from lanternpp.types import Prompt, shape_of
+
+Key = tuple[Settings, Hashable]
+"""Settings with a batch size of 1, and the shape of the picture: what pictures of one batch share."""
 
 
 class Full(Exception):  # noqa: N818 - names a state of the server, as queue.Full does
@@ -51,6 +55,13 @@ class ImageSpec:
     settings: Settings
     deadline: float | None = None  # seconds from its submission after which it has failed
     client: str = ""  # clients take turns in the queue; within one client it is first come, first served
+    files: tuple[IO[bytes], ...] = ()  # of the pictures to edit, which the prompt shows once it is encoded
+    own_shape: bool = True  # whether an edit has the shape of its picture
+
+    @property
+    def key(self) -> Key:
+        """What it shares with the pictures of its batch."""
+        return replace(self.settings, batch_size=1), shape_of(self.prompt)
 
 
 @dataclass(frozen=True)
@@ -63,72 +74,40 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class FinishedImage:
-    """A finished picture."""
+class FinishedImage(Progress):
+    """A finished picture; its seconds are those from the prefill to the pixels."""
 
     image: Image.Image
-    codes: Tensor  # [length] int64, on the CPU
-    accepted: tuple[int, ...]  # codes decided by each pass, the prefill first
-    seconds: float  # computed by its batch runner from the picture's prefill to its pixels
     waited: float  # seconds in the queue
     settings: Settings  # that it was drawn with; batch_size is that of its batch runner
     tv_cost: float | None = None  # None: not measured
 
 
-class Ticket:
-    """The handle of a submitted picture; any thread may use it.
+class Ticket(Future[FinishedImage]):
+    """A submitted picture, once it is finished; any thread may use it.
 
-    A ticket is settled once: with a picture (`finish`) or with an error (`fail`, `cancel`).
+    A ticket is settled once: with a picture, or with Expired, Cancelled, Closed, or whatever drawing it raised.
     """
 
     def __init__(self, spec: ImageSpec, on_cancel: Callable[[], None] = lambda: None):
         """on_cancel: called once when `cancel` settles the ticket."""
+        super().__init__()
         self.spec = spec
         self.submitted = time.monotonic()
         self.started: float | None = None  # time.monotonic() when it left the queue
         self.encoded: Prompt | None = None  # the target's encoding of the prompt, until it is in a slot
+        self.target: Target | None = None  # that draws it
         self.interval: float | None = None  # least seconds between two reports; None: nobody follows it
         self.progress: Progress | None = None  # the latest report
         self._reported = 0.0  # time.monotonic() of that report
         self._on_cancel = on_cancel
         self._wake: Callable[..., None] = lambda: None  # resumes `follow`
-        self._future: Future[FinishedImage] = Future()
-
-    @property
-    def done(self) -> bool:
-        """Whether it is settled: there is a picture or an error."""
-        return self._future.done()
-
-    @property
-    def error(self) -> BaseException | None:
-        """Of a settled ticket: why there is no picture; None: there is one."""
-        return self._future.exception()
-
-    @property
-    def age(self) -> float:
-        """Seconds since it was submitted."""
-        return time.monotonic() - self.submitted
-
-    def when_done(self, call: Callable[[Ticket], None]) -> None:
-        """Call `call` with this ticket once it is settled, in the thread that settles it."""
-        self._future.add_done_callback(lambda _: call(self))
-
-    def result(self, timeout: float | None = None) -> FinishedImage:
-        """The picture, once it is finished.
-
-        Raises Expired, Cancelled, Closed, whatever drawing it raised, or TimeoutError after `timeout` seconds.
-        """
-        return self._future.result(timeout)
 
     async def finished(self) -> FinishedImage:
         """`result` for a coroutine. If the coroutine is cancelled, so is the picture."""
-        future = asyncio.wrap_future(self._future)
+        future = asyncio.wrap_future(self)
         retrieve_error(future)
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            self.cancel()
-            raise
+        return await future
 
     async def follow(self, every: float = 0.0) -> AsyncIterator[Progress]:
         """The progress of the picture until it is settled. A slow reader misses some: only the latest is kept.
@@ -142,11 +121,11 @@ class Ticket:
                 loop.call_soon_threadsafe(awake.set)
 
         self._wake, self.interval = wake, every
-        self._future.add_done_callback(wake)
-        while not self.done:
+        self.add_done_callback(wake)
+        while not self.done():
             await awake.wait()
             awake.clear()
-            if self.progress is not None and self.progress is not seen and not self.done:
+            if self.progress is not None and self.progress is not seen and not self.done():
                 seen = self.progress
                 yield seen
 
@@ -159,23 +138,20 @@ class Ticket:
         self.progress, self._reported = progress, time.monotonic()
         self._wake()
 
-    def finish(self, image: FinishedImage) -> bool:
-        """For the batcher: settle the ticket with its picture. Returns False if it was settled before."""
+    def settle(self, outcome: FinishedImage | Exception) -> bool:
+        """For the batcher: end with a picture or an error. Returns False if the ticket was settled before."""
         try:
-            self._future.set_result(image)
+            if isinstance(outcome, Exception):
+                self.set_exception(outcome)
+            else:
+                self.set_result(outcome)
         except InvalidStateError:
             return False
         return True
 
-    def fail(self, error: Exception) -> bool:
-        """Settle the ticket with an error. Returns False if it was settled before."""
-        try:
-            self._future.set_exception(error)
-        except InvalidStateError:
-            return False
-        return True
-
-    def cancel(self) -> None:
-        """Give the picture up; its slot is free within a step. Does nothing if the ticket is settled."""
-        if self.fail(Cancelled("the picture was cancelled")):
+    def cancel(self) -> bool:
+        """Give the picture up; its slot is free within a step. Returns False if the ticket was settled before."""
+        cancelled = self.settle(Cancelled("the picture was cancelled"))
+        if cancelled:
             self._on_cancel()
+        return cancelled

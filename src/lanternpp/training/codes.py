@@ -2,43 +2,38 @@
 
 from __future__ import annotations
 
-import os
-import warnings
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from lanternpp.accept.exact import Exact
 from lanternpp.api.model import pack_target
+from lanternpp.api.options import BASELINE
 from lanternpp.engine.batching import generate
-from lanternpp.engine.decode import engine_class
+from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.errors import InputError
 from lanternpp.evaluation.prompts import PROMPTS, read_prompts
 from lanternpp.models.base import Target
-from lanternpp.models.vq.reading import Reader
+from lanternpp.models.vq.codes import Reader
 from lanternpp.nn.checkpoints import checksum
-from lanternpp.proposers.no_draft import NoDraft
-from lanternpp.training.material import Done, Material, Shard, parts_of, read_file
-from lanternpp.training.pictures import Rows, crop, decode, read_rows
+from lanternpp.training.material import Done, Material, Shard, read_file
+from lanternpp.training.pictures import Rows, crop, read_rows
+from lanternpp.training.state import Task
 from lanternpp.training.teacher import Teacher
 from lanternpp.util.files import digest
 
 PART, BATCH = 128, 32  # pictures in a shard, and pictures encoded at once
 MOST_CODES = 2**16  # of a vocabulary, as codes are kept in 16 bits
-CORRUPT = 0.01  # share of unreadable pictures above which a folder is refused
 HELD_OUT = 10  # one prompt of this many is held out for validation
 MIN_HELD_OUT, MAX_HELD_OUT = 4, 96  # validation pictures
 MIN_PICTURES = 100  # training pictures, where the user does not say how many
-
-
-class DataWarning(UserWarning):
-    """A part of the data that is left out."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +46,18 @@ class Split:
     codes: Tensor
     texts: tuple[str, ...]
     labels: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, shards: Sequence[Shard]) -> Self:
+        """The pictures of all shards, in order; one variant of each where `codes` has no dimension of variants."""
+        texts, labels = (
+            tuple(text for _, facts in shards for text in facts.get(name, ())) for name in ("texts", "labels")
+        )
+        return cls(torch.cat([tensors["codes"] for tensors, _ in shards]), texts, labels)
+
+    def at(self, places: Sequence[int]) -> Split:
+        """Some of the pictures, as a split; of pictures without variants, each the only one."""
+        return Split(self.codes[list(places), None], tuple(self.texts[i] for i in places))
 
     def __len__(self) -> int:
         return self.codes.shape[0]
@@ -68,6 +75,20 @@ class Codes:
     train: Split
     val: Split
     data: dict[str, Any]  # for the provenance; "codes" is the key
+
+    @classmethod
+    def of(cls, train: Split, val: Split, key: str, **facts: Any) -> Self:
+        """With the sizes of both and the key in the facts."""
+        return cls(train, val, data={**facts, "train": len(train), "val": len(val), "codes": key})
+
+    @property
+    def key(self) -> str:
+        """A hash of all that decides the codes."""
+        return str(self.data["codes"])
+
+    def build(self) -> Self:
+        """Itself; material that is still to be encoded or drawn builds such codes."""
+        return self
 
 
 class Sampler:
@@ -99,9 +120,37 @@ def generator(*parts: int) -> torch.Generator:
     return torch.Generator().manual_seed(int(digest([str(part) for part in parts])[:15], 16))
 
 
+class CodesTask(Task):
+    """A task whose figures come from validation pictures: from `check_pictures` of them at a check, from all at the end."""
+
+    codes: Codes
+    check_pictures: int
+
+    @abstractmethod
+    def validate_on(self, index: Tensor) -> dict[str, float]:
+        """Figures of the average on validation pictures [M]."""
+
+    @torch.no_grad()
+    def validate(self) -> dict[str, Any]:
+        """Figures on some validation pictures."""
+        return self.validate_on(evenly_spaced(len(self.codes.val), self.check_pictures))
+
+    @torch.no_grad()
+    def final(self) -> dict[str, Any]:
+        """The figures on every validation picture."""
+        figures = self.validate_on(torch.arange(len(self.codes.val)))
+        return {**figures, "validation_pictures": len(self.codes.val)}
+
+
 def evenly_spaced(count: int, most: int) -> Tensor:
     """At most `most` indices, evenly over `count`."""
     return torch.linspace(0, count - 1, min(count, most)).round().long()
+
+
+def check_codes(what: str, codes: int) -> None:
+    """InputError where a vocabulary is too large for the 16 bits that a code is kept in."""
+    if codes > MOST_CODES:
+        raise InputError(f"a {what} of {codes} codes is too large: training takes up to {MOST_CODES}.")
 
 
 class PictureCodes:
@@ -111,10 +160,7 @@ class PictureCodes:
     """
 
     def __init__(self, data: Path, reader: Reader, store: Path, crops: int = 2, limit: int | None = None):
-        if reader.codes > MOST_CODES:
-            raise InputError(
-                f"a tokenizer of {reader.codes} codes is too large: training takes up to {MOST_CODES}."
-            )
+        check_codes("tokenizer", reader.codes)
         self.data, self.reader, self.store, self.crops = data, reader, store, crops
         self.rows = {split: read_rows(data, split, limit) for split in ("train", "val")}
         self.key = digest([*reader.key, *(rows.key for rows in self.rows.values()), str(crops)])
@@ -124,56 +170,37 @@ class PictureCodes:
 
         InputError where they are too many.
         """
-        splits, skipped = {}, list[str]()
+        splits, skipped = dict[str, Split](), list[str]()
         for split, rows in self.rows.items():
-            shards = list(self._material(split, rows).build().read())
-            facts = {
-                name: [x for _, fact in shards for x in fact[name]] for name in ("texts", "labels", "skipped")
-            }
-            codes = torch.cat([tensors["codes"] for tensors, _ in shards])
-            splits[split] = Split(codes, tuple(facts["texts"]), tuple(facts["labels"]))
-            skipped += [name for name, _ in facts["skipped"]]
-            if bad := dict(facts["skipped"]):
-                said = f"{len(bad)} of {len(rows.files)} pictures skipped in {rows.root}: {listed(bad)}"
-                warnings.warn(said, DataWarning, stacklevel=2)
-        counts = {split: len(found) for split, found in splits.items()}
-        known = {"folder": self.data.resolve().name, **counts, "skipped": skipped[:20]}
-        return Codes(splits["train"], splits["val"], {**known, "crops": self.crops, "codes": self.key})
+            variants = 2 * self.crops if split == "train" else 1
+            size = 2 * variants * self.reader.length * max(1, *self.reader.each, 1)
+            where, compute = self.store / f"{split}-{self.key}", partial(self._encode, rows, variants)
+            material = Material(where, len(rows.files), PART, compute, f"codes of the {split} pictures", size)
+            shards = list(material.build().read())
+            rows.bad.update(pair for _, facts in shards for pair in facts["skipped"])
+            splits[split] = Split.of(shards)
+            skipped += rows.bad
+            rows.warn()
+        folder = self.data.resolve().name
+        return Codes.of(**splits, key=self.key, folder=folder, skipped=skipped[:20], crops=self.crops)
 
-    def _material(self, split: str, rows: Rows) -> Material:
-        reader, variants = self.reader, 2 * self.crops if split == "train" else 1
-        bad = dict[str, str]()  # why, by file
-
-        def compute(parts: Sequence[range], done: Done) -> Iterator[Shard]:
-            with ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as pool:
-                for part in parts:
-                    names = rows.files[part.start : part.stop]
-                    images = list(pool.map(lambda name: decode(rows.root / name, reader.size), names))
-                    new = {n: x for n, x in zip(names, images, strict=True) if isinstance(x, str)}
-                    bad.update(new)
-                    if len(bad) > CORRUPT * len(rows.files):
-                        raise InputError(
-                            f"{len(bad)} of {len(rows.files)} pictures in {rows.root} are unreadable, e.g. "
-                            f"{listed(bad)}: repair them or take their lines out of metadata.jsonl."
-                        )
-                    kept = [i for i, image in enumerate(images) if not isinstance(image, str)]
-                    codes = torch.empty(len(kept), variants, reader.length, *reader.each, dtype=reader.stored)
-                    for variant in range(variants):
-                        views = self._views([images[i] for i in kept], variant, part.start)
-                        for first in range(0, len(kept), BATCH):
-                            batch = torch.stack(views[first : first + BATCH]).to(reader.device)
-                            codes[first : first + BATCH, variant] = (
-                                reader.encode(batch).cpu().to(reader.stored)
-                            )
-                        done(len(part) * (variant + 1) / variants)
-                    rest = {"labels": rows.labels, "texts": rows.texts}
-                    facts = {name: [x[part.start + i] for i in kept] for name, x in rest.items()}
-                    yield {"codes": codes}, {**facts, "skipped": list(new.items())}
-
-        folder = self.store / f"{split}-{self.key}"
-        size = 2 * variants * reader.length * max(1, *reader.each, 1)
-        parts = parts_of(len(rows.files), PART)
-        return Material(folder, parts, compute, "codes", f"codes of the {split} pictures", size)
+    def _encode(self, rows: Rows, variants: int, parts: Sequence[range], done: Done) -> Iterator[Shard]:
+        """The codes of a split, a part at a time."""
+        reader = self.reader
+        for part in parts:
+            images = rows.decode(part, reader.size)
+            skipped = [
+                (name, rows.bad[name]) for name in rows.files[part.start : part.stop] if name in rows.bad
+            ]
+            codes = torch.empty(len(images), variants, reader.length, *reader.each, dtype=reader.stored)
+            for variant in range(variants):
+                views = self._views(list(images.values()), variant, part.start)
+                for first in range(0, len(views), BATCH):
+                    batch = torch.stack(views[first : first + BATCH]).to(reader.device)
+                    codes[first : first + BATCH, variant] = reader.encode(batch).cpu().to(reader.stored)
+                done(len(part) * (variant + 1) / variants)
+            facts = {"labels": [rows.labels[i] for i in images], "texts": [rows.texts[i] for i in images]}
+            yield {"codes": codes}, {**facts, "skipped": skipped}
 
     def _views(self, images: Sequence[Any], variant: int, first: int) -> list[Tensor]:
         """Variant `variant` of the images of a shard, the pictures from `first` on."""
@@ -185,11 +212,6 @@ class PictureCodes:
             crop(image, size, across, down, zoom, bool(variant % 2))
             for image, (across, down, zoom) in zip(images, places.tolist(), strict=True)
         ]
-
-
-def listed(bad: dict[str, str]) -> str:
-    """The first unreadable files, each with what is wrong with it."""
-    return "; ".join(f"{name} ({why})" for name, why in list(bad.items())[:5])
 
 
 @dataclass(frozen=True)
@@ -207,12 +229,6 @@ class PromptSplit:
         held_out = texts[HELD_OUT - 1 :: HELD_OUT] or texts[-1:]
         return cls(tuple(text for text in texts if text not in held_out), held_out)
 
-    def pictures(self, count: int) -> tuple[list[str], int]:
-        """A prompt for each of `count` training pictures and of those to validate with, which come last; how many these are."""
-        held_out = min(max(count // HELD_OUT, MIN_HELD_OUT), MAX_HELD_OUT)
-        texts = [self.train[i % len(self.train)] for i in range(count)]
-        return texts + [self.val[i % len(self.val)] for i in range(held_out)], held_out
-
 
 def choose_prompts(teacher: Teacher, prompts: Path | None, data: Path | None) -> PromptSplit:
     """The prompts of a file, else the captions of `data`, else the model's own, else all conditions that the target knows.
@@ -221,8 +237,7 @@ def choose_prompts(teacher: Teacher, prompts: Path | None, data: Path | None) ->
     """
     target, place = teacher.target, teacher.place
     if prompts is None and data is not None:
-        every = (dict.fromkeys(read_rows(data, split).texts) for split in ("train", "val"))
-        train, val = (tuple(text for text in texts if can_follow(target, text)) for texts in every)
+        train, val = (followed(target, read_rows(data, split).texts) for split in ("train", "val"))
         if not (train and val):
             raise InputError(
                 f"the target can follow none of the captions of {data}: give it other --prompts."
@@ -240,106 +255,92 @@ def choose_prompts(teacher: Teacher, prompts: Path | None, data: Path | None) ->
     )
 
 
-def can_follow(target: Target, text: str) -> bool:
-    """Whether a text is a condition of the target."""
-    try:
-        target.check(text)
-    except InputError:
-        return False
-    return True
+def followed(target: Target, texts: Sequence[str]) -> tuple[str, ...]:
+    """The different ones of some texts that are conditions of a target."""
+    found = []
+    for text in dict.fromkeys(texts):
+        with suppress(InputError):
+            target.check(text)
+            found.append(text)
+    return tuple(found)
 
 
 class OwnCodes:
     """The codes of pictures that a target draws itself, by plain decoding; picture i has the seed `seed` * 2**32 + i.
 
-    count None: a picture of every prompt, and no fewer than 100.
+    count None: a picture of every prompt, and no fewer than 100. The last pictures, of other prompts, validate.
     """
 
     def __init__(self, teacher: Teacher, prompts: PromptSplit, count: int | None, batch: int, seed: int):
+        check_codes("target", teacher.target.vocab)
         self.teacher, self.prompts, self.batch, self.seed = teacher, prompts, batch, seed
-        self.texts, self.held_out = prompts.pictures(count or max(len(prompts.train), MIN_PICTURES))
-        if teacher.target.vocab > MOST_CODES:
-            raise InputError(
-                f"a target of {teacher.target.vocab} codes is too large: training takes up to {MOST_CODES}."
-            )
+        count = count or max(len(prompts.train), MIN_PICTURES)
+        self.held_out = min(max(count // HELD_OUT, MIN_HELD_OUT), MAX_HELD_OUT)
+        self.texts = [prompts.train[i % len(prompts.train)] for i in range(count)]
+        self.texts += [prompts.val[i % len(prompts.val)] for i in range(self.held_out)]
         drawn = f"{Guidance(teacher.cfg)} {teacher.sampling} {seed} {batch}"
         self.key = digest([teacher.origin, *self.texts, drawn])
 
     def build(self) -> Codes:
-        """The codes, kept beside the model; what is missing is drawn now."""
-        size = 2 * self.teacher.target.length * max(self.teacher.target.channels, 1)
-        parts, contents = parts_of(len(self.texts), self.batch * 4), "codes of the target's own pictures"
-        folder = self.teacher.store / f"self-{self.key}"
-        material = Material(folder, parts, self._draw, "codes", contents, size).build()
-        codes = torch.cat([tensors["codes"] for tensors, _ in material.read()])[:, None]
-        count = len(self.texts) - self.held_out
-        train, val = (
-            Split(codes[part], tuple(self.texts[part])) for part in (slice(count), slice(count, None))
-        )
-        facts = {"self": True, "train": count, "val": self.held_out, "prompts": len(self.prompts.train)}
-        drawn = {"cfg": self.teacher.cfg, "sampling": asdict(self.teacher.sampling), "codes": self.key}
-        return Codes(train, val, {**facts, **drawn})
+        """The codes, kept beside the model; missing pictures are drawn now."""
+        target, count = self.teacher.target, len(self.texts)
+        folder, size = self.teacher.store / f"self-{self.key}", 2 * target.length * max(target.channels, 1)
+        contents = "codes of the target's own pictures"
+        material = Material(folder, count, self.batch * 4, self._draw, contents, size).build()
+        drawn, last = Split.of(list(material.read())), count - self.held_out
+        facts: dict[str, Any] = {"self": True, "prompts": len(self.prompts.train), "cfg": self.teacher.cfg}
+        facts["sampling"] = asdict(self.teacher.sampling)
+        return Codes.of(drawn.at(range(last)), drawn.at(range(last, count)), self.key, **facts)
 
     def _draw(self, parts: Sequence[range], done: Done) -> Iterator[Shard]:
-        teacher, target = self.teacher, self.teacher.target
+        """Draw some parts of the pictures."""
+        target = self.teacher.target
         pack_target(target)
+        engine = self.engine()
         target.cache_prompts(len(set(self.texts)))
-        batch = min(self.batch, len(self.texts))
-        engine = engine_class(target)(
-            target, NoDraft(), Exact(), teacher.sampling, Guidance(teacher.cfg), batch
-        )
         for part in parts:
-            texts = self.texts[part.start : part.stop]
-            seeds = range((self.seed << 32) + part.start, (self.seed << 32) + part.stop)
-
-            def progress(now: int, of: int, size: int = len(part)) -> None:
-                done(now / of * size)
-
-            codes = torch.stack([sample.codes for sample in generate(engine, texts, seeds, progress)])
-            yield {"codes": codes.to(torch.float16 if target.channels else torch.uint16)}, {"texts": texts}
+            texts, first = self.texts[part.start : part.stop], self.seed << 32
+            yield self.shard(engine, texts, range(first + part.start, first + part.stop), done)
         target.release_encoder()
 
+    def engine(self) -> Engine:
+        """The engine that draws, with the packed target."""
+        pipe, batch = self.teacher.pipeline(), min(self.batch, len(self.texts))
+        return pipe.new_engine(pipe.settings(BASELINE, cfg=self.teacher.cfg, batch_size=batch))
 
-class FolderCodes:
+    def shard(self, engine: Engine, texts: Sequence[str], seeds: range, done: Done) -> Shard:
+        """The pictures of some texts."""
+        samples = generate(engine, texts, seeds, lambda now, of: done(now / of * len(texts)))
+        codes = torch.stack([sample.codes for sample in samples])
+        kind = torch.float16 if self.teacher.target.channels else torch.uint16
+        return {"codes": codes.to(kind)}, {"texts": texts}
+
+
+def folder_codes(folder: Path, target: Target) -> Codes:
     """Codes that a folder has: safetensors files with `codes` [n, length] and, in the header, `facts`, JSON with n `texts`.
 
-    Own pictures are kept so. One picture of ten validates.
+    Own pictures are kept so. One picture of ten validates. InputError where a file has other codes than the target's.
     """
-
-    def __init__(self, folder: Path, target: Target):
-        paths = sorted(folder.glob("*.safetensors"))
-        if not paths:
-            raise InputError(f"{folder} has no codes: --codes takes a folder of safetensors files.")
-        found, self.texts = list[Tensor](), list[str]()
-        for path in paths:
-            tensors, facts = read_file(path)
-            codes, texts = tensors.get("codes", torch.empty(0)), facts.get("texts")
-            fits = codes.ndim == 2 + bool(target.channels) and codes.shape[1] == target.length
-            if not fits or not isinstance(texts, list) or len(texts) != len(codes):
-                raise InputError(
-                    f"{path} has no `codes` [n, {target.length}] of this model, or not as many `texts` in its facts."
-                )
-            if not target.channels and not (
-                0 <= int(codes.long().min()) and int(codes.long().max()) < target.vocab
-            ):
+    shards = list[Shard]()
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors, facts = read_file(path)
+        codes, texts = tensors.get("codes", torch.empty(0)), facts.get("texts")
+        fits = codes.ndim == 2 + bool(target.channels) and codes.shape[1] == target.length
+        if not fits or not isinstance(texts, list) or len(texts) != len(codes):
+            raise InputError(
+                f"{path} has no `codes` [n, {target.length}] of this model, or not as many `texts` in its facts."
+            )
+        if not target.channels:
+            if not 0 <= int(codes.long().min()) <= int(codes.long().max()) < target.vocab:
                 raise InputError(
                     f"{path} has codes that are not of 0 to {target.vocab - 1}, as this model's are."
                 )
-            found.append(codes if target.channels else codes.to(torch.uint16))
-            self.texts += map(str, texts)
-        self.folder, self.codes = folder, torch.cat(found)[:, None]
-        self.key = digest([checksum(self.codes), *self.texts])
-
-    def build(self) -> Codes:
-        """The codes."""
-        held_out = min(max(len(self.texts) // HELD_OUT, 1), MAX_HELD_OUT)
-        val = evenly_spaced(len(self.texts), held_out).tolist()
-        train = sorted(set(range(len(self.texts))) - set(val)) or val
-        one, other = (Split(self.codes[part], tuple(self.texts[i] for i in part)) for part in (train, val))
-        facts = {
-            "folder": self.folder.resolve().name,
-            "train": len(train),
-            "val": len(val),
-            "codes": self.key,
-        }
-        return Codes(one, other, facts)
+            codes = codes.to(torch.uint16)
+        shards.append(({"codes": codes}, facts))
+    if not shards:
+        raise InputError(f"{folder} has no codes: --codes takes a folder of safetensors files.")
+    split = Split.of(shards)
+    key = digest([checksum(split.codes[:, None]), *split.texts])
+    val = evenly_spaced(len(split), min(max(len(split) // HELD_OUT, 1), MAX_HELD_OUT)).tolist()
+    train = sorted(set(range(len(split))) - set(val)) or val
+    return Codes.of(split.at(train), split.at(val), key, folder=folder.resolve().name)

@@ -1,8 +1,9 @@
-"""What the trainings of drafters share: settings, material, a step, export."""
+"""The base class of drafters' trainings: settings, material, a step, export."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,32 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from lanternpp.drafters.base import mark
+from lanternpp.engine.guidance import Guidance
 from lanternpp.models.base import Target
-from lanternpp.training.codes import (
-    Codes,
-    FolderCodes,
-    OwnCodes,
-    PictureCodes,
-    Sampler,
-    choose_prompts,
-)
+from lanternpp.training.codes import Codes, OwnCodes, PictureCodes, Sampler, choose_prompts, folder_codes
 from lanternpp.training.features import CaptionPrompts
-from lanternpp.training.loop import autocast, run, team
+from lanternpp.training.loop import run, team
 from lanternpp.training.options import DrafterSettings, TrainingData, TrainingOptions
 from lanternpp.training.pictures import read_rows
 from lanternpp.training.state import Task, averaged, check_resumable
 from lanternpp.training.teacher import Teacher
-
-
-def material_of(source: TrainingData, teacher: Teacher, seed: int) -> PictureCodes | OwnCodes | FolderCodes:
-    """The codes that a drafter learns from, not built yet."""
-    if source.codes is not None:
-        return FolderCodes(source.codes, teacher.target)
-    if source.own:
-        prompts = choose_prompts(teacher, source.prompts, source.data)
-        return OwnCodes(teacher, prompts, source.samples, source.sample_batch, seed)
-    assert source.data is not None
-    return PictureCodes(source.data, teacher.target.reader(), teacher.store, source.crops, source.limit)
 
 
 class DrafterTask(Task):
@@ -45,30 +29,43 @@ class DrafterTask(Task):
     hparams: Any  # `DrafterSettings.of` a kind
     model: Any
     average: Any
+    kind: str  # of drafter, as its config names it
+    found: tuple[str, ...] = ("cfg",)  # settings that follow from the target or from the material
 
-    def __init__(self, settings: DrafterSettings, teacher: Teacher, codes: Codes):
+    def __init__(self, settings: Any, teacher: Teacher, codes: Codes, source: TrainingData | None = None):
         torch.manual_seed(settings.seed)
+        self.guidance = Guidance(settings.cfg)
         self.hparams, self.teacher, self.codes, self.device = settings, teacher, codes, teacher.device
         self.data, self.decay, self.warmup = codes.data, settings.decay, settings.warmup
         self.target = teacher.trainable()
         drafter = self.make()
         self.config: Any = drafter.config
-        known = {"data": codes.data["codes"], "target": teacher.origin}
+        known = {"data": codes.key, "target": teacher.origin}
         self.settings = {**self.config.flat(), **asdict(settings), **known}
         self.model = drafter.float().to(self.device).train()
         self.average = averaged(self.model)
         self.optimizers = self.make_optimizers()
+        self.training_loss: Callable[..., Any] = self.loss
         self.sampler = Sampler(
             len(codes.train), codes.train.codes.shape[1], settings.batch_size, settings.seed
         )
-        self.train, self.val = (
-            CaptionPrompts(self.target, codes.train),
-            CaptionPrompts(self.target, codes.val),
-        )
+        self.train, self.val = (CaptionPrompts(self.target, split) for split in (codes.train, codes.val))
 
     @classmethod
-    def check(cls, settings: DrafterSettings, target: Target) -> None:
+    def check(cls, settings: DrafterSettings, target: Target, source: TrainingData) -> None:
         """InputError where the settings do not suit the target, before anything is drawn."""
+
+    @classmethod
+    def material(cls, settings: DrafterSettings, teacher: Teacher, source: TrainingData) -> tuple[Any, Any]:
+        """The settings, complete, and the material that builds the codes to learn from."""
+        if source.codes is not None:
+            return settings, folder_codes(source.codes, teacher.target)
+        if source.own:
+            prompts = choose_prompts(teacher, source.prompts, source.data)
+            return settings, OwnCodes(teacher, prompts, source.samples, source.sample_batch, settings.seed)
+        assert source.data is not None
+        reader = teacher.target.reader()
+        return settings, PictureCodes(source.data, reader, teacher.store, source.crops, source.limit)
 
     @abstractmethod
     def make(self) -> Any:
@@ -80,15 +77,24 @@ class DrafterTask(Task):
 
     @abstractmethod
     def losses(self, index: Tensor, variant: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-        """Of pictures index [B] in variants [B]: `loss`, which a step minimises, and what the log has besides.
+        """Of pictures index [B] in variants [B], by `training_loss`: `loss`, which a step minimises, and more figures for the log.
 
         A loss `confidence` is minimised too; its gradient is not clipped.
         """
 
+    @abstractmethod
+    def loss(self, *inputs: Any, **more: Any) -> Any:
+        """The loss, as `training_loss` computes it too, compiled or not."""
+
+    def speed_up(self) -> None:
+        """Compile networks and loss as one graph of one shape. Validations have other shapes and are not compiled."""
+        self.training_loss = torch.compile(self.loss, fullgraph=True, dynamic=False)
+
     def step(self, step: int, progress: float) -> dict[str, Tensor]:
         """One update."""
-        with autocast(self.device):
-            figures = self.losses(*self.sampler(step))
+        index, variant, generator = self.sampler(step)
+        with team().autocast(self.device):
+            figures = self.losses(team().share(index), team().share(variant), generator)
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
         (figures["loss"] + figures.get("confidence", 0)).backward()
@@ -104,11 +110,6 @@ class DrafterTask(Task):
         config = {"kind": self.kind, **self.config.flat(), "target": mark(self.target)}
         return config, self.average.state_dict()
 
-    @property
-    @abstractmethod
-    def kind(self) -> str:
-        """The kind of drafter, as its config names it."""
-
 
 def train(
     model: str | Path,
@@ -116,23 +117,23 @@ def train(
     settings: DrafterSettings,
     source: TrainingData,
     options: TrainingOptions,
-    **more: Any,
 ) -> bool:
-    """Train a drafter of `model` in the folder of `options`; False if interrupted. more: further arguments of the task.
+    """Train a drafter of `model` in the folder of `options`; False if interrupted.
 
     settings: `DrafterSettings.of` the task's kind. InputError where there is nothing to learn from, or the folder was
     trained with other settings: before anything is drawn or encoded.
     """
-    source.check()
+    source.check(folder=options.folder)
     options.check()
     if source.data is not None:
         for split in ("train", "val"):
             read_rows(source.data, split, source.limit)
-    early = {name: value for name, value in asdict(settings).items() if name != "cfg"}
+    early = {name: value for name, value in asdict(settings).items() if name not in task.found}
     check_resumable(options, early)
-    teacher = Teacher(model, options, settings.cfg, source.own)
+    teacher = Teacher(model, options, settings.cfg, source.own or source.rollouts is not None)
     settings = replace(settings, cfg=teacher.cfg)
-    task.check(settings, teacher.target)
-    material = material_of(source, teacher, settings.seed)
-    check_resumable(options, {"cfg": teacher.cfg, "target": teacher.origin, "data": material.key})
-    return run(task(settings, teacher, material.build(), **more), options)
+    task.check(settings, teacher.target, source)
+    settings, material = task.material(settings, teacher, source)
+    known = {"target": teacher.origin, "data": material.key}
+    check_resumable(options, {**{name: getattr(settings, name) for name in task.found}, **known})
+    return run(task(settings, teacher, material.build(), source), options)

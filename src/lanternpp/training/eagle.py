@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -14,33 +15,16 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.latents import GaussianMixture, MixtureGuidance
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
-from lanternpp.models.latents.denoiser import noisy
-from lanternpp.models.latents.target import DiffusionTarget
-from lanternpp.training.codes import Codes, evenly_spaced
+from lanternpp.models.latents import DiffusionTarget, noisy
+from lanternpp.training.codes import Codes, CodesTask
 from lanternpp.training.drafter import DrafterTask
-from lanternpp.training.features import FeatureCache, causal_mask, drafter_inputs
-from lanternpp.training.loop import autocast, team
-from lanternpp.training.options import DrafterSettings
+from lanternpp.training.features import FeatureCache, causal_mask, drafter_inputs, slot_inputs
+from lanternpp.training.loop import team
+from lanternpp.training.options import DrafterSettings, TrainingData
 from lanternpp.training.teacher import Teacher
 
-CHECK_PICTURES = 96  # validation pictures measured at a check; at the end all are
 TIMES = 4  # at which diffusion heads are compared at every place; the last is the time of their last step
 SAMPLES = 4  # latents drawn from the target at every place, by which integrals are estimated
-
-
-def soft_cross_entropy(logits: Tensor, target_logits: Tensor) -> Tensor:
-    """Mean nats of `logits` [..., V] under the distribution of `target_logits` [..., V]."""
-    return -(target_logits.float().softmax(-1) * logits.float().log_softmax(-1)).sum(-1).mean()
-
-
-def acceptance(logits: Tensor, target_logits: Tensor) -> Tensor:
-    """Chance that a draft from `logits` [..., V] is accepted by a target of `target_logits` [..., V]: sum min(p, q)."""
-    return torch.minimum(logits.float().softmax(-1), target_logits.float().softmax(-1)).sum(-1)
-
-
-def lk_loss(logits: Tensor, target_logits: Tensor) -> Tensor:
-    """Mean of -log acceptance (the LK loss)."""
-    return -acceptance(logits, target_logits).log().mean()
 
 
 class CodeComparison:
@@ -68,19 +52,17 @@ class CodeComparison:
         return target.head(features)
 
     def loss(self, q: Tensor, p: Tensor) -> Tensor:
-        """The loss on the drafter's q beside the target's p."""
-        loss = q.new_zeros(())
-        if self.name != "lk":
-            loss = loss + self.cross_entropy(q, p)
-        return loss + lk_loss(q, p) if self.name in ("lk", "both") else loss
+        """The loss on the drafter's q beside the target's p; `lk` is -log of the acceptance, `both` the sum."""
+        loss = q.new_zeros(()) if self.name == "lk" else self.cross_entropy(q, p)
+        return loss - self.acceptance(q, p).log().mean() if self.name in ("lk", "both") else loss
 
     def cross_entropy(self, q: Tensor, p: Tensor) -> Tensor:
         """Mean nats of q under p."""
-        return soft_cross_entropy(q, p)
+        return -(p.float().softmax(-1) * q.float().log_softmax(-1)).sum(-1).mean()
 
     def acceptance(self, q: Tensor, p: Tensor) -> Tensor:
-        """The chance that a draft from q is accepted, [...]."""
-        return acceptance(q, p)
+        """The chance that a draft from q is accepted, [...]: the sum of min(p, q)."""
+        return torch.minimum(q.float().softmax(-1), p.float().softmax(-1)).sum(-1)
 
     def agreement(self, q: Tensor, p: Tensor) -> Tensor:
         """How often both have the same likeliest code."""
@@ -110,10 +92,6 @@ class LatentComparison(CodeComparison):
         )
         return log_q, log_p
 
-    def loss(self, q: Tensor, p: Tensor) -> Tensor:
-        """The cross-entropy."""
-        return self.cross_entropy(q, p)
-
     def cross_entropy(self, q: Tensor, p: Tensor) -> Tensor:
         """Mean nats of a number of a latent under q, the latents drawn from p."""
         return -self.log_probs(q, p)[0].mean() / self.channels
@@ -130,7 +108,7 @@ class LatentComparison(CodeComparison):
 
 
 class DiffusionComparison(LatentComparison):
-    """What diffusion heads predict of the same noisy latents: a Gaussian of v for each, compared like components of a mixture."""
+    """Predictions of diffusion heads for the same noisy latents: a Gaussian of v for each, compared like components of a mixture."""
 
     kind = DRAFTER
     drafter = DiffusionDrafter
@@ -177,44 +155,40 @@ class DiffusionComparison(LatentComparison):
 
 
 def comparison_of(target: Target, loss: str) -> CodeComparison:
-    """The comparison for what a target predicts. InputError where there is no such loss for it."""
+    """The comparison for a target's predictions. InputError where there is no such loss for it."""
     if isinstance(target, DiffusionTarget):
         return DiffusionComparison(loss, target.channels, target.config.denoising_steps)
     return LatentComparison(loss, target.channels) if target.channels else CodeComparison(loss)
 
 
-class EagleTask(DrafterTask):
+class EagleTask(CodesTask, DrafterTask):
     """An EAGLE drafter. The target's features are computed from codes in every step, or read from a cache."""
 
+    check_pictures = 96
     name = "drafter"
     keep = "lk"
     model: EagleDrafter
     average: EagleDrafter
 
-    def __init__(self, settings: Any, teacher: Teacher, codes: Codes, cache: bool = False):
-        self.comparison = comparison_of(teacher.target, settings.loss)
-        self.guidance = self.comparison.guidance(1.0 if settings.loss == "paper" else settings.cfg)
+    def __init__(self, settings: Any, teacher: Teacher, codes: Codes, source: TrainingData | None = None):
         super().__init__(settings, teacher, codes)
-        self.cached: FeatureCache | None = None
-        if cache and self.target.channels:
+        known = teacher, self.train, codes.train, codes.key
+        self.cached = FeatureCache(*known) if source is not None and source.cache_features else None
+
+    @classmethod
+    def check(cls, settings: DrafterSettings, target: Target, source: TrainingData) -> None:
+        """Whether there is such a loss for the target's predictions, and features of codes to cache."""
+        comparison_of(target, settings.loss or "")
+        if source.cache_features and target.channels:
             raise InputError(
                 "--cache-features is of codes, and the latents of pictures are drawn anew in every step."
             )
-        if cache:
-            self.cached = FeatureCache(teacher, self.train, codes.train, codes.data["codes"])
-
-    @classmethod
-    def check(cls, settings: DrafterSettings, target: Target) -> None:
-        """Whether there is such a loss for what the target predicts."""
-        comparison_of(target, settings.loss or "")
-
-    @property
-    def kind(self) -> str:
-        """Of a drafter of codes, or of latents."""
-        return self.comparison.kind
 
     def make(self) -> EagleDrafter:
         """The drafter, as its target's last block where it inherits."""
+        self.comparison = comparison_of(self.target, self.hparams.loss)
+        self.kind = self.comparison.kind
+        self.guidance = self.comparison.guidance(1.0 if self.hparams.loss == "paper" else self.hparams.cfg)
         shape, made = self.target.decoder.config, self.comparison.drafter
         config = made.config_class.like(shape, self.hparams.layers, **self.comparison.fields)
         drafter = made(config, self.target.decoder.rotary_table)
@@ -227,21 +201,16 @@ class EagleTask(DrafterTask):
         weights, rate = self.model.parameters(), self.hparams.lr
         return {"model": torch.optim.AdamW(weights, rate, (0.9, 0.95), weight_decay=0.0, fused=True)}
 
-    def speed_up(self) -> None:
-        """Compile target, drafter and loss as one graph of one shape."""
-        self.loss = torch.compile(self.loss, fullgraph=True, dynamic=False)  # type: ignore[method-assign]
-
     def losses(self, index: Tensor, variant: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """`loss` and its two parts, `feature` and `distribution`."""
-        drop = torch.rand(len(index), generator=generator) < self.hparams.drop_captions
-        index, variant, drop = map(team().share, (index, variant, drop))
+        drop = team().share(torch.rand(self.sampler.batch, generator=generator) < self.hparams.drop_captions)
         codes = self.target.from_cache(self.codes.train.pick(index, variant).to(self.device))
         branches = self.guidance.branches
         dropped = drop if branches == 1 else None
         known = None
         if self.cached is not None:
             known = self.cached(index, variant, branches, dropped).to(self.device)
-        feature, distribution = self.loss(*self.train(index, branches, dropped), codes, known)
+        feature, distribution = self.training_loss(*self.train(index, branches, dropped), codes, known)
         loss = feature + self.hparams.weight * distribution
         return {"loss": loss, "feature": feature, "distribution": distribution}
 
@@ -252,68 +221,76 @@ class EagleTask(DrafterTask):
 
         known [R, S, D]: the target's features, if they are cached.
         """
-        rows, merge, comparison = self.guidance.rows, self.guidance.merge, self.comparison
-        with torch.no_grad():
-            next_inputs, features = drafter_inputs(self.target, prompts, rows(codes), start, known)
-            noise = (torch.rand_like(features, dtype=torch.float32) - 0.5) * self.hparams.noise
-            true_features, points = features[:, prompts.shape[1] :], comparison.points(codes[:, 1:])
-            logits = merge(comparison.head(self.target, self.target, true_features, points))
-        mask, first = causal_mask(start, next_inputs.shape[1]), prompts.shape[1]
-        inputs = (features + noise)[:, :-1].to(features.dtype)
-        costs = []
-        for skipped in range(self.hparams.rounds):
-            every = self.model.forward_sequence(next_inputs, inputs, mask)
-            predicted, true = every[:, first - 1 + skipped :], true_features[:, skipped:]
-            drafts = comparison.head(self.target, self.model, predicted, points[:, skipped:])
-            distribution = comparison.loss(merge(drafts), logits[:, skipped:])
-            costs.append(torch.stack((F.smooth_l1_loss(predicted.float(), true.float()), distribution)))
-            inputs = torch.cat((features[:, :first], every[:, first - 1 : -1].to(features.dtype)), 1)
+        hparams, merge = self.hparams, self.guidance.merge
+        settings = self.guidance, hparams.rounds, hparams.noise
+        true, logits, rounds = self.drafts(self.model, prompts, start, codes, *settings, known)
+        p, costs = merge(logits), []
+        for skipped, (predicted, drafts) in enumerate(rounds):
+            feature = F.smooth_l1_loss(predicted.float(), true[:, skipped:].float())
+            costs.append(torch.stack((feature, self.comparison.loss(merge(drafts), p[:, skipped:]))))
         feature, distribution = torch.stack(costs).mean(0)
         return feature, distribution
 
-    @torch.no_grad()
-    def validate(self) -> dict[str, Any]:
-        """Losses and acceptance on some validation pictures."""
-        return self.validate_on(evenly_spaced(len(self.codes.val), CHECK_PICTURES))
+    def drafts(
+        self,
+        drafter: EagleDrafter,
+        prompts: Tensor,
+        start: Tensor | None,
+        codes: Tensor,
+        guidance: Guidance,
+        rounds: int,
+        noise: float | None = None,
+        known: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
+        """The target's features [R, n, D] and distributions [R, n, P] at the codes after the first, and a drafter's in each round.
 
-    @torch.no_grad()
-    def final(self) -> dict[str, Any]:
-        """The figures on every validation picture."""
-        figures = self.validate_on(torch.arange(len(self.codes.val)))
-        return {**figures, "validation_pictures": len(self.codes.val)}
+        A round after the first reads the drafter's own features of the round before (HASS, arXiv 2408.15766) and lacks
+        one more code. noise: the width of uniform noise on the features that the first round reads.
+        """
+        head, target = self.comparison.head, self.target
+        with torch.no_grad():
+            rows = guidance.rows(codes)
+            if known is None:
+                next_inputs, features = drafter_inputs(target, prompts, rows, start)
+            else:
+                next_inputs, features = slot_inputs(target, prompts, rows)[:, 1:], known
+            inputs = features
+            if noise is not None:
+                inputs = features + (torch.rand_like(features, dtype=torch.float32) - 0.5) * noise
+            first, points = prompts.shape[1], self.comparison.points(codes[:, 1:])
+            logits = head(target, target, features[:, first:], points)
+        mask, found = causal_mask(start, next_inputs.shape[1]), []
+        inputs = inputs[:, :-1].to(features.dtype)
+        for skipped in range(rounds):
+            every = drafter.forward_sequence(next_inputs, inputs, mask)
+            predicted = every[:, first - 1 + skipped :]
+            found.append((predicted, head(target, drafter, predicted, points[:, skipped:])))
+            inputs = torch.cat((features[:, :first], every[:, first - 1 : -1].to(features.dtype)), 1)
+        return features[:, first:], logits, found
 
     def validate_on(self, index: Tensor) -> dict[str, float]:
         """Expected acceptance after guidance (first draft level, and second), agreement of the best code, losses."""
         comparison = self.comparison
         guidance = comparison.guidance(self.hparams.cfg)
-        sums: dict[str, float] = {}
+        sums = defaultdict[str, float](float)
         for part in index.split(8):
             found = self.codes.val.pick(part).to(self.device)
-            codes = guidance.rows(self.target.from_cache(found, torch.Generator().manual_seed(0)))
-            prompts, start = self.val(part, guidance.branches)
-            first, count = prompts.shape[1], len(part)
-            with autocast(self.device):
-                next_inputs, features = drafter_inputs(self.target, prompts, codes, start)
-                mask = causal_mask(start, next_inputs.shape[1])
-                predicted = self.average.forward_sequence(next_inputs, features[:, :-1], mask)
-                own_features = torch.cat((features[:, :first], predicted[:, first - 1 : -1]), 1)
-                second_features = self.average.forward_sequence(next_inputs, own_features, mask)[:, first:]
-                predicted, true_features = predicted[:, first - 1 :], features[:, first:]
-                points, own = comparison.points(codes[:count, 1:]), (self.target, self.average)
-                target_logits = comparison.head(self.target, self.target, true_features, points)
-                logits = comparison.head(*own, predicted, points)
-                second = comparison.head(*own, second_features, points[:, 1:])
+            codes = self.target.from_cache(found, torch.Generator().manual_seed(0))
+            prompts = self.val(part, guidance.branches)
+            with team().autocast(self.device):
+                true, target_logits, rounds = self.drafts(self.average, *prompts, codes, guidance, 2)
+            (predicted, logits), (_, second) = rounds
             p, q, q2 = (guidance.merge(x) for x in (target_logits, logits, second))
-            accepted = comparison.acceptance(q, p)
+            accepted, count = comparison.acceptance(q, p), len(part)
             figures = {
                 "accept": accepted.mean(),
                 "accept2": comparison.acceptance(q2, p[:, 1:]).mean(),
                 "agree": comparison.agreement(q, p),
-                "feature": F.smooth_l1_loss(predicted.float(), true_features.float()),
+                "feature": F.smooth_l1_loss(predicted.float(), true.float()),
                 "paper": comparison.cross_entropy(logits[:count], target_logits[:count]),
                 "guided": comparison.cross_entropy(q, p),
                 "lk": -accepted.log().mean(),
             }
             for name, value in figures.items():
-                sums[name] = sums.get(name, 0.0) + value.item() * count
+                sums[name] += value.item() * count
         return {name: value / len(index) for name, value in sums.items()}

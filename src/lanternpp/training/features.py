@@ -1,9 +1,10 @@
-"""What a drafter learns from: prompts, and a frozen target's features of known codes, computed or from a cache on disk."""
+"""A drafter's inputs in training: prompts, and a frozen target's features of known codes, computed or from a cache on disk."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from torch import Tensor
 from lanternpp.errors import InputError
 from lanternpp.models.base import PromptWarning, Target
 from lanternpp.training.codes import Split
-from lanternpp.training.loop import autocast
-from lanternpp.training.material import Done, Material, Shard, parts_of
+from lanternpp.training.loop import team
+from lanternpp.training.material import Done, Material, Shard
 from lanternpp.training.teacher import Teacher
 from lanternpp.util.files import digest
 
@@ -28,24 +29,17 @@ class CaptionPrompts:
 
     def __init__(self, target: Target, split: Split):
         self.target = target
-        self.known_texts: list[str] = []
-        widths, starts = [], []
+        known: dict[str | None, tuple[int, bool]] = {}  # slots, and whether some are padding
         target.cache_prompts(len(set(split.texts)))
         for text in (None, *dict.fromkeys(split.texts)):
-            try:
+            with suppress(InputError):
                 embeds, start = self._prompt([text], 2)
-            except InputError:
-                continue
-            widths.append(embeds.shape[1])
-            starts.append(start)
-            if text is not None:
-                self.known_texts.append(text)
+                known[text] = embeds.shape[1], bool(start.any())
         target.release_encoder()
-        if not self.known_texts:
+        if not known.keys() - {None}:
             raise InputError("the target can follow none of the captions: was it trained on other data?")
-        self.slots = max(widths)
-        self.padded = any(w < self.slots for w in widths) or bool(torch.cat(starts).any())
-        known = set(self.known_texts)
+        self.slots = max(slots for slots, _ in known.values())
+        self.padded = any(padded or slots < self.slots for slots, padded in known.values())
         self.texts = [text if text in known else None for text in split.texts]
 
     def __call__(
@@ -98,18 +92,15 @@ def drafter_inputs(
     prompts: Tensor,
     codes: Tensor,
     start: Tensor | None = None,
-    features: Tensor | None = None,
     aux_layers: tuple[int, ...] = (),
 ) -> tuple[Tensor, Tensor]:
-    """prompts [R, T, D] that begin at start [R], codes [R, length] -> a drafter's inputs and what it should predict.
+    """prompts [R, T, D] that begin at start [R], codes [R, length] -> a drafter's inputs and its targets.
 
     Returns next_inputs [R, S - 1, D], the input after each slot, and features [R, S, D], for S = T + length - 1 slots:
-    a drafter predicts features[:, t + 1] from next_inputs[:, t] and features[:, t]. If `features` are given, the
-    target is not run. With aux_layers features are [R, S, (1 + aux) D], as `Decoder.forward` returns them.
+    a drafter predicts features[:, t + 1] from next_inputs[:, t] and features[:, t]. With aux_layers features are
+    [R, S, (1 + aux) D], as `Decoder.forward` returns them.
     """
     inputs = slot_inputs(target, prompts, codes)
-    if features is not None:
-        return inputs[:, 1:], features
     mask = causal_mask(start, inputs.shape[1])
     return inputs[:, 1:], target.decoder.forward_sequence(inputs, seen=mask, aux_layers=aux_layers)
 
@@ -138,9 +129,8 @@ class FeatureCache:
         key = digest(
             [teacher.origin, name, str(like.dtype), str(captions.slots), str(self.each), *split.texts]
         )
-        parts, contents = parts_of(len(split), self.each), "the features of all pictures"
-        folder = teacher.store / f"features-{key}"
-        self.material = Material(folder, parts, self._compute, "features", contents, size).build()
+        where, contents = teacher.store / f"features-{key}", "the features of all pictures"
+        self.paths = Material(where, len(split), self.each, self._compute, contents, size).build().paths
         self._files: dict[int, Any] = {}
 
     def __call__(self, index: Tensor, variant: Tensor, branches: int, drop: Tensor | None = None) -> Tensor:
@@ -154,7 +144,7 @@ class FeatureCache:
     def _one(self, index: int, variant: int) -> Tensor:
         number, place = divmod(index, self.each)
         if number not in self._files:
-            self._files[number] = safe_open(self.material.path(number), framework="pt").__enter__()
+            self._files[number] = safe_open(self.paths[number], framework="pt").__enter__()
         piece = self._files[number].get_slice("features")
         found: Tensor = piece[place : place + 1, variant : variant + 1][0, 0]
         return found
@@ -175,6 +165,6 @@ class FeatureCache:
         device = self.target.decoder.rotary_table.device
         codes = self.split.pick(index, torch.full_like(index, variant)).to(device)
         prompts, start = self.captions(index, 2)
-        with autocast(device):
+        with team().autocast(device):
             _, features = drafter_inputs(self.target, prompts, codes.repeat(2, 1), start)
         return torch.stack(features.chunk(2), 1).cpu()

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lanternpp.api.results import versions
 from lanternpp.errors import InputError
 from lanternpp.nn import checkpoints
 from lanternpp.training.options import TrainingOptions
-from lanternpp.training.state import Report, State, Task, as_text, begin_or_resume, write_provenance
-from lanternpp.util.devices import half_width, pick_device
+from lanternpp.training.state import Report, State, Task, begin_or_resume
+from lanternpp.util.devices import device_name, half_width, pick_device
+from lanternpp.util.jsonfile import write_json
 
 TIMEOUT = timedelta(days=1)  # the others wait while the first process draws, validates and saves
 
@@ -102,19 +108,19 @@ class Team:
         if self.accelerator is not None and self.accelerator.mixed_precision != "no":
             asked: AbstractContextManager[object] = self.accelerator.autocast()
             return asked
-        in_half = half_width(device) is torch.bfloat16
-        return torch.autocast(device.type, dtype=torch.bfloat16) if in_half else nullcontext()
+        dtype = compute_dtype(device)
+        return torch.autocast(device.type, dtype) if dtype is torch.bfloat16 else nullcontext()
+
+
+def compute_dtype(device: torch.device) -> torch.dtype:
+    """The dtype of products in trainings: bfloat16 where the device multiplies in it, else float32."""
+    return torch.bfloat16 if half_width(device) is torch.bfloat16 else torch.float32
 
 
 @cache
 def team() -> Team:
     """The team that this process belongs to."""
     return Team()
-
-
-def autocast(device: torch.device) -> AbstractContextManager[object]:
-    """The precision of a step: `Team.autocast`."""
-    return team().autocast(device)
 
 
 def run(task: Task, options: TrainingOptions) -> bool:
@@ -141,7 +147,11 @@ def run(task: Task, options: TrainingOptions) -> bool:
             if log:
                 means = [value.item() / state.counted for value in state.sums.values()]
                 figures = dict(zip(state.sums, team().reduce(means, "mean"), strict=True))
-                check_finite(figures, state.step)
+                # before a broken model overwrites a good state
+                if broken := [name for name, value in figures.items() if not math.isfinite(value)]:
+                    raise InputError(
+                        f"{', '.join(broken)} is no longer finite at step {state.step}: --restart with a lower --lr."
+                    )
                 report.write({"step": state.step, "seconds": round(state.seconds, 2), **figures})
                 line += f"  {as_text(figures)}"
                 state.sums, state.counted = {}, 0
@@ -171,13 +181,17 @@ def run(task: Task, options: TrainingOptions) -> bool:
 
 
 def update(task: Task, state: State, progress: float) -> None:
-    """One step, and what `state` counts of it."""
+    """One step, its part in the moving average (buffers are copied), and its losses, added to those in `state`."""
     set_rate(task, progress, state.step)
     torch.manual_seed((task.settings["seed"] * 1_000_003 + state.step + (team().rank << 40)) % 2**63)
     for name, value in task.step(state.step, progress).items():
         state.sums[name] = state.sums[name] + value.detach() if name in state.sums else value.detach().clone()
     state.counted += 1
-    update_average(task.average, task.model, min(task.decay, (1 + state.step) / (10 + state.step)))
+    decay = min(task.decay, (1 + state.step) / (10 + state.step))
+    with torch.no_grad():
+        torch._foreach_lerp_(list(task.average.parameters()), list(task.model.parameters()), 1 - decay)
+        if buffers := list(task.average.buffers()):
+            torch._foreach_copy_(buffers, list(task.model.buffers()))
     state.step += 1
 
 
@@ -208,6 +222,11 @@ def finish(
     figures = {**(validated or task.validate()), **task.final()}
     config, tensors = task.export()
     facts = {
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "git": revision(),
+        "versions": versions(),
+        "hardware": f"{device_name(task.device)}, {torch.get_num_threads()} threads",
         "trains": task.name,
         "data": task.data,
         "settings": task.settings,
@@ -219,10 +238,28 @@ def finish(
         "parameters": sum(p.numel() for p in task.average.parameters()),
         "store": options.store,
     }
-    write_provenance(options.folder, facts, task.device)
+    write_json(options.folder / "provenance.json", facts)
     exact = [name for name in tensors if name.endswith("codebook")]
     checkpoints.save(options.folder, config, tensors, options.store, keep=exact)
     report.say(f"done after {state.step} steps: {as_text(figures)}; weights in {options.folder}")
+
+
+def as_text(figures: Mapping[str, Any]) -> str:
+    """`name value` of the numbers among some figures."""
+    numbers = {name: value for name, value in figures.items() if isinstance(value, int | float)}
+    return "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+
+
+def revision() -> str | None:
+    """The commit of the source, with + where files differ from it; None outside a checkout."""
+    words = ("git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+")
+    place = Path(__file__).parent
+    try:
+        return subprocess.check_output(
+            words, cwd=place, stderr=subprocess.DEVNULL, text=True, timeout=10
+        ).strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def set_rate(task: Task, progress: float, step: int) -> None:
@@ -237,24 +274,6 @@ def set_rate(task: Task, progress: float, step: int) -> None:
     factor *= min((step + 1) / task.warmup, 1.0)
     for group in task.param_groups():
         group["lr"] = group["initial_lr"] * factor
-
-
-@torch.no_grad()
-def update_average(average: nn.Module, model: nn.Module, decay: float) -> None:
-    """Move the averaged weights a step towards the model's; buffers are copied."""
-    torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 1 - decay)
-    averages, values = list(average.buffers()), list(model.buffers())
-    if averages:
-        torch._foreach_copy_(averages, values)
-
-
-def check_finite(figures: dict[str, float], step: int) -> None:
-    """InputError before a broken model overwrites a good state."""
-    broken = [name for name, value in figures.items() if not math.isfinite(value)]
-    if broken:
-        raise InputError(
-            f"{', '.join(broken)} is no longer finite at step {step}: --restart with a lower --lr."
-        )
 
 
 @contextmanager

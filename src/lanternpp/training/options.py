@@ -19,25 +19,35 @@ USUAL: dict[str, dict[str, Any]] = {
 }
 
 
+# Hyperparameters that drafters and the networks of a recipe have.
+Rate = Annotated[float, Option("Peak learning rate.", gt=0, le=1)]
+Batch = Annotated[int, Option("Pictures a step.", ge=1)]
+Decay = Annotated[float, Option("Of the moving average of the weights, per step.", ge=0, le=1)]
+Warmup = Annotated[int, Option("Steps of linear warm-up.", ge=1)]
+Seed = Annotated[int, Option("Seed of weights, data order and noise.", ge=0, le=2**32)]
 Eagle, Parallel = partial(Option, group="EAGLE"), partial(Option, group="Parallel")
 
 
 def declared(options: Any) -> dict[str, Option]:
-    """The options that a dataclass declares, or one that it derives from, as what a command line makes of it does."""
+    """The options that a dataclass declares, or its base class: a command line derives one from it."""
     hints = [get_type_hints(kind, include_extras=True) for kind in type(options).__mro__[:-1]]
     pairs = [(name, option_of(hint)) for each in hints for name, hint in each.items()]
     return {name: option for name, option in pairs if option is not None}
 
 
-def check_options(options: Any) -> None:
-    """InputError where a field of a dataclass of options is out of its range."""
+def check_options(options: Any, kind: Kind | None = None) -> None:
+    """InputError where a field of a dataclass of options is out of its range, or given and of drafters of another kind."""
     for name, option in declared(options).items():
-        option.check(getattr(options, name), "--" + name.replace("_", "-"))
+        value, called = getattr(options, name), "--" + name.replace("_", "-")
+        option.check(value, called)
+        other = kind is not None and option.group.lower() not in ("", kind)
+        if other and value != getattr(type(options), name):
+            raise InputError(f"{called} is for drafters of --kind {option.group.lower()}: leave it out.")
 
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """How long, where and how to run: what may change between a run and its resumption."""
+    """How long, where and how to run: all that may change between a run and its resumption."""
 
     folder: Path = Path()
     steps: Annotated[int | None, Option("Budget in steps, earlier runs counted in.", ge=1)] = None
@@ -58,7 +68,7 @@ class TrainingOptions:
             raise InputError("a training needs a budget: give --steps N, --minutes M or both.")
 
     def progress(self, step: int, seconds: float) -> float:
-        """0..1: how much of the budget is spent."""
+        """0..1: how much of the budget is used."""
         parts = [step / self.steps] if self.steps else []
         parts += [seconds / 60 / self.minutes] if self.minutes else []
         return min(max(parts), 1.0)
@@ -73,10 +83,10 @@ class DrafterSettings:
     """Hyperparameters: all that decides the result, except the budget and the machine.
 
     EAGLE's loss is SmoothL1 on features + `weight` x a loss on distributions: `paper`, cross-entropy to the target's;
-    `guided`, the same after guidance, which is what verification sees; `lk`, -log of the acceptance itself, after
+    `guided`, the same after guidance, as verification has it; `lk`, -log of the acceptance itself, after
     guidance; `both`, the sum of these two. A parallel drafter has one of the last three at each level, level l counting
-    `fade` ** l; `block` is `guided` and, for the chain as a whole, -log of the codes that block verification would decide
-    of a draft (`drafts.keep_chances`).
+    `fade` ** l; `block` is `guided` and, for all codes of the chain together, -log of the codes that block verification would decide
+    of a draft (`parallel.keep_chances`).
     """
 
     cfg: Annotated[float | None, Option("Guidance supposed; default: the model's own.", ge=1)] = None
@@ -94,10 +104,10 @@ class DrafterSettings:
         float | None, Option("Width of uniform noise on features; default: 0.2, or 0.1 (parallel).", ge=0)
     ] = None
     layers: Annotated[int, Option("Blocks.", ge=1)] = 1
-    batch_size: Annotated[int, Option("Pictures a step.", ge=1)] = 16
-    seed: Annotated[int, Option("Seed of weights, data order and noise.", ge=0, le=2**32)] = 0
-    decay: Annotated[float, Option("Of the moving average of the weights, per step.", ge=0, le=1)] = 0.995
-    warmup: Annotated[int, Option("Steps of linear warm-up.", ge=1)] = 100
+    batch_size: Batch = 16
+    seed: Seed = 0
+    decay: Decay = 0.995
+    warmup: Warmup = 100
     weight: Annotated[float, Eagle("Weight of the loss on distributions.", ge=0)] = 0.1
     rounds: Annotated[int, Eagle("Passes per step, later ones on own features (HASS, 2408.15766).", ge=1)] = 1
     inherit: Annotated[bool, Eagle("Begin as the target's last block.")] = False
@@ -108,18 +118,11 @@ class DrafterSettings:
     aux_layers: Annotated[int, Parallel("Layers of the target below its last that it reads too.", ge=0)] = 0
     anchors: Annotated[int, Parallel("Slots of a picture after which a step drafts.", ge=1)] = 20
     firsts: Annotated[int, Parallel("Slots after which only a first level is learned.", ge=1)] = 128
-    turn: Annotated[int, Parallel("Width of the layers that condition on a code.", ge=1)] = 256
+    condition_width: Annotated[int, Parallel("Width of the layers that condition on a code.", ge=1)] = 256
 
     def of(self, kind: Kind) -> DrafterSettings:
-        """The settings with what is usual for a kind of drafter. InputError where one is of the other kind, or wrong."""
-        check_options(self)
-        for name, option in declared(self).items():
-            if option.group.lower() not in ("", kind) and getattr(self, name) != getattr(
-                DrafterSettings, name
-            ):
-                raise InputError(
-                    f"--{name.replace('_', '-')} is for drafters of --kind {option.group.lower()}: leave it out."
-                )
+        """The settings with the defaults of a kind of drafter. InputError where one is of the other kind, or wrong."""
+        check_options(self, kind)
         found = replace(self, **{name: x for name, x in USUAL[kind].items() if getattr(self, name) is None})
         if found.loss not in LOSSES[kind]:
             raise InputError(f"loss {found.loss!r} is none of {kind}'s: choose {', '.join(LOSSES[kind])}.")
@@ -128,24 +131,38 @@ class DrafterSettings:
 
 @dataclass(frozen=True)
 class TrainingData:
-    """What a drafter learns from: the pictures in a folder, those that the target draws itself, or a folder of codes."""
+    """A drafter's training data: pictures in a folder, pictures or runs that the target draws itself, or a folder of codes.
 
-    data: Annotated[Path | None, Option("Imagefolder; with --self, only its captions are used.")] = None
-    own: Annotated[bool, Option("Learn from what the target draws itself.", names=("--self",))] = False
-    prompts: Annotated[
-        Path | None, Option("What it draws, a prompt a line; default: --data's captions, or its own.")
-    ] = None
-    samples: Annotated[
-        int | None, Option("Pictures it draws; default: one a prompt, at least 100.", ge=1)
-    ] = None
-    sample_batch: Annotated[int, Option("Pictures it draws at once.", ge=1)] = 8
-    codes: Annotated[Path | None, Option("Folder of codes, such as MODEL/codes/self-*.")] = None
-    crops: Annotated[int, Option("Crops of each training picture, each also mirrored.", ge=1)] = 2
-    limit: Annotated[int | None, Option("Use only this many pictures of each split.", ge=1)] = None
+    data: Imagefolder; with --self, only its captions are used.
+    own: Learn from what the target draws itself.
+    prompts: What it draws, a prompt a line; default: --data's captions, or its own.
+    samples: Pictures it draws; default: one a prompt, at least 100.
+    sample_batch: Pictures it draws at once.
+    codes: Folder of codes, such as MODEL/codes/self-*.
+    crops: Crops of each training picture, each also mirrored.
+    limit: Use only this many pictures of each split.
+    cache_features: Keep the target's features on disk; takes room, saves its passes.
+    rollouts: Go on with a parallel drafter, on N runs of the target with it, recorded first.
+    drafter: --rollouts: the parallel drafter to go on with.
+    method: --rollouts: the method by whose rule and verification runs are drawn.
+    """
 
-    def check(self) -> None:
-        """InputError where there is nothing to learn from."""
-        check_options(self)
+    data: Path | None = None
+    own: Annotated[bool, Option(names=("--self",))] = False
+    prompts: Path | None = None
+    samples: Annotated[int | None, Option(ge=1)] = None
+    sample_batch: Annotated[int, Option(ge=1)] = 8
+    codes: Path | None = None
+    crops: Annotated[int, Option(ge=1)] = 2
+    limit: Annotated[int | None, Option(ge=1)] = None
+    cache_features: Annotated[bool, Eagle()] = False
+    rollouts: Annotated[int | None, Parallel(ge=1, metavar="N")] = None
+    drafter: Annotated[Path | None, Parallel(metavar="DIR")] = None
+    method: Annotated[str, Parallel(metavar="NAME")] = "parallel"
+
+    def check(self, kind: Kind | None = None, folder: Path | None = None) -> None:
+        """InputError where there is nothing to learn from, or nothing for a drafter of this kind that goes to this folder."""
+        check_options(self, kind)
         for name in ("prompts", "samples"):
             if getattr(self, name) is not None and not self.own:
                 raise InputError(f"--{name} says what the target draws itself: add --self.")
@@ -154,4 +171,18 @@ class TrainingData:
         if not self.own and self.data is None and self.codes is None:
             raise InputError(
                 "a drafter learns from pictures, --data DIR, from what its target draws, --self, or from --codes DIR."
+            )
+        if (self.rollouts is None) != (self.drafter is None) or (
+            self.rollouts is None and self.method != TrainingData.method
+        ):
+            raise InputError(
+                "--rollouts N goes on with the drafter of --drafter DIR, drawn by --method: give both."
+            )
+        if self.drafter is not None and not (self.drafter / "config.json").is_file():
+            raise InputError(
+                f"{self.drafter} holds no parallel drafter to go on with: train one first, without --rollouts."
+            )
+        if self.drafter is not None and folder is not None and self.drafter.resolve() == folder.resolve():
+            raise InputError(
+                f"{self.drafter} holds the drafter that it begins with: name another folder with -o DIR."
             )

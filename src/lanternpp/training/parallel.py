@@ -12,7 +12,7 @@ estimate still grows to its greatest value, g + 1, as q goes to p. Each draft's 
 such a sum is, times the codes that depend on it (`chain_gain`). The ratios at the recorded codes themselves are taken as they
 are: a drafter that may raise q there learns the recorded codes by heart, and drafts no better.
 
-The same chains train the drafter to predict what is accepted. A draft is accepted, given that those before it are, with
+The same chains train the drafter to predict acceptance. A draft is accepted, given that those before it are, with
 probability w_i / w_{i-1}, whose mean over the draft is sum_y min(p_i(y), q_i(y) / w_{i-1}); a chain comes so far, and is
 accepted so far, as often as the target draws it, times exp(-max_{j < i} s_j).
 """
@@ -28,15 +28,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
-from lanternpp.engine.guidance import Guidance
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
-from lanternpp.training.codes import Codes, evenly_spaced
+from lanternpp.training.codes import evenly_spaced
 from lanternpp.training.drafter import DrafterTask
 from lanternpp.training.features import CaptionPrompts, drafter_inputs, spread_aux_layers
-from lanternpp.training.loop import autocast, muon_and_adamw, team
-from lanternpp.training.options import DrafterSettings
-from lanternpp.training.teacher import Teacher
+from lanternpp.training.loop import muon_and_adamw, team
+from lanternpp.training.options import DrafterSettings, TrainingData
 
 PLACES = 20  # of a picture that a validation drafts from, about
 FIRST = 0.5  # weight of the loss of the first level at more slots
@@ -45,10 +43,10 @@ SMALLEST = 1e-6  # chance whose logarithm is taken
 
 
 def keep_chances(p: Tensor, log_q: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
-    """Along chains that the target drew: how often drafts come there, relative to it, and keep the next guess then, [..., g].
+    """Along chains that the target drew: how often drafts come there, relative to it, and accept the next draft code then, [..., g].
 
     The product estimates the mean w_1 .. w_g of drafts. Only the second is differentiable, in log_q of its own level. p and
-    log_q [..., g, V] behind every code of the chain; codes [..., g], drawn from p.
+    log_q [..., g, V] after every code of the chain; codes [..., g], drawn from p.
     """
     at = codes[..., None]
     gain = log_q.detach().gather(-1, at) - p.gather(-1, at).clamp(min=torch.finfo(p.dtype).tiny).log()
@@ -80,16 +78,9 @@ def level_cost(loss: str, p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     return cost, chance.detach()
 
 
-def confidence_loss(logits: Tensor, reach: Tensor, chance: Tensor) -> Tensor:
-    """Cross-entropy of predictions to `keep_chances`, all [..., g], weighted by how often drafts come there."""
-    weight, chance = reach.detach(), chance.detach().clamp(0, 1).float()
-    cost = F.binary_cross_entropy_with_logits(logits, chance, reduction="none")
-    return (cost * weight).sum() / weight.sum().clamp(min=1e-6)
-
-
 @dataclass(frozen=True)
 class DraftBatch:
-    """Inputs of B pictures: S slots, the first T of them the prompt's. Drafts of `levels` codes begin behind A slots, the anchors."""
+    """Inputs of B pictures: S slots, the first T of them the prompt's. Drafts of `levels` codes begin after A slots, the anchors."""
 
     prompts: Tensor  # [R, T, D] the conditional ones first; those of B rows where no pass of the target will be needed
     start: Tensor | None  # [R] where prompts begin; None: all at slot 0
@@ -106,11 +97,6 @@ class DraftBatch:
         slots, last = self.anchors[..., None] + 1 + level, self.features.shape[1] - 1
         return slots.clamp(max=last), (slots <= last).float()
 
-    @property
-    def drafter_start(self) -> Tensor | None:
-        """Where the drafter's rows begin, [B]: as the conditional prompts."""
-        return None if self.start is None else self.start[: len(self.codes)]
-
 
 def gather_slots(x: Tensor, slot: Tensor) -> Tensor:
     """x [B, S, D] at slots [B, A, L] -> [B, A, L, D]; slots beyond the last are the last."""
@@ -122,17 +108,12 @@ class ParallelTask(DrafterTask):
     """A parallel drafter."""
 
     name = kind = "parallel"
-    keep = "refused"
+    keep = "rejected"
     model: ParallelDrafter
     average: ParallelDrafter
 
-    def __init__(self, settings: Any, teacher: Teacher, codes: Codes):
-        self.guidance = Guidance(settings.cfg)
-        super().__init__(settings, teacher, codes)
-        self.training_loss = self.loss
-
     @classmethod
-    def check(cls, settings: DrafterSettings, target: Target) -> None:
+    def check(cls, settings: DrafterSettings, target: Target, source: TrainingData) -> None:
         """Whether the target has codes, and as many layers as are read."""
         spread_aux_layers(settings.aux_layers, target.decoder.config.layers)
         if target.channels:
@@ -141,9 +122,9 @@ class ParallelTask(DrafterTask):
             )
 
     def make(self) -> ParallelDrafter:
-        """The drafter; what conditions on codes and hints, and what predicts the confidence, begins at zero."""
+        """The drafter; the layers for codes, hints and the confidence begin at zero."""
         settings, shape = self.hparams, self.target.decoder.config
-        more = {"queries": settings.levels - 1, "turn": settings.turn, "confidence": True}
+        more = {"queries": settings.levels - 1, "turn": settings.condition_width, "confidence": True}
         aux_layers = spread_aux_layers(settings.aux_layers, shape.layers)
         config = ParallelConfig.like(shape, settings.layers, aux_layers=aux_layers, **more)
         drafter = ParallelDrafter(config, self.target.decoder.rotary_table).float()
@@ -157,10 +138,6 @@ class ParallelTask(DrafterTask):
         others = ("queries", "confidence.weight")
         matrices = [p for name, p in self.model.named_parameters() if p.dim() == 2 and name not in others]
         return muon_and_adamw(self.model, matrices, self.hparams.muon_lr, self.hparams.lr, decay=0.01)
-
-    def speed_up(self) -> None:
-        """Compile drafter, head and loss as one graph of one shape. Validations have other shapes and are not compiled."""
-        self.training_loss = torch.compile(self.loss, fullgraph=True, dynamic=False)
 
     def draft_batch(
         self, captions: CaptionPrompts, index: Tensor, codes: Tensor, pick: Tensor, exact: bool = False
@@ -179,7 +156,6 @@ class ParallelTask(DrafterTask):
 
     def training_batch(self, index: Tensor, variant: Tensor, generator: torch.Generator) -> DraftBatch:
         """The inputs of a training step."""
-        index, variant = team().share(index), team().share(variant)
         codes = self.codes.train.pick(index, variant).to(self.device)
         pick = torch.randperm(codes.shape[1] - 1, generator=generator)[: self.hparams.anchors].sort()[0]
         return self.draft_batch(self.train, index, codes, pick)
@@ -212,7 +188,7 @@ class ParallelTask(DrafterTask):
         """`loss` and `confidence`, whose sum a step minimises; `accept`, the mean acceptance; of each level [levels], `levels`,
         its acceptance, `kept`, E[w_i], and `expected`, the prediction of it.
 
-        confidence: the loss of predicting what is kept, which moves the layer that predicts alone. firsts [B, n]: slots
+        confidence: the loss of predicting the accepted codes, which moves the layer that predicts alone. firsts [B, n]: slots
         after which the first level alone counts too.
         """
         level_slots, in_picture = batch.level_slots(self.hparams.levels)
@@ -236,7 +212,10 @@ class ParallelTask(DrafterTask):
             loss = loss + FIRST * level_cost(self.hparams.loss, *at_firsts)[0].mean()
         assert drafter.confidence is not None
         logits, reach = drafter.confidence(features.detach())[..., 0].float(), reach.detach() * in_picture
-        confidence = confidence_loss(logits, reach, keep)
+        # cross-entropy of the predictions, weighted by how often drafts come there
+        kept = keep.detach().clamp(0, 1).float()
+        confidence = F.binary_cross_entropy_with_logits(logits, kept, reduction="none") * reach
+        confidence = confidence.sum() / reach.sum().clamp(min=1e-6)
         by_level = {
             "levels": chance,
             "kept": reach * keep.detach(),
@@ -281,33 +260,31 @@ class ParallelTask(DrafterTask):
         if noise is not None:
             inputs = torch.cat((inputs[..., : noise.shape[-1]] + noise, inputs[..., noise.shape[-1] :]), -1)
         inputs = inputs[:, :-1].to(next_inputs.dtype)
+        # the drafter has the conditional rows alone
+        start = None if batch.start is None else batch.start[: len(batch.codes)]
         first_level, further_levels = drafter.forward_sequence(
-            next_inputs, inputs, batch.anchors, levels, batch.drafter_start, batch.hints
+            next_inputs, inputs, batch.anchors, levels, start, batch.hints
         )
         at_anchors = gather_slots(first_level, batch.anchors[..., None])
         return first_level, torch.cat((at_anchors, further_levels), 2)
 
     @torch.no_grad()
     def validate(self) -> dict[str, Any]:
-        """What is accepted of drafts after held-out codes, estimated as in training.
+        """The accepted part of drafts after held-out codes, estimated as in training.
 
         codes: those that block verification decides per draft, 1 + sum of `kept`, E[w_i] by level; predicted: the same of
-        `expected`, what the drafter predicts of that; refused: the drafted codes of a draft that are not accepted; chain:
+        `expected`, the drafter's prediction of that; rejected: the drafted codes of a draft that are not accepted; chain:
         the codes that a walk from the root would decide if the levels were independent; accept: the mean acceptance of
         each level after recorded codes.
         """
         found = []
         for batch in self.validation_batches():
-            with autocast(self.device):
+            with team().autocast(self.device):
                 figures = self.loss(self.average, batch)
             found.append(torch.stack([figures[name] for name in ("kept", "expected", "levels")]))
         kept, expected, accept = torch.stack(found).mean(0)
         codes, predicted = (1 + x.sum().item() for x in (kept, expected))
-        chain, refused = 1 + accept.cumprod(0).sum().item(), 1 + len(kept) - codes
-        lists = {"kept": rounded(kept), "expected": rounded(expected), "accept": rounded(accept)}
-        return {"codes": codes, "predicted": predicted, "refused": refused, "chain": chain, **lists}
-
-
-def rounded(values: Tensor) -> list[float]:
-    """To four digits."""
-    return [round(value, 4) for value in values.tolist()]
+        chain, rejected = 1 + accept.cumprod(0).sum().item(), 1 + len(kept) - codes
+        by_level = {"kept": kept, "expected": expected, "accept": accept}
+        lists = {name: [round(value, 4) for value in x.tolist()] for name, x in by_level.items()}
+        return {"codes": codes, "predicted": predicted, "rejected": rejected, "chain": chain, **lists}

@@ -26,18 +26,14 @@ def strengths(pipe: Pipeline, kind: str) -> list[Settings]:
 
     Each has the deepest draft, from whose rates those of shorter ones are read.
     """
-    named: list[tuple[str, dict[str, Any]]]
     depth = min(DEEPEST, pipe.target.length // 4)  # only drafts with room for all levels are counted
-    if kind == "parallel":
-        named = [("parallel", {"tree": f"chain-{depth}"})]
-        named += [
-            ("lantern++", {"proposer": "parallel", "tree": f"chain-{depth}", "lam": lam}) for lam in LAMBDAS
-        ]
-    elif kind == "jacobi":
-        named = [(method, {"window": depth}) for method in ("jacobi", "jacobi-coupled", "lantern-jacobi")]
-    else:
-        named = [(kind, {})]
-    return [pipe.settings(method, batch_size=BATCH, **dials) for method, dials in named]
+    chain: dict[str, Any] = {"proposer": "parallel", "tree": f"chain-{depth}"}
+    named: dict[str, list[tuple[str, dict[str, Any]]]] = {
+        "parallel": [("parallel", chain), *(("lantern++", chain | {"lam": lam}) for lam in LAMBDAS)],
+        "jacobi": [(name, {"window": depth}) for name in ("jacobi", "jacobi-coupled", "lantern-jacobi")],
+        "eagle": [("eagle", {})],
+    }
+    return [pipe.settings(method, batch_size=BATCH, **dials) for method, dials in named[kind]]
 
 
 def record(
@@ -62,8 +58,8 @@ def record(
                 progress(place * passes + min(done, passes), len(methods) * passes)
             if done >= passes:
                 break
-        counts = Counts.of(counter)
-        if counts.passes:
+        if int(getattr(counter, "passes", 0)):
+            counts = Counts.of(counter)
             rows.append({"method": settings.method, "strength": strength(settings), "counts": asdict(counts)})
             relaxed = f" lambda {settings.lam:g}" if settings.lam is not None else ""
             found[f"{settings.method}{relaxed}"] = int(counter.codes) / counts.passes

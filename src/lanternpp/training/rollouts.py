@@ -7,48 +7,33 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lanternpp.accept.base import Acceptance
-from lanternpp.accept.exact import Exact
-from lanternpp.api.model import pack_target
-from lanternpp.api.options import RuleDials, Settings, names
-from lanternpp.api.settings import build_rule, build_verifier, resolve
-from lanternpp.drafters.base import QueryDrafter
+from lanternpp.api.options import RuleDials, names
 from lanternpp.drafters.parallel import ParallelDrafter
 from lanternpp.engine.batching import drawing
 from lanternpp.engine.decode import Engine, FinishedSample
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.observers import Observer
-from lanternpp.engine.sampling import Sampling
-from lanternpp.engine.verify.choose import Verifier
-from lanternpp.engine.verify.joint import verify_joint
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
-from lanternpp.models.vq.neighbours import cache_folder, neighbours
-from lanternpp.nn.checkpoints import CONFIG, checksum
+from lanternpp.nn.checkpoints import checksum_of
 from lanternpp.nn.sources import Source
-from lanternpp.proposers.parallel import Parallel
-from lanternpp.training.codes import Codes, Split, choose_prompts
+from lanternpp.training.codes import Codes, OwnCodes, Split, choose_prompts
 from lanternpp.training.features import CaptionPrompts, drafter_inputs, slot_inputs, spread_aux_layers
-from lanternpp.training.loop import run
-from lanternpp.training.material import Done, Material, Shard, parts_of
-from lanternpp.training.options import DrafterSettings, TrainingData, TrainingOptions
+from lanternpp.training.material import Done, Material, Shard
+from lanternpp.training.options import DrafterSettings, TrainingData
 from lanternpp.training.parallel import DraftBatch, ParallelTask
-from lanternpp.training.state import check_resumable
 from lanternpp.training.teacher import Teacher
-from lanternpp.trees.shapes import chain
-from lanternpp.trees.static import StaticTree
 from lanternpp.types import Admission, TargetOutput
 from lanternpp.util.files import digest
 
-PART = 32  # runs in a file
+PART, BATCH = 32, 16  # runs in a file, and at once
 PARTS = ("codes", "kept", "features", "prompt")
 
 
@@ -92,26 +77,11 @@ class Recorder(Observer):
         return Rollout(text, drawn.codes.to(torch.int32), *passes, *self.prompts[drawn.slot])
 
 
-def record(
-    target: Target,
-    drafter: QueryDrafter,
-    texts: Sequence[str | None],
-    cfg: float,
-    depth: int,
-    batch: int = 16,
-    seed: int = 0,
-    sampling: Sampling | None = None,
-    rule: Acceptance | None = None,
-    verifier: Verifier = verify_joint,
-) -> Iterator[Rollout]:
-    """A rollout per text, as they finish; seeds run from `seed` on. rule None: the exact one."""
-    proposer, guidance = Parallel(drafter, StaticTree(chain(depth))), Guidance(cfg)
-    engine = Engine(
-        target, proposer, rule or Exact(), sampling or Sampling(), guidance, batch, verifier=verifier
-    )
-    recorder = Recorder(guidance)
-    engine.observers.append(recorder)
-    for index, drawn in drawing(engine, texts, range(seed, seed + len(texts))):
+def record(engine: Engine, texts: Sequence[str | None], first: int = 0) -> Iterator[Rollout]:
+    """A rollout per text, as an engine that drafts chains by a parallel drafter finishes them; seeds run from `first` on."""
+    recorder = Recorder(engine.guidance)
+    engine.observers = [recorder]
+    for index, drawn in drawing(engine, texts, range(first, first + len(texts))):
         yield recorder.rollout(texts[index], drawn)
 
 
@@ -135,97 +105,115 @@ def replay(rollout: Rollout, levels: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class Runs:
-    """Runs of a target with a drafter of weights `origin`, one of each text, kept in shards beside the codes.
+class RunCodes(Codes):
+    """The codes of recorded runs, the runs to train and to validate on, and the drafter with which a training begins."""
 
-    Chains have the drafter's levels, and are verified as `settings` say.
+    runs: tuple[Sequence[Rollout], Sequence[Rollout]]
+    begin: ParallelDrafter
+
+    @classmethod
+    def of_runs(
+        cls, runs: Sequence[Rollout], held_out: int, data: dict[str, Any], begin: ParallelDrafter
+    ) -> Self:
+        """Of some runs, of which the last `held_out` validate."""
+        parts = runs[:-held_out], runs[-held_out:]
+        train, val = (
+            Split(torch.stack([run.codes for run in part])[:, None], tuple(run.text or "" for run in part))
+            for part in parts
+        )
+        return cls(train, val, data, parts, begin)
+
+
+class Runs(OwnCodes):
+    """Runs of a target with the drafter of `source`, kept in shards beside the codes.
+
+    They are drawn by a method, under its rule and verified as it verifies chains, with chains of the drafter's levels. A
+    drafter of fewer layers, levels or auxiliary layers than the settings say grows to as many. InputError.
     """
 
-    teacher: Teacher
-    origin: str
-    drafter: ParallelDrafter
-    texts: Sequence[str]
-    settings: Settings
-    seed: int
-
-    @property
-    def key(self) -> str:
-        """A hash of all that decides the runs."""
-        config, drawn = self.drafter.config, asdict(self.settings)
-        dials = sorted(
-            (name, drawn[name]) for name in ("verify", *names(RuleDials)) if drawn.get(name) is not None
+    def __init__(self, settings: DrafterSettings, teacher: Teacher, source: TrainingData):
+        assert source.drafter is not None
+        prompts = choose_prompts(teacher, source.prompts, source.data)
+        super().__init__(teacher, prompts, source.rollouts, BATCH, settings.seed + 1)
+        drafter = ParallelDrafter.read(Source.open(source.drafter), teacher.target, teacher.drawing_dtype)
+        origin = checksum_of(drafter)
+        self.begin = grown(drafter, settings, teacher.target)
+        config = self.begin.config
+        self.settings = replace(
+            settings,
+            layers=config.decoder.layers,
+            levels=config.queries + 1,
+            aux_layers=len(config.aux_layers),
+            condition_width=config.turn,
         )
-        how = f"{self.teacher.cfg} {config.queries} {config.aux_layers} {self.seed} {self.settings.accept} {dials}"
-        return digest([self.teacher.origin, self.origin, *self.texts, how])
+        chains: dict[str, Any] = {"proposer": "parallel", "tree": f"chain-{self.settings.levels}"}
+        chains |= {"min_survival": 0.0, "cfg": teacher.cfg, "batch_size": BATCH}
+        self.drawn = teacher.pipeline().settings(source.method, **chains)
+        drawn = {name: getattr(self.drawn, name) for name in ("verify", *names(RuleDials))}
+        dials = sorted((name, value) for name, value in drawn.items() if value is not None)
+        how = f"{teacher.cfg} {config.queries} {config.aux_layers} {self.seed} {self.drawn.accept} {dials}"
+        self.key = digest([teacher.origin, origin, *self.texts, how])
+        place = {} if source.data is None else {"folder": source.data.resolve().name}
+        self.facts = {"codes": self.key, "runs": source.rollouts, "drafter": origin, **place}
 
-    def build(self) -> list[Rollout]:
+    def build(self) -> RunCodes:
         """The runs; missing ones are recorded now."""
-        target, config = self.teacher.target, self.drafter.config
+        target, config = self.teacher.target, self.begin.config
         width = target.decoder.config.dim * (1 + len(config.aux_layers))
         # Assumes that a pass decides three codes on average.
         room = target.length * width * next(target.parameters()).element_size() * (config.queries + 2) // 3
-        folder, parts = self.teacher.store / f"runs-{self.key}", parts_of(len(self.texts), PART)
-        material = Material(folder, parts, self._record, "runs", "recorded runs of the target", room, "runs")
-        return [
+        folder, contents = self.teacher.store / f"runs-{self.key}", "recorded runs of the target"
+        material = Material(folder, len(self.texts), PART, self._draw, contents, room)
+        runs = [
             Rollout(text, **{name: tensors[f"{i} {name}"] for name in PARTS}, start=start)
             for tensors, facts in material.build().read()
             for i, (text, start) in enumerate(zip(facts["texts"], facts["starts"], strict=True))
         ]
+        facts = self.facts | {"prompts": len(self.prompts.train)}
+        return RunCodes.of_runs(runs, self.held_out, facts, self.begin)
 
-    def _record(self, parts: Sequence[range], done: Done) -> Iterator[Shard]:
-        teacher, target = self.teacher, self.teacher.target
-        rule, verifier = build_rule(self.settings, self._table), build_verifier(self.settings)
-        pack_target(target)
-        self.drafter.pack(target)
-        for part in parts:
-            texts, found = self.texts[part.start : part.stop], list[Rollout]()
-            depth, seed = self.drafter.config.queries + 1, (self.seed << 32) + part.start
-            for rollout in record(
-                target, self.drafter, texts, teacher.cfg, depth, 16, seed, teacher.sampling, rule, verifier
-            ):
-                found.append(rollout)
-                done(len(found))
-            tensors = {f"{i} {name}": getattr(x, name) for i, x in enumerate(found) for name in PARTS}
-            yield tensors, {"texts": [x.text for x in found], "starts": [x.start for x in found]}
+    def engine(self) -> Engine:
+        """The engine that draws, with the packed drafter."""
+        teacher = self.teacher
+        drafter = copy.deepcopy(self.begin).to(teacher.device, teacher.drawing_dtype)
+        drafter.eval().requires_grad_(False).pack(teacher.target)
+        return teacher.pipeline(parallel=drafter).new_engine(self.drawn)
 
-    def _table(self, k: int) -> Tensor:
-        codebook = self.teacher.target.codebook
-        if codebook is None:
-            rule = self.settings.accept
-            raise InputError(f"the rule {rule} needs neighbours, and the target has no codebook.")
-        kept = neighbours(codebook.cpu(), min(k, len(codebook) - 1), cache_folder(self.teacher.place))
-        return kept.to(codebook.device)
+    def shard(self, engine: Engine, texts: Sequence[str], seeds: range, done: Done) -> Shard:
+        """The runs of some texts."""
+        found = list[Rollout]()
+        for rollout in record(engine, texts, seeds.start):
+            found.append(rollout)
+            done(len(found))
+        tensors = {f"{i} {name}": getattr(x, name) for i, x in enumerate(found) for name in PARTS}
+        return tensors, {"texts": [x.text for x in found], "starts": [x.start for x in found]}
 
 
 class RolloutTask(ParallelTask):
-    """A parallel drafter that goes on from the weights of `begin`, on runs of which the last `held_out` validate."""
+    """A parallel drafter that goes on from the weights of another, on recorded runs of the target with it."""
 
-    def __init__(
-        self,
-        settings: DrafterSettings,
-        teacher: Teacher,
-        rollouts: Sequence[Rollout],
-        held_out: int,
-        data: dict[str, Any],
-        begin: ParallelDrafter,
-    ):
-        self.rollouts, self.begin = (rollouts[:-held_out], rollouts[-held_out:]), begin
-        train, val = map(_split, self.rollouts)
-        super().__init__(settings, teacher, Codes(train, val, data))
+    codes: RunCodes
+    found = ("cfg", "layers", "levels", "aux_layers", "condition_width")
+
+    @classmethod
+    def material(cls, settings: DrafterSettings, teacher: Teacher, source: TrainingData) -> tuple[Any, Any]:
+        """The settings, with those of the drafter that it begins with, and the runs."""
+        runs = Runs(settings, teacher, source)
+        return runs.settings, runs
 
     def make(self) -> ParallelDrafter:
         """A copy of the drafter that it begins with."""
-        return copy.deepcopy(self.begin)
+        return copy.deepcopy(self.codes.begin)
 
     def training_batch(self, index: Tensor, variant: Tensor, generator: torch.Generator) -> DraftBatch:
         """Some runs, and some of their passes."""
-        return self.drafts(self.train, self.rollouts[0], index, generator)
+        return self.drafts(self.train, self.codes.runs[0], index, generator)
 
     def validation_batches(self) -> Iterator[DraftBatch]:
         """The runs held out, passes spread over them."""
-        for part in torch.arange(len(self.rollouts[1])).split(8):
+        for part in torch.arange(len(self.codes.val)).split(8):
             generator = torch.Generator().manual_seed(0)
-            yield self.drafts(self.val, self.rollouts[1], part, generator, exact=True)
+            yield self.drafts(self.val, self.codes.runs[1], part, generator, exact=True)
 
     def drafts(
         self,
@@ -262,62 +250,8 @@ class RolloutTask(ParallelTask):
         return DraftBatch(prompts, start, codes, next_inputs, run_features, slots, found, rows)
 
 
-def _split(rollouts: Sequence[Rollout]) -> Split:
-    codes = torch.stack([rollout.codes for rollout in rollouts])[:, None]
-    return Split(codes, tuple(rollout.text or "" for rollout in rollouts))
-
-
-def train(
-    model: str | Path,
-    begin: Path,
-    settings: DrafterSettings,
-    source: TrainingData,
-    options: TrainingOptions,
-    count: int,
-    method: str = "parallel",
-) -> bool:
-    """Train the parallel drafter in the folder `begin` further, on `count` runs of the target with it. False if interrupted.
-
-    The prompts, or the captions of the pictures, are drawn under the rule of `method` and verified as it verifies chains.
-    A drafter of fewer layers, levels or auxiliary layers than the settings have grows to as many. InputError.
-    """
-    source.check()
-    options.check()
-    if not (begin / CONFIG).is_file():
-        raise InputError(
-            f"{begin} holds no parallel drafter to go on with: train one first, without --rollouts."
-        )
-    if begin.resolve() == options.folder.resolve():
-        raise InputError(f"{begin} holds the drafter that it begins with: name another folder with -o DIR.")
-    teacher = Teacher(model, options, settings.cfg, draws=True)
-    target = teacher.target
-    prompts = choose_prompts(teacher, source.prompts, source.data)
-    drafter = ParallelDrafter.read(Source.open(begin), target, teacher.drawing_dtype)
-    origin = digest(checksum(tensor) for tensor in drafter.state_dict().values())
-    larger = grown(drafter, settings, target)
-    config = larger.config
-    settings = replace(
-        settings,
-        cfg=teacher.cfg,
-        layers=config.decoder.layers,
-        levels=config.queries + 1,
-        aux_layers=len(config.aux_layers),
-        turn=config.turn,
-    )
-    texts, held_out = prompts.pictures(count)
-    chains = {"proposer": "parallel", "tree": f"chain-{settings.levels}"}
-    as_recorded = copy.deepcopy(larger).to(teacher.device, teacher.drawing_dtype).eval().requires_grad_(False)
-    drawn = resolve(method, teacher.defaults, chains)
-    runs = Runs(teacher, origin, as_recorded, texts, drawn, settings.seed + 1)
-    check_resumable(options, {**asdict(settings), "target": teacher.origin, "data": runs.key})
-    facts = {"codes": runs.key, "runs": count, "drafter": origin, "prompts": len(prompts.train)}
-    if source.data is not None:
-        facts["folder"] = source.data.resolve().name
-    return run(RolloutTask(settings, teacher, runs.build(), held_out, facts, larger), options)
-
-
 def grown(drafter: ParallelDrafter, settings: DrafterSettings, target: Target) -> ParallelDrafter:
-    """A drafter in float32 of at least so many layers and levels: what is added changes nothing until it is trained.
+    """A drafter in float32 of at least so many layers and levels: the new ones change nothing until they are trained.
 
     Where the drafter reads no layers below the target's last, as many as the settings say are added. InputError where it
     reads others.

@@ -1,20 +1,14 @@
-"""What is trained, and what a training writes besides its weights: the state that a killed run resumes from without a difference in its
-result, the log, lines on stderr, and the provenance."""
+"""The base class of trainings, the state from which a killed run resumes without a difference in its result, the log, lines on stderr."""
 
 from __future__ import annotations
 
 import copy
-import json
-import platform
-import shlex
-import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,13 +17,15 @@ from torch import Tensor, nn
 
 from lanternpp.errors import InputError
 from lanternpp.nn import checkpoints
+from lanternpp.nn.files import wrong_file
 from lanternpp.training.options import TrainingOptions
 from lanternpp.util import files, runlog
+from lanternpp.util.jsonfile import differences
 from lanternpp.util.progress import Progress, progress_bar
 
 STATE, LOG = "state.pt", "log.jsonl"
 MEANINGS = {
-    "data": ", which stands for what it learns from",
+    "data": ", which stands for the training data",
     "target": ", which stands for the target's weights",
 }
 PAUSE = 10  # seconds between two lines of a report
@@ -37,7 +33,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Task(ABC):
-    """What is trained. `settings` are the values that a resumed run must share."""
+    """The base class of trainings. `settings` are the values that a resumed run must share."""
 
     name: str
     device: torch.device
@@ -69,21 +65,18 @@ class Task(ABC):
         """Everything a resumed run needs the weights of."""
         return {"model": self.model, "average": self.average}
 
-    # What a task may leave as it is.
+    def parts(self) -> dict[str, dict[str, Any]]:
+        """Modules and optimizers by name, whose state a resumed run needs."""
+        return {"modules": self.modules(), "optimizers": self.optimizers}
+
+    # A subclass may leave these as they are.
     # ruff: noqa: B027
 
-    def extra(self) -> dict[str, Any]:
-        """Plain values a resumed run needs."""
-        return {}
-
-    def restore(self, extra: dict[str, Any]) -> None:
-        """Take over what `extra` returned in the run that was stopped."""
-
     def sample(self, path: Path) -> None:
-        """Write a PNG that shows what `average` does, if there is anything to show."""
+        """Write a PNG of pictures by `average`, where there are some to show."""
 
     def speed_up(self) -> None:
-        """Compile what is worth compiling."""
+        """Compile the parts that are faster for it."""
         self.model.compile()
 
     def final(self) -> dict[str, Any]:
@@ -114,9 +107,10 @@ class State:
 
     def write(self, task: Task, folder: Path) -> None:
         """Write all that a resumed run needs."""
-        parts: dict[str, dict[str, Any]] = {"modules": task.modules(), "optimizers": task.optimizers}
-        states = {part: {name: x.state_dict() for name, x in named.items()} for part, named in parts.items()}
-        content = {"settings": task.settings, "state": vars(self), "extra": task.extra(), **states}
+        states = {
+            part: {name: x.state_dict() for name, x in named.items()} for part, named in task.parts().items()
+        }
+        content = {"settings": task.settings, "state": vars(self), **states}
         checkpoints.write_pt(folder / STATE, content)
 
 
@@ -131,22 +125,17 @@ def begin_or_resume(task: Task, options: TrainingOptions) -> State:
         for left in (path, options.folder / LOG):
             left.unlink(missing_ok=True)
         return State()
-    try:
+    with wrong_file(f"{path} is no state of this training", "pass --restart to start over"):
         content = checkpoints.read_pt(path)
-        old, new = content.get("settings", {}), task.settings
-        check_settings(path, old, new, sorted(old.keys() | new.keys()))
-        parts: dict[str, dict[str, Any]] = {"modules": task.modules(), "optimizers": task.optimizers}
-        for part, named in parts.items():
+        old = content.get("settings", {})
+        check_settings(path, old, dict.fromkeys(old) | task.settings)
+        for part, named in task.parts().items():
             for name, x in named.items():
                 x.load_state_dict(content[part][name])
-        task.restore(content["extra"])
         state = State(**content["state"])
         state.sums = {name: value.to(task.device) for name, value in state.sums.items()}
-    except InputError:
-        raise
-    except Exception as error:  # torch raises many kinds on a damaged file; the remedy is the same
-        raise InputError(f"{path} is no state of this training: pass --restart to start over.") from error
-    rewind(options.folder / LOG, state.step)
+    # Without the rows that a killed run wrote after its last saved step.
+    runlog.keep_rows(options.folder / LOG, lambda row: row.get("step", 0) <= state.step)
     return state
 
 
@@ -154,26 +143,17 @@ def check_resumable(options: TrainingOptions, known: Mapping[str, Any]) -> None:
     """InputError where the folder's state was trained with other settings than those known so far."""
     path = options.folder / STATE
     if not options.restart and path.exists():
-        check_settings(path, checkpoints.read_pt(path).get("settings", {}), known, sorted(known))
+        check_settings(path, checkpoints.read_pt(path).get("settings", {}), known)
 
 
-def check_settings(path: Path, old: Mapping[str, Any], new: Mapping[str, Any], names: Iterable[str]) -> None:
-    """InputError that says which of the named settings differ."""
-    changed = [
-        f"{name} {old.get(name)!r} -> {new.get(name)!r}{MEANINGS.get(name, '')}"
-        for name in names
-        if old.get(name) != new.get(name)
-    ]
-    if changed:
+def check_settings(path: Path, old: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """InputError that says which of the settings known differ from the old ones."""
+    found = differences({name: old.get(name) for name in known}, dict(known))
+    if changed := [said + MEANINGS.get(said.partition(" ")[0], "") for said in sorted(found)]:
         raise InputError(
             f"{path} was trained with other settings ({'; '.join(changed)}): "
             "repeat its settings to resume, or pass --restart to start over."
         )
-
-
-def rewind(log: Path, step: int) -> None:
-    """Remove from a log the rows that a killed run wrote after its last saved step."""
-    runlog.keep_rows(log, lambda row: row.get("step", 0) <= step)
 
 
 class Report:
@@ -214,35 +194,3 @@ class Report:
         """Add a row to the log."""
         if not self.silent:
             runlog.append(self.log, row)
-
-
-def as_text(figures: Mapping[str, Any]) -> str:
-    """`name value` of the numbers among some figures."""
-    numbers = {name: value for name, value in figures.items() if isinstance(value, int | float)}
-    return "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
-
-
-def write_provenance(folder: Path, facts: Mapping[str, Any], device: torch.device) -> None:
-    """Write `provenance.json`: the command, data, settings and versions that the weights beside it come from."""
-    cpu = f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads"
-    origin = {
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "git": revision(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
-    }
-    files.write_text(folder / "provenance.json", json.dumps({**origin, **facts}, indent=2) + "\n")
-
-
-def revision() -> str | None:
-    """The commit of the source, with + where files differ from it; None outside a checkout."""
-    place = {"cwd": Path(__file__).parent, "capture_output": True, "text": True, "check": True, "timeout": 10}
-    try:
-        commit, changed = (
-            subprocess.run(["git", *words], **place).stdout.strip()  # type: ignore[call-overload]
-            for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return commit + ("+" if changed else "")

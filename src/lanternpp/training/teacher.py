@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from lanternpp.api.model import MODELS, drawing_dtype, model_folder, read_defaults, read_target
+from lanternpp.api.model import MODELS, Model, model_folder, placed, read_target
+from lanternpp.api.options import BASELINE
+from lanternpp.api.pipeline import Pipeline
+from lanternpp.drafters.base import Drafter
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
 from lanternpp.nn.checkpoints import CONFIG, checksum
-from lanternpp.training.loop import team
+from lanternpp.training.loop import compute_dtype, team
 from lanternpp.training.options import TrainingOptions
-from lanternpp.util.devices import half_width
 from lanternpp.util.files import digest
 
-SAMPLED = 1 << 16  # numbers of a tensor that are hashed to identify it
+SAMPLED = 1 << 16  # numbers of a tensor, evenly over it, that are hashed to identify it
 
 
 class Teacher:
     """A target on its device, frozen, with its default sampling and guidance.
 
-    cfg None: the guidance scale of the model's defaults; draws: whether it draws before it is learned from. InputError
+    cfg None: the guidance scale of the model's defaults; draws: whether it draws pictures before a drafter learns from it. InputError
     where there is no such model, or its target is still to be trained.
     """
 
@@ -38,19 +37,15 @@ class Teacher:
             )
         self.place, self.device = model_folder(str(model)), team().device(options.device)
         device = self.device
-        self.dtype = torch.bfloat16 if half_width(device) is torch.bfloat16 else torch.float32
-        # What it draws in, which may be faster there.
-        self.drawing_dtype = drawing_dtype("auto", device, self.place) if device.type == "cpu" else self.dtype
+        self.dtype = compute_dtype(device)
+        # The dtype of drawing, which may be faster than that of training.
+        self.drawing_dtype = placed(device, "auto", self.place)[1] if device.type == "cpu" else self.dtype
         self.target = self._read(self.drawing_dtype if draws else self.dtype)
-        # Drawing packs its weights, which then cannot be learned from.
+        # Drawing packs the weights, and autograd cannot run through packed ones.
         self._packed = draws and device.type == "cpu" and self.drawing_dtype == torch.bfloat16
-        defaults = self.defaults
-        self.cfg = float(defaults.get("cfg", 3.0)) if cfg is None else cfg
-        self.sampling = Sampling(
-            float(defaults.get("temperature", 1.0)),
-            int(defaults.get("top_k", 0)),
-            float(defaults.get("top_p", 1.0)),
-        )
+        usual = self.pipeline().settings(BASELINE, cfg=cfg)
+        self.cfg: float = usual.cfg
+        self.sampling = Sampling(usual.temperature, usual.top_k, usual.top_p)
         self.origin = key_of(self.target)
         # Where its codes and features are kept: beside the model where that is the user's, else beside the drafter.
         self.store = (self.place if is_own_folder(model) else options.folder) / "codes"
@@ -58,11 +53,9 @@ class Teacher:
     def _read(self, dtype: torch.dtype) -> Target:
         return read_target(self.place, dtype, self.device).eval().requires_grad_(False)
 
-    @property
-    def defaults(self) -> Mapping[str, Any]:
-        """The default settings: the folder's, or else the family's."""
-        own = read_defaults(self.place) if self.place.is_dir() else {}
-        return own or dict(self.target.defaults)
+    def pipeline(self, **drafters: Drafter) -> Pipeline:
+        """A pipeline of the target and of drafters, by their kind; the target is not packed for it yet."""
+        return Pipeline(Model.of(self.target, self.place, None, **drafters), self.place.name, tuned=False)
 
     def trainable(self) -> Target:
         """The target to learn from: read again where drawing has packed its weights."""
@@ -89,14 +82,9 @@ def drafter_folder(model: str | Path, out: Path | None, kind: str) -> Path:
 
 
 def key_of(target: Target) -> str:
-    """A hash of a target's weights and of what it draws, from a part of every tensor."""
+    """A hash of a target's weights and of the sizes of its pictures, from a part of every tensor."""
     parts = [f"{type(target).__name__} {target.vocab} {target.width} {target.length} {target.slots}"]
     for name, tensor in sorted(target.state_dict().items()):
-        parts += [name, str(tuple(tensor.shape)), checksum(sampled_numbers(tensor))]
+        flat = tensor.detach().flatten()
+        parts += [name, str(tuple(tensor.shape)), checksum(flat[:: -(-flat.numel() // SAMPLED) or 1])]
     return digest(parts)
-
-
-def sampled_numbers(tensor: Tensor) -> Tensor:
-    """At most `SAMPLED` numbers of a tensor, evenly over it."""
-    flat = tensor.detach().flatten()
-    return flat[:: -(-flat.numel() // SAMPLED) or 1]

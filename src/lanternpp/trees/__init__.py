@@ -17,6 +17,7 @@ PATHS = "a tree is a list of paths such as [[0], [0, 0], [1]]"
 TREES: dict[str, Shape | str] = {
     **SHAPES,
     "eagle2": "lanternpp.trees.dynamic:DynamicTree",
+    "eagle2-58": "lanternpp.trees.dynamic:SMALLER",
     "ddd": "lanternpp.trees.dynamic:DepthTree",
 }
 
@@ -39,6 +40,12 @@ def build_tree(name: str) -> TreeBuilder:
     check_class("tree", name, entry, TreeBuilder)
     made: TreeBuilder = entry()
     return made
+
+
+def static_shape(name: str) -> Shape | None:
+    """The shape of a static tree by name; None of another."""
+    built = build_tree(name)
+    return built.shape if isinstance(built, StaticTree) else None
 
 
 def read_shape(path: Path) -> tuple[tuple[int, ...], ...]:

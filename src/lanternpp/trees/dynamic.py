@@ -134,6 +134,9 @@ class DynamicTree(TreeBuilder):
         return mask
 
 
+SMALLER = DynamicTree(10, 5, 58)  # LANTERN's (arXiv 2410.03355): 59 nodes with the root
+
+
 class DepthTree(DynamicTree):
     """Dynamic depth decoding: stops drafting at a level where the beam has little likelihood left.
 

@@ -1,11 +1,12 @@
-"""What a tuning may choose: the parameters of a trial, and the overrides that they stand for."""
+"""The search space of a tuning: the parameters of a trial, and the overrides of the method that follow from them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lanternpp.api.options import Settings
@@ -15,10 +16,9 @@ from lanternpp.engine.decode import Engine
 from lanternpp.engine.verify.choose import BLOCK
 from lanternpp.errors import InputError
 from lanternpp.evaluation.equal import STRENGTHS
-from lanternpp.trees import build_tree, shape_name
+from lanternpp.trees import shape_name, static_shape
 from lanternpp.trees.search import Search, expected
-from lanternpp.trees.shapes import SHAPES, Shape, chain, is_chain
-from lanternpp.trees.static import StaticTree
+from lanternpp.trees.shapes import Shape, chain, is_chain
 from lanternpp.tuning.options import TuningOptions
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ WINDOWS: dict[str, tuple[Any, ...]] = {  # values of a window's dials
     "window_rows": (1, 2),
 }
 NEIGHBOURS = (5, 10, 100, 1000)
-MOST_CUT = 0.7
+MOST_SURVIVAL = 0.7
 RANKS = 16  # children of a node that the search for a tree considers
 PRIOR = 20.0  # trials that an acceptance seen at all depths counts beside those of one depth
 
@@ -58,69 +58,51 @@ class Space:
         options: TuningOptions,
     ):
         self.pipe, self.settings, self.given = pipe, settings, given
-        self.nodes, self.depth, self.relaxes = options.nodes, options.depth, options.limited
+        self.nodes, self.depth = options.nodes, options.depth
         drafter = getattr(engine.proposer, "drafter", None)
         predicts = getattr(drafter, "confidence", None) is not None
         self.ends_early = predicts and not settings.compile and given.get("min_survival") is None
-        if self.relaxes and settings.accept not in STRENGTHS:
-            raise InputError(
-                f"a budget picks the strength of a relaxed rule, which the rule {settings.accept!r} has not; use lantern++"
-            )
-        least = self._least() | {name: given[name] for name in WINDOWS if given.get(name) is not None}
+        read = dials_read(settings.proposer, settings.accept)
+        self.strengths: tuple[str, ...] = ()  # the dials of the rule that are chosen
+        if options.limited:
+            if settings.accept not in STRENGTHS:
+                raise InputError(
+                    f"a budget picks the strength of a relaxed rule, which the rule {settings.accept!r} has not; use lantern++"
+                )
+            every = ("neighbours", STRENGTHS[settings.accept][0])
+            self.strengths = tuple(name for name in every if name in read and given.get(name) is None)
+        # the dials of a window that the method reads, and the least value of each
+        self.least = {name: values[0] for name, values in WINDOWS.items() if name in read}
+        least = self.least | {name: given[name] for name in WINDOWS if given.get(name) is not None}
         if has_window(settings) and window_nodes(least) > self.nodes:
             said = ", ".join(f"{name} {value}" for name, value in least.items())
             raise InputError(f"--nodes {self.nodes} are fewer than those of {said}; allow more")
-
-    def _least(self) -> dict[str, Any]:
-        """The smallest value of every dial of a window that the method reads."""
-        read = dials_read(self.settings.proposer, self.settings.accept)
-        return {name: values[0] for name, values in WINDOWS.items() if name in read}
-
-    @property
-    def shapes(self) -> list[str]:
-        """The shapes of drafts on a tree."""
-        if self.given.get("min_survival") or self.given.get("verify") == BLOCK:
-            return [CHAIN]
-        own = self.settings.tree or CHAIN
-        named = [own] if not is_chain(shape_of(own)) and self.fits(shape_of(own)) else []
-        return list(
-            dict.fromkeys((CHAIN, SEARCHED, *named, *(name for name in HAND_MADE if self.fits(SHAPES[name]))))
-        )
+        self.shapes = [CHAIN]  # of drafts on a tree
+        if not given.get("min_survival") and given.get("verify") != BLOCK:
+            named = {name: static_shape(name) or () for name in (settings.tree, *HAND_MADE) if name}
+            fitting = [name for name, shape in named.items() if not is_chain(shape) and self.fits(shape)]
+            self.shapes += [SEARCHED, *fitting]
 
     def fits(self, shape: Shape) -> bool:
         """Whether a shape lies within the limits."""
         ranks = max(map(max, shape)) < self.pipe.target.vocab
         return len(shape) <= self.nodes and max(map(len, shape)) <= self.depth and ranks
 
-    def first(self) -> Iterator[dict[str, Any]]:
+    def first(self) -> list[dict[str, Any]]:
         """Parameters of trials to begin with: the method's own draft, the hand-made trees, and chains."""
-        strong = {name: getattr(self.settings, name) for name in self._strengths()}
+        drafts: list[dict[str, Any]]
         if has_window(self.settings):
-            own = {name: getattr(self.settings, name) for name in self._least()}
+            own = {name: getattr(self.settings, name) for name in self.least}
             known = {name: value for name, value in own.items() if value is not None}
-            yield from (
-                known | {"window": size} | strong
-                for size in dict.fromkeys((known["window"], 2, 4, 8, 16, 32))
-            )
-            return
-        deepest, never = min(self.depth, self.nodes), {"min_survival": 0.0} if self.ends_early else {}
-        chains: list[dict[str, Any]] = [
-            {"shape": CHAIN, "chain": n, **never} for n in (1, 2, 4, 6, 9, 13) if n <= deepest
-        ]
-        trees: list[dict[str, Any]] = [
-            {"shape": shape} for shape in self.shapes if shape not in (CHAIN, SEARCHED)
-        ]
-        sizes = [n for n in (4, 8, 16, 32, 64) if n <= self.nodes and SEARCHED in self.shapes]
-        trees += [{"shape": SEARCHED, "nodes": n, "levels": self.depth} for n in sizes]
-        yield from (each | strong for each in (*chains, *trees))
-
-    def _strengths(self) -> list[str]:
-        """The dials of the rule that are chosen."""
-        if not self.relaxes:
-            return []
-        name = STRENGTHS[self.settings.accept][0]
-        read = dials_read(self.settings.proposer, self.settings.accept)
-        return [each for each in ("neighbours", name) if each in read and self.given.get(each) is None]
+            drafts = [known | {"window": size} for size in (known["window"], 2, 4, 8, 16, 32)]
+        else:
+            deepest, never = min(self.depth, self.nodes), {"min_survival": 0.0} if self.ends_early else {}
+            drafts = [{"shape": CHAIN, "chain": n, **never} for n in (1, 2, 4, 6, 9, 13) if n <= deepest]
+            drafts += [{"shape": shape} for shape in self.shapes[2:]]
+            sizes = [n for n in (4, 8, 16, 32, 64) if n <= self.nodes and SEARCHED in self.shapes]
+            drafts += [{"shape": SEARCHED, "nodes": n, "levels": self.depth} for n in sizes]
+        strong = {name: getattr(self.settings, name) for name in self.strengths}
+        return [draft | strong for draft in drafts]
 
     def codes(self, overrides: Mapping[str, Any], seen: Seen) -> float | None:
         """Codes that a draft on a tree decides, from all drafts of its kind; None of a window, and of chains that end early.
@@ -128,7 +110,7 @@ class Space:
         That a child is accepted depends on its depth and rank and not on the tree around it, so that a few pictures of every draft
         tell more of each than its own.
         """
-        shape = shape_of(overrides["tree"]) if "tree" in overrides else ()
+        shape = static_shape(overrides["tree"]) if "tree" in overrides else None
         if not shape or overrides.get("min_survival"):
             return None
         mine = self._kind(overrides)
@@ -141,14 +123,14 @@ class Space:
 
     def _kind(self, overrides: Mapping[str, Any]) -> tuple[Any, ...]:
         """What else acceptance depends on: the strength of the rule, and whether a draft is a chain, which ends early or not."""
-        chain_like = is_chain(shape_of(overrides["tree"]))
-        strengths = (overrides.get(name) for name in self._strengths())
+        chain_like = is_chain(static_shape(overrides["tree"]) or ())
+        strengths = (overrides.get(name) for name in self.strengths)
         return (chain_like, bool(overrides.get("min_survival")), *strengths)
 
     def overrides(self, trial: Trial, seen: Seen) -> dict[str, Any] | None:
         """The overrides of a trial; None where they are outside the limits. seen: of earlier trials."""
         found: dict[str, Any] = {}
-        for name in self._strengths():
+        for name in self.strengths:
             if name == "neighbours":
                 known = {k for k in NEIGHBOURS if k < self.pipe.target.vocab} | {self.settings.neighbours}
                 found[name] = trial.suggest_categorical(name, sorted(known))
@@ -161,7 +143,7 @@ class Space:
         if kind == CHAIN:
             shape = chain(trial.suggest_int("chain", 1, min(self.depth, self.nodes)))
             if self.ends_early:
-                found["min_survival"] = trial.suggest_float("min_survival", 0.0, MOST_CUT, step=0.05)
+                found["min_survival"] = trial.suggest_float("min_survival", 0.0, MOST_SURVIVAL, step=0.05)
         elif kind == SEARCHED:
             nodes = trial.suggest_int("nodes", 1, self.nodes, log=True)
             shape = self._best_tree(nodes, trial.suggest_int("levels", 1, self.depth), seen)
@@ -176,7 +158,7 @@ class Space:
             "alternatives": target.vocab - 1,
             "window_rows": -(-target.length // target.width),
         }
-        for name, least in self._least().items():
+        for name, least in self.least.items():
             if self.given.get(name) is not None:
                 found[name] = self.given[name]
             elif isinstance(least, str):
@@ -195,19 +177,15 @@ class Space:
 
 def acceptance_table(seen: Sequence[Counts], depth: int, ranks: int) -> Tensor:
     """Acceptance [depth, ranks] from counts; where few children were verified, that of their rank at all depths."""
-    tried, kept = (padded([pair[i] for pair in seen], depth, ranks) for i in (0, 1))
+    total = torch.zeros(2, depth, ranks, dtype=torch.float64)
+    for counts in seen:
+        table = torch.tensor(counts, dtype=torch.float64)
+        # a negative width removes what lies beyond
+        total += F.pad(table, (0, ranks - table.shape[2], 0, depth - table.shape[1]))
+    tried, kept = total
     prior = 0.5 / torch.arange(1, ranks + 1, dtype=torch.float64)
     by_rank = (kept.sum(0) + prior) / (tried.sum(0) + 1)
     return ((kept + PRIOR * by_rank) / (tried + PRIOR)).clamp(1e-4, 1 - 1e-4)
-
-
-def padded(tables: Sequence[Sequence[Sequence[float]]], depth: int, ranks: int) -> Tensor:
-    """The sum of counts of different sizes, [depth, ranks]."""
-    total = torch.zeros(depth, ranks, dtype=torch.float64)
-    for table in tables:
-        for row, counts in zip(total, table, strict=False):
-            row[: len(counts)] += torch.tensor(counts[:ranks], dtype=torch.float64)
-    return total
 
 
 def has_window(settings: Settings) -> bool:
@@ -217,14 +195,7 @@ def has_window(settings: Settings) -> bool:
 
 def window_nodes(dials: Mapping[str, Any]) -> int:
     """Draft tokens of a pass."""
-    count: int = dials["window"] * dials.get("window_rows", 1) + dials.get("alternatives", 0)
-    return count
-
-
-def shape_of(tree: str) -> Shape:
-    """The shape of a static tree by name; () of another."""
-    built = build_tree(tree)
-    return built.shape if isinstance(built, StaticTree) else ()
+    return dials["window"] * dials.get("window_rows", 1) + dials.get("alternatives", 0)
 
 
 def check(settings: Settings) -> None:
@@ -236,7 +207,7 @@ def check(settings: Settings) -> None:
             f"method {settings.method!r} has no draft to tune; use one with a tree or a window, such as eagle, lantern++ or "
             "jacobi-coupled"
         )
-    if not shape_of(settings.tree):
+    if not static_shape(settings.tree):
         raise InputError(
             f"method {settings.method!r} drafts on the dynamic tree {settings.tree!r}, and tune finds static ones; "
             "use eagle, lantern-static, lantern++ or cool"

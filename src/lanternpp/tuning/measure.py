@@ -21,13 +21,10 @@ class PlainEngine:
     """
 
     def __init__(self, pipe: Pipeline, settings: Settings, prompt: str | None):
-        engine = pipe.new_engine(settings)
-        began = now(engine)
-        for slot in range(engine.batch):
-            engine.admit(slot, prompt, slot)
-        prefill = (now(engine) - began) / engine.batch
-        self.midway = MidwayEngine(engine)
-        self.prefill_steps = prefill / self.midway.step().step
+        timed = TimedEngine(pipe.new_engine(settings))
+        prefill = timed.admit([prompt] * settings.batch_size, range(settings.batch_size))
+        self.midway = MidwayEngine(timed)
+        self.prefill_steps = prefill / self.midway.step()[0]
 
 
 def draw(
@@ -45,7 +42,7 @@ def draw(
     plain_steps = []
     while len(engine.done()) < engine.batch:
         timed.step()
-        plain_steps.append(plain.midway.step().step)
+        plain_steps.append(plain.midway.step()[0])
     began = now(engine)
     samples = [engine.collect(slot) for slot in range(engine.batch)]
     pipe.images(torch.stack([sample.codes for sample in samples]))

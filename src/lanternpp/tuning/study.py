@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,14 +16,17 @@ from random import Random
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 from filelock import FileLock
 
+from lanternpp.api.defaults import CHOSEN
+from lanternpp.api.fit.rates import passes
 from lanternpp.api.options import BASELINE, EngineDials, SamplingDials, names
 from lanternpp.api.pipeline import Pipeline, versions
 from lanternpp.api.settings import dials_read
-from lanternpp.api.tuned import CHOSEN
 from lanternpp.errors import InputError
 from lanternpp.evaluation import plots, report
+from lanternpp.evaluation.equal import variation
 from lanternpp.evaluation.prompts import spread
 from lanternpp.evaluation.quality import Quality
 from lanternpp.evaluation.race import ELSEWHERE, RUN, Entry, Race, check_run, machine
@@ -33,17 +35,13 @@ from lanternpp.tuning.measure import PlainEngine, draw
 from lanternpp.tuning.options import TuningOptions
 from lanternpp.util import runlog
 from lanternpp.util.files import digest
+from lanternpp.util.progress import Progress
 
 SHARED = names(EngineDials, SamplingDials)  # dials that every engine of a tuning shares, the plain one too
 TUNED, OWN = "tuned", "default"  # labels of the race: what was found, and the method's own draft
 LOG, RACE = "trials.jsonl", "race"
 REMEDY = "begin anew with --restart"
 PATIENCE = 4  # proposals for each draft that is to be tried: some are outside the limits, or were tried
-Progress = Callable[[int, int], None]
-
-
-class Skipped(Exception):  # noqa: N818
-    """A proposal that is not drawn."""
 
 
 @dataclass(frozen=True)
@@ -111,22 +109,26 @@ class Tuner:
         for params in self.space.first():
             self.study.enqueue_trial(params, skip_if_exists=True)
 
-        trials = self.options.trials
-        while len(self._drawn()) < trials and len(self.study.get_trials(deepcopy=False)) < PATIENCE * trials:
+        trials, state = self.options.trials, self.optuna.trial.TrialState
+        while len(drawn := self._drawn()) < trials:
+            if len(self.study.get_trials(deepcopy=False)) >= PATIENCE * trials:
+                break
             if progress:
-                progress(len(self._drawn()), trials)
-            with quiet():
-                self.study.optimize(self._trial, 1, catch=(Skipped,), callbacks=[self._unstick])
+                progress(len(drawn), trials)
+            with warnings.catch_warnings(action="ignore"):  # of parts that Optuna calls experimental
+                trial = self.study.ask()
+                if (found := self._proposed(trial, drawn)) is not None:
+                    relative = self._measured(trial, found)
+                    self.study.tell(trial, relative, state.PRUNED if relative is None else state.COMPLETE)
+                    continue
+                # cannot be tried, or was: a step from the best draft, or from any, comes next
+                self.study.tell(trial, state=state.FAIL)
+                if drawn:
+                    random = Random(trial.number)
+                    best = min(drawn, key=lambda one: one.value or fmean(one.intermediate_values.values()))
+                    self.study.enqueue_trial(near(random.choice((best, random.choice(drawn))), random))
         self.pipe.release()
         return self.best()
-
-    def _unstick(self, study: Any, trial: Any) -> None:
-        """Where the sampler proposed what cannot be tried, or was: a step from the best draft, or from any, comes next."""
-        if "overrides" in trial.user_attrs or not (drawn := self._drawn()):
-            return
-        random = Random(trial.number)
-        best = min(drawn, key=lambda one: one.value or fmean(one.intermediate_values.values()))
-        study.enqueue_trial(near(random.choice((best, random.choice(drawn))), random))
 
     def tried(self) -> list[Candidate]:
         """All candidates that were drawn, the fastest first."""
@@ -156,11 +158,9 @@ class Tuner:
     ) -> float:
         """Seconds of a picture in terms of plain decoding: steps as timed, codes as drafts of the kind had them accepted."""
         length, codes = self.pipe.target.length, self.space.codes(overrides, seen)
-        if codes is None:
-            passes = fmean(length / row["codes_per_pass"] - 1 for row in drawn)
-        else:  # of the last draft, half of what it decides beyond a code lies after the end of the picture
-            passes = (length - 1 + (codes - 1) / 2) / codes
-        return fmean((row["outside"] + passes * row["step"]) / row["plain"] for row in drawn)
+        own = fmean(length / row["codes_per_pass"] - 1 for row in drawn)
+        count = own if codes is None else passes(length, codes)
+        return fmean((row["outside"] + count * row["step"]) / row["plain"] for row in drawn)
 
     def best(self) -> Candidate:
         """The fastest candidate within the limit; InputError where there is none."""
@@ -217,11 +217,10 @@ class Tuner:
         """Optuna's plots of the study, in the folder."""
         from optuna.visualization import matplotlib as drawing
 
-        with quiet():
+        with warnings.catch_warnings(action="ignore"):
             history: Any = drawing.plot_optimization_history(self.study)
             slices: Any = drawing.plot_slice(self.study)
-        one = slices if hasattr(slices, "figure") else slices.flat[0]
-        figures = {"history": history.figure, "parameters": one.figure}
+        figures = {"history": history.figure, "parameters": np.ravel(slices)[0].figure}
         return [plots.save(figure, self.folder / f"{name}.png") for name, figure in figures.items()]
 
     @cached_property
@@ -241,20 +240,25 @@ class Tuner:
     def _drawn(self) -> list[Any]:
         """The trials that are over, those given up among them."""
         state = self.optuna.trial.TrialState
-        found: list[Any] = self.study.get_trials(deepcopy=False, states=(state.COMPLETE, state.PRUNED))
+        return self.study.get_trials(deepcopy=False, states=(state.COMPLETE, state.PRUNED))
+
+    def _proposed(self, trial: Any, drawn: Sequence[Any]) -> dict[str, Any] | None:
+        """The overrides of a trial; None where these are outside the limits, or were tried."""
+        proposed = self.space.overrides(trial, self._seen())
+        # a trial that a stop ended goes on with the tree that it had
+        found: dict[str, Any] | None = trial.user_attrs.get("overrides", proposed)
+        tried = [one.user_attrs["overrides"] for one in drawn]
+        if found is None or (found in tried and not trial.user_attrs.get("drawn")):
+            return None
+        trial.set_user_attr("overrides", found)
         return found
 
-    def _trial(self, trial: Any) -> float:
-        """Draw one candidate, a batch a round; its seconds in terms of plain decoding, and more than 2 outside the limit."""
-        attrs, options = trial.user_attrs, self.options
-        seen = self._seen()
-        found = self.space.overrides(trial, seen)
-        # a trial that a kill ended goes on with the tree that it had
-        found = attrs.get("overrides", found)
-        tried = [other.user_attrs["overrides"] for other in self._drawn()]
-        if found is None or (found in tried and not attrs.get("drawn")):
-            raise Skipped
-        trial.set_user_attr("overrides", found)
+    def _measured(self, trial: Any, found: dict[str, Any]) -> float | None:
+        """Draw one candidate, a batch a round: its seconds in terms of plain decoding, and more than 2 outside the limit.
+
+        None where it is given up after fewer batches than others.
+        """
+        attrs, options, seen = trial.user_attrs, self.options, self._seen()
         settings = self.pipe.settings(self.method, **(self.shared | self.given | found))
         drawn = list(attrs.get("drawn", ()))
         for turn in range(options.rounds):
@@ -262,10 +266,8 @@ class Tuner:
                 # windows are compared on the same pictures; of trees the counts are pooled, so that others tell more
                 place = turn + (0 if has_window(settings) else trial.number * options.rounds)
                 first = self.seed + place * settings.batch_size
-                prompt, seeds = (
-                    self.prompts[place % len(self.prompts)],
-                    range(first, first + settings.batch_size),
-                )
+                seeds = range(first, first + settings.batch_size)
+                prompt = self.prompts[place % len(self.prompts)]
                 drawn.append(draw(self.pipe, settings, self._plain, prompt, seeds))
                 trial.set_user_attr("drawn", drawn)
             rows = drawn[: turn + 1]
@@ -273,7 +275,7 @@ class Tuner:
             relative = self._relative(found, rows, counted)
             trial.report(relative, turn)
             if turn + 1 < options.rounds and trial.should_prune():
-                raise self.optuna.TrialPruned
+                return None
         fastest = max((one.speedup for one in self.tried() if self.within(one)), default=0.0)
         if self.options.limited and 1 / relative > fastest:
             cost = self._cost(self.method, self.given | found)
@@ -286,18 +288,16 @@ class Tuner:
         """Mean total variation of some pictures, or their Fréchet distance."""
         count, first = self.options.measured_on, self.seed + 2000
         prompts, given = spread(self.prompts, count), {**self.shared, **overrides}
-        measure = self.options.budget_frechet is None
-        drawn = self.pipe(
-            prompts, seed=range(first, first + count), method=method, measure_tv=measure, **given
-        )
+        seeds = range(first, first + count)
+        if self.options.budget_frechet is None:
+            return variation(self.pipe, prompts, seeds, method, given)
+        images = self.pipe(prompts, seed=seeds, method=method, **given).images
         self.pipe.release()
-        if measure:
-            return fmean(drawn.stats.tv_cost_per_image)
         assert self.quality is not None
-        return self.quality.measure(drawn.images, prompts)["frechet"]
+        return self.quality.measure(images, prompts)["frechet"]
 
     def _opened(self) -> Any:
-        """The study of the folder. A trial that a kill ended is put in line again with what it had measured."""
+        """The study of the folder. A trial that a stop ended is put in line again with what it had measured."""
         runlog.read_rows(self.folder / LOG, dict, REMEDY)
         storages, log = self.optuna.storages, str(self.folder / LOG)
         # The system releases this lock when the process is killed; Optuna's own would be waited for.
@@ -308,18 +308,14 @@ class Tuner:
         except (KeyError, ValueError, TypeError) as error:
             raise InputError(f"{self.folder / LOG} is damaged ({error}): {REMEDY}") from None
         seed = self.seed + len(study.trials)
-        with quiet():
+        with warnings.catch_warnings(action="ignore"):
             study.sampler = self.optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True)
         study.pruner = self.optuna.pruners.MedianPruner(n_startup_trials=4)
         state = self.optuna.trial.TrialState
-        every = study.get_trials()
-        again = {trial.user_attrs.get("again") for trial in every}
-        for trial in every:
-            if trial.state == state.RUNNING:
-                study.tell(trial.number, state=state.FAIL)
-            ended = trial.state in (state.RUNNING, state.FAIL) and "overrides" in trial.user_attrs
-            if ended and trial.number not in again:
-                study.enqueue_trial(trial.params, user_attrs={**trial.user_attrs, "again": trial.number})
+        for trial in study.get_trials(states=(state.RUNNING,)):
+            study.tell(trial.number, state=state.FAIL)
+            if "overrides" in trial.user_attrs:
+                study.enqueue_trial(trial.params, user_attrs=trial.user_attrs)
         return study
 
 
@@ -346,14 +342,6 @@ def near(trial: Any, random: Random) -> dict[str, Any]:
         return min(max(scaled, bounds.low), bounds.high)
 
     return {name: moved(name, value) for name, value in trial.params.items()}
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Optuna's warnings about its experimental parts are left out."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def forget(folder: Path) -> None:

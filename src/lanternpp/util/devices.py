@@ -10,14 +10,11 @@ import torch
 
 from lanternpp.errors import InputError
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")
 }
 INT8 = "int8"  # weights in 8 bits
-# Where Linux says what is free; control groups limit containers and services.
+# Linux's counts of free memory; control groups limit containers and services.
 PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
@@ -25,12 +22,12 @@ def pick_device(name: str = "auto") -> torch.device:
     """A device by name; auto: the first CUDA GPU, else the CPU. Raises InputError where there is none."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.partition(":")[0] not in ("cpu", "cuda"):
+        raise InputError(f"device {name!r} is unknown; use auto, cpu, cuda or cuda:N")
     try:
         device = torch.device(name)
     except RuntimeError:
         raise InputError(f"device {name!r} is unknown; use auto, cpu, cuda or cuda:N") from None
-    if device.type not in ("cpu", "cuda"):
-        raise InputError(f"device {name!r} is not supported; use auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InputError(
             f"device {name!r} is not on this machine, which has {torch.cuda.device_count()} CUDA GPUs"
@@ -39,14 +36,14 @@ def pick_device(name: str = "auto") -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """What computes: the GPU's name, or the processor's architecture."""
+    """The name of a device: the GPU's name, or the processor's architecture."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} {platform.machine()}"
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     """A dtype by name; auto: the half-width one that this device multiplies in, else float32.
 
-    int8 is how weights are stored, not what they are multiplied in: for it, the dtype is that of auto.
+    int8 is a dtype of stored weights, not of their products: these have the dtype of auto.
     """
     if name in ("auto", INT8):
         return half_width(device) or torch.float32
@@ -85,7 +82,7 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def _free_of_machine() -> Iterator[int]:
-    """What is free by the kernel's count, and by those of the control groups of this process (versions 1 and 2)."""
+    """Free bytes by the kernel's count, and by the counts of the control groups of this process (versions 1 and 2)."""
     try:
         for line in (PROC / "meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -95,17 +92,12 @@ def _free_of_machine() -> Iterator[int]:
         return
     for kind, path in groups:
         for folder in {GROUPS / kind, GROUPS / kind / path.strip("/")} if kind in ("", "memory") else ():
-            names = (
-                ("memory.limit_in_bytes", "memory.usage_in_bytes")
-                if kind
-                else ("memory.max", "memory.current")
-            )
+            names = ("limit_in_bytes", "usage_in_bytes") if kind else ("max", "current")
             try:
-                limit, used = (int((folder / name).read_text()) for name in names)
+                limit, used = (int((folder / f"memory.{name}").read_text()) for name in names)
                 facts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             except (OSError, ValueError):  # no limit is "max"
                 continue
-            files = sum(
-                int(facts.get(f"{'total_' * bool(kind)}{state}_file", 0)) for state in ("active", "inactive")
-            )
-            yield limit - used + files  # what was read from files makes room
+            total = "total_" * bool(kind)
+            files = sum(int(facts.get(f"{total}{state}_file", 0)) for state in ("active", "inactive"))
+            yield limit - used + files  # pages of files are given up for others

@@ -1,4 +1,4 @@
-"""Files: replaced as a whole, swept after a kill; the user's cache."""
+"""Files: replaced as a whole, swept after a kill; their names; the user's cache."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import atexit
 import errno
 import hashlib
 import os
+import re
 import shutil
 import stat
 import time
 import warnings
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 
 from lanternpp.errors import InputError
 
-STALE = 600  # seconds after which what a killed process was writing is removed
+STALE = 600  # seconds after which the files that a killed process was writing are removed
 
 
 def write_text(path: Path, text: str) -> None:
@@ -34,44 +35,30 @@ def umask() -> int:
     return mask
 
 
-class replacing:
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
     """A temporary name in the same folder that takes `path`'s place on success and goes away on failure.
 
     The folder is made where it is missing. Raises InputError where the file cannot be written.
     """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-
-    def __enter__(self) -> Path:
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise self._refusal(error) from None
-        return self.temporary
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            try:
-                os.replace(self.temporary, self.path)
-                return
-            except OSError as refused:
-                error = refused
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException as error:
         with suppress(OSError):
-            self.temporary.unlink(missing_ok=True)
-        from safetensors import SafetensorError  # which takes longer to import than help takes to show
-
-        writing = isinstance(error, OSError) and error.filename in (None, str(self.temporary))
-        if writing or (isinstance(error, SafetensorError) and "os error" in str(error)) or is_full(error):
-            raise self._refusal(error) from None
-
-    def _refusal(self, error: BaseException) -> InputError:
+            temporary.unlink(missing_ok=True)
         if is_full(error):
-            return InputError(
-                f"{self.path} could not be written, the disk is full: free some room and run the command again."
-            )
-        return InputError(f"{self.path} cannot be written: {getattr(error, 'strerror', None) or error}")
+            reason = "could not be written, the disk is full: free some room and run the command again."
+            raise InputError(f"{path} {reason}") from None
+        name = getattr(error, "filename", None)
+        writing = isinstance(error, OSError) and (name is None or Path(name) in (temporary, *path.parents))
+        # an error of safetensors, which takes longer to import than help takes to show
+        if writing or (type(error).__name__ == "SafetensorError" and "os error" in str(error)):
+            reason = getattr(error, "strerror", None) or str(error)
+            raise InputError(f"{path} cannot be written: {reason}") from None
+        raise
 
 
 def is_full(error: BaseException) -> bool:
@@ -81,22 +68,21 @@ def is_full(error: BaseException) -> bool:
 
 
 def sweep(folder: Path, stale: float = STALE) -> None:
-    """Remove what `replacing`, or safetensors in it, left in a folder when its process was killed.
+    """Remove the files that `replacing`, or safetensors in it, left in a folder when its process was killed.
 
     stale: the seconds that it must be old.
     """
-    for path in folder.glob(".*.tmp"):
+    # the second as safetensors names what it is writing
+    for path in (*folder.glob(".*.tmp"), *folder.glob(".tmp" + "[A-Za-z0-9]" * 6)):
         owner = path.name.split(".")[-2]
         alive = Path(f"/proc/{owner}").exists() or not Path("/proc").is_dir()
-        if owner.isdecimal() and not alive and time.time() - path.stat().st_mtime > stale:
-            path.unlink(missing_ok=True)
-    for path in folder.glob(".tmp" + "[A-Za-z0-9]" * 6):  # as safetensors names what it is writing
-        if path.is_file() and time.time() - path.stat().st_mtime > stale:
+        left = path.is_file() if path.suffix != ".tmp" else owner.isdecimal() and not alive
+        if left and time.time() - path.stat().st_mtime > stale:
             path.unlink(missing_ok=True)
 
 
 def user_cache() -> Path:
-    """The folder for what can be made again on this machine. An XDG_CACHE_HOME that is empty or relative is ignored."""
+    """The folder for files that can be made again on this machine. An XDG_CACHE_HOME that is empty or relative is ignored."""
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (given if given.is_absolute() else Path.home() / ".cache") / "lanternpp"
 
@@ -130,7 +116,7 @@ def _temporary_cache(instead: Path, reason: str) -> Path:
     made = Path(mkdtemp(prefix="lanternpp-"))
     atexit.register(shutil.rmtree, made, ignore_errors=True)
     warnings.warn(
-        f"{instead} {reason}, so that what is compiled is not kept for the next run: set XDG_CACHE_HOME to a folder of your own",
+        f"{instead} {reason}, so that its compiled code is not kept for the next run: set XDG_CACHE_HOME to a folder of your own",
         stacklevel=3,
     )
     return made
@@ -147,5 +133,16 @@ def size(folder: Path) -> int:
 
 
 def megabytes(count: int) -> str:
-    """Bytes as text."""
-    return f"{count / 1e6:.1f} MB"
+    """Bytes as text, from 1,000 MB on in GB."""
+    return f"{count / 1e6:.1f} MB" if count < 1e9 else f"{count / 1e9:.1f} GB"
+
+
+def slug(prompt: str) -> str:
+    """A prompt's words joined by hyphens, at most 50 characters of any script."""
+    return "-".join(re.findall(r"[^\W_]+", prompt.lower()))[:50].strip("-") or "picture"
+
+
+def picture_name(prompt: str, seed: int) -> str:
+    """SLUG-HASH-SEED.png: the same for the same prompt and seed, another for any other pair."""
+    mark = hashlib.sha256(prompt.encode()).hexdigest()[:16]
+    return f"{slug(prompt)}-{mark}-{seed}.png"

@@ -1,31 +1,40 @@
-"""JSON that others may have written: read whole, of sane size and depth, or refused in a sentence."""
+"""JSON of any origin: read at a sane size and depth, or rejected in a sentence."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lanternpp.errors import InputError
+from lanternpp.util.files import write_text
 
 MOST, LINES = 1 << 26, 1 << 32  # bytes of a file, and of one that has a line for each of many things
 DEEPEST = 64  # lists and objects in each other
+TOO_DEEP = f"nests lists and objects more than {DEEPEST} deep"
 REMEDY = "restore it from its source"
 
 
 def read_json(path: Path, remedy: str = REMEDY) -> Any:
-    """What a JSON file holds. Raises InputError, which ends with the remedy, where that cannot be said."""
+    """The content of a JSON file. Raises InputError, which ends with the remedy."""
     return parse_json(read_text(path, remedy), str(path), remedy)
 
 
 def read_object(path: Path, remedy: str = REMEDY) -> dict[str, Any]:
-    """What a JSON file holds, which must be an object. InputError as `read_json`."""
+    """The content of a JSON file, which must be an object. InputError as `read_json`."""
     content = read_json(path, remedy)
     if not isinstance(content, dict):
         raise InputError(
             f"{path} holds a {type(content).__name__}, where a JSON object is expected: {remedy}."
         )
     return content
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """A JSON file that people can read, replaced as a whole. InputError where it cannot be written."""
+    write_text(path, json.dumps(dict(content), indent=2) + "\n")
 
 
 def read_text(path: Path, remedy: str = REMEDY, most: int = MOST) -> str:
@@ -46,32 +55,46 @@ def read_text(path: Path, remedy: str = REMEDY, most: int = MOST) -> str:
 
 
 def parse_json(text: str, source: str, remedy: str = REMEDY) -> Any:
-    """What JSON says. Raises InputError, which names `source`."""
+    """The content of JSON. Raises InputError, which names `source`."""
     try:
         content = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{source} is not valid JSON ({error}): {remedy}.") from None
-    except ValueError:  # Python's limit of digits
-        raise InputError(f"{source} is not valid JSON (a number of too many digits): {remedy}.") from None
+        if not nests_deeper(content, DEEPEST):
+            return content
+        wrong = TOO_DEEP
     except RecursionError:
-        raise too_deep(source, remedy) from None
-    if depth(content) > DEEPEST:
-        raise too_deep(source, remedy)
-    return content
+        wrong = TOO_DEEP
+    except json.JSONDecodeError as error:
+        wrong = f"is not valid JSON ({error})"
+    except ValueError:  # Python's limit of digits
+        wrong = "is not valid JSON (a number of too many digits)"
+    raise InputError(f"{source} {wrong}: {remedy}.")
 
 
-def too_deep(source: str, remedy: str) -> InputError:
-    """The sentence for lists in lists in lists."""
-    return InputError(f"{source} nests lists and objects more than {DEEPEST} deep: {remedy}.")
+def read_lines(path: Path, key: str, remedy: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a .jsonl, each with the name of its line for messages. InputError where one has no text under `key`."""
+    for number, line in enumerate(read_text(path, remedy, LINES).splitlines(), 1):
+        if line.strip():
+            row, where = None, f"{path}, line {number},"
+            with suppress(InputError):
+                row = parse_json(line, where)
+            if not isinstance(row, dict) or not isinstance(row.get(key), str) or not row[key].strip():
+                raise InputError(f"{where} has no {key}: {line[:60]!r}; {remedy}")
+            yield where, row
 
 
-def depth(content: Any) -> int:
-    """How many lists and objects lie in each other, counted up to one more than `DEEPEST`."""
-    level, found = [content], 0
-    while level and found <= DEEPEST:
-        inside = [
-            one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)
-        ]
-        found += bool(inside)
-        level = [one for part in inside for one in part]
-    return found
+def nests_deeper(content: Any, most: int) -> bool:
+    """Whether more than `most` lists and objects lie in each other."""
+    if not isinstance(content, dict | list):
+        return False
+    inside = content.values() if isinstance(content, dict) else content
+    return most == 0 or any(nests_deeper(one, most - 1) for one in inside)
+
+
+def differences(old: Any, new: Any, name: str = "") -> Iterator[str]:
+    """The differences of two nested objects, by the names that lead to them: "settings.lam 2.0 -> 4.0"."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in dict.fromkeys((*old, *new)):
+            yield from differences(old.get(key), new.get(key), f"{name}.{key}" if name else key)
+    elif old != new:
+        long = any(isinstance(value, dict | list) for value in (old, new))
+        yield name if long else f"{name} {old!r} -> {new!r}"

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_origin
@@ -15,14 +16,14 @@ from lanternpp.errors import InputError
 
 @dataclass(frozen=True)
 class Option:
-    """What an option is for, and which values it takes: a number of at least `ge` or above `gt`, and at most `le`.
+    """The purpose of an option, and the values that it takes: a number of at least `ge` or above `gt`, and at most `le`.
 
-    remedy: the range in words. choices: names that a text may be. names: on the command line, "--" and the field's
+    help: without it, the line `name: help` in the docstring of its group. remedy: the range in words. choices: names that a text may be. names: on the command line, "--" and the field's
     name by default; group: the heading of its help. negative: whether a switch has a `--no-` form. validate: raises
     InputError for a value that is wrong otherwise. more: further sentences of help.
     """
 
-    help: str
+    help: str = ""
     ge: float | None = None
     gt: float | None = None
     le: float | None = None
@@ -42,15 +43,14 @@ class Option:
         return f"{self.help} {names}".strip()
 
     def check(self, value: Any, called: str) -> None:
-        """InputError, which says what the value is called, where it cannot be taken: out of range, or not finite. None can."""
-        if self.validate is not None and value is not None:
-            self.validate(value)
-        bounds = (self.ge, self.gt, self.le)
-        if bounds == (None, None, None) or value is None:
+        """InputError where a value, named `called` in the message, is out of range or not finite; None is in range."""
+        if value is None:
             return
-        low = -math.inf if self.ge is None else self.ge
-        above = self.gt is None or value > self.gt
-        if not (low <= value and above and math.isfinite(value)) or (self.le is not None and value > self.le):
+        if self.validate is not None:
+            self.validate(value)
+        limits = ((self.ge, operator.ge), (self.gt, operator.gt), (self.le, operator.le))
+        kept = [holds(value, bound) for bound, holds in limits if bound is not None]
+        if kept and not (all(kept) and math.isfinite(value)):
             raise InputError(f"{called} {value} is out of range; use {self.remedy or self.range}")
 
     @property

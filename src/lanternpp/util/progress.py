@@ -12,13 +12,6 @@ Progress = Callable[[int, int], None]
 _shown: list[Any] = []  # the rich.Progress that is on the screen
 
 
-def times() -> tuple[Any, ...]:
-    """Columns of rich for a bar's times, each with its label: "0:01:10 elapsed, 0:00:20 left"."""
-    from rich.progress import TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    return TimeElapsedColumn(), TextColumn("elapsed,"), TimeRemainingColumn(), TextColumn("left")
-
-
 @contextmanager
 def progress_bar(label: str) -> Iterator[Progress | None]:
     """A callback that moves a bar with the time elapsed and left, or None where stderr is no terminal.
@@ -29,12 +22,14 @@ def progress_bar(label: str) -> Iterator[Progress | None]:
         yield None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
+    from rich.progress import BarColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
     first = not _shown
     if first:
-        _shown.append(Progress(*columns, *times(), console=Console(stderr=True), transient=True))
+        share = (BarColumn(), "{task.percentage:>3.0f} %")
+        times = (TimeElapsedColumn(), "elapsed,", TimeRemainingColumn(), "left")
+        console = Console(stderr=True)
+        _shown.append(Progress("{task.description}", *share, *times, console=console, transient=True))
         _shown[0].start()
     bars = _shown[0]
     task = bars.add_task(label, total=None)

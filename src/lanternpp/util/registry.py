@@ -1,4 +1,4 @@
-"""Look-ups by name: a room's plain dict, or "package.module:Class" for a class of the caller's own."""
+"""Entries by name: of a room's dict, or "package.module:Class" for a class of the caller's own."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def importable(name: Any) -> Any:
 def find(kind: str, name: str, table: Mapping[str, Any], also: str = "") -> Any:
     """The entry `name` of a registry; an `Importable` of the form "package.module:Name" is imported.
 
-    Raises InputError naming what exists; `also`: what else may be given.
+    Raises InputError naming what exists; `also`: other things that may be given.
     """
     if isinstance(name, Given):
         return name.entry

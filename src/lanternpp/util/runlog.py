@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,7 +28,7 @@ def append(path: Path, row: Mapping[str, Any]) -> None:
 
 
 def read_rows(path: Path, parse: Callable[[Any], T], remedy: str) -> list[T]:
-    """What `parse` makes of every row; none where there is no log. InputError names a damaged line and the remedy."""
+    """The results of `parse` for every row; none where there is no log. InputError names a damaged line and the remedy."""
     rows = []
     for number, line in enumerate(_whole_lines(path, remedy), 1):
         try:
@@ -39,16 +40,12 @@ def read_rows(path: Path, parse: Callable[[Any], T], remedy: str) -> list[T]:
 
 def keep_rows(path: Path, keep: Callable[[Any], bool]) -> None:
     """Remove from a log every row for which `keep` is false, or that cannot be read."""
-    lines = _whole_lines(path, "remove it")
     kept = []
-    for line in lines:
-        try:
-            if keep(parse_json(line, "it")):
-                kept.append(line)
-        except (ValueError, TypeError, AttributeError):
-            continue
-    if len(kept) < len(lines):
-        write_text(path, "".join(f"{line}\n" for line in kept))
+    for line in _whole_lines(path, "remove it"):
+        with suppress(ValueError, TypeError, AttributeError):
+            kept += [f"{line}\n"] if keep(parse_json(line, "it")) else []
+    if path.exists():
+        write_text(path, "".join(kept))
 
 
 def _whole_lines(path: Path, remedy: str) -> list[str]:
@@ -79,7 +76,7 @@ class Journal:
         return _text(key) in self._values
 
     def once(self, key: Mapping[str, Any], measure: Callable[[], Any]) -> Any:
-        """What was measured under a key; measured now, and logged, where it was not."""
+        """The measurement under a key; measured now, and logged, where there is none."""
         if key not in self:
             value = measure()
             append(self.path, {"key": dict(key), "value": value})

@@ -11,15 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.models import write_model
+from helpers.refusals import rejects
 
-from lanternpp import InputError, Pipeline
-from lanternpp.api.fit import choice, store
-from lanternpp.api.fit.choice import PLAIN, plain_settings, shape_of
-from lanternpp.api.fit.rates import ENOUGH, FILE, Counts, read_rates, strength
+from lanternpp import Pipeline
+from lanternpp.api.calls import Request
+from lanternpp.api.defaults import Defaults
+from lanternpp.api.fit import choice
+from lanternpp.api.fit.choice import ENOUGH, PLAIN, plain_settings, shape_of
+from lanternpp.api.fit.rates import FILE, Counts, key, read_rates, strength
 from lanternpp.api.fit.steps import Step, bound, disturbed, measure
 from lanternpp.api.options import Settings
 from lanternpp.api.picture import notes
-from lanternpp.api.tuned import Tuned
 from lanternpp.engine.observers import AcceptanceByRank
 from lanternpp.jobs.plan import differences
 from lanternpp.serve.batcher import Batcher
@@ -37,7 +39,7 @@ STEPS = {PLAIN: 1.0, "chain-1": 1.2, "chain-2": 1.3, "chain-4": 2.0, "chain-8": 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache, and fits that are switched on."""
-    monkeypatch.setattr(store, "user_cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr(choice, "user_cache", lambda: tmp_path / "cache")
     monkeypatch.delenv("LANTERNPP_FIT")
     return tmp_path / "cache"
 
@@ -111,7 +113,7 @@ def test_a_draft_that_is_given_or_tuned_stays(model: Path, timed) -> None:
     ):
         settings = pipe.settings("parallel", **given)
         assert pipe.fit(settings) == replace(settings, fit=False)
-    Tuned.read(model).add("parallel", pipe.conditions(settings), {"tree": "chain-7"}, machine={})
+    Defaults.read(model).add_tuned("parallel", pipe.conditions(settings), {"tree": "chain-7"}, machine={})
     again = pipeline(model)
     assert again.fit(again.settings("parallel")).tree == "chain-7"
     assert not asked
@@ -212,7 +214,7 @@ def test_rates_that_are_not_known_are_counted_while_drawing(model: Path, timed) 
     engine.observers.append(observer)
     seed = 0
     while pipe._fit.counts(settings) is None:
-        pipe.draw(engine, settings, [PROMPT], [seed])
+        pipe.draw(engine, Request([PROMPT], [seed], settings))
         seed += 1
     known = pipe._fit.counts(settings)
     assert ENOUGH <= known.passes <= int(observer.passes)
@@ -244,12 +246,12 @@ def test_a_training_stores_the_rates_of_its_drafter(model: Path, timed) -> None:
     timed(STEPS)
     codes = record(pipe, methods[:2], model / "parallel", [PROMPT], 100)
     assert codes.keys() == {"parallel", "lantern++ lambda 1.5"} and min(codes.values()) >= 1
-    (row, counts), relaxed = read_rates(model / "parallel")
-    assert row == strength(methods[0]) and relaxed[0]["lam"] == 1.5
+    (name, counts), relaxed = read_rates(model / "parallel").items()
+    assert name == key(strength(methods[0])) and json.loads(relaxed[0])["lam"] == 1.5
     shorter = pipe.settings("parallel", tree="chain-2", batch_size=8)
     engine, observer = pipe.new_engine(shorter), AcceptanceByRank(pipe.target.length)
     engine.observers.append(observer)
-    pipe.draw(engine, shorter, [PROMPT] * 64, range(500, 564))
+    pipe.draw(engine, Request([PROMPT] * 64, range(500, 564), shorter))
     assert counts.codes(chain(2)) == pytest.approx(int(observer.codes) / int(observer.passes), rel=0.08)
     known = pipeline(model)
     assert known.fit(pipe.settings("parallel")).fit and known._fit.counts(methods[1]) == relaxed[1]
@@ -259,7 +261,7 @@ def test_drafts_that_fit_into_no_picture_have_no_rates(model: Path) -> None:
     pipe = pipeline(model)
     deep = pipe.settings("parallel", tree="chain-16", batch_size=2)  # a picture has 16 codes
     assert record(pipe, [deep], model / "parallel", [PROMPT], 5) == {}
-    assert read_rates(model / "parallel") == () and (model / "parallel" / FILE).is_file()
+    assert read_rates(model / "parallel") == {} and (model / "parallel" / FILE).is_file()
 
 
 @pytest.mark.parametrize(
@@ -268,20 +270,16 @@ def test_drafts_that_fit_into_no_picture_have_no_rates(model: Path) -> None:
 )
 def test_damaged_rates_are_refused(model: Path, damage: str) -> None:
     (model / "parallel" / FILE).write_text(damage)
-    with pytest.raises(InputError, match="is damaged"):
-        pipeline(model)(PROMPT, method="parallel")
+    rejects("is damaged", pipeline(model), PROMPT, method="parallel")
 
 
-@pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize(
     "method",
     ["eagle", "parallel", "lantern++", "lantern-static", "jacobi-coupled", "lantern-jacobi", "jacobi"],
 )
-def test_every_method_with_a_fixed_shape_can_be_measured(
-    model: Path, method: str, batch: int, monkeypatch
-) -> None:
+def test_every_method_with_a_fixed_shape_can_be_measured(model: Path, method: str, monkeypatch) -> None:
     """With real steps; what they say is not looked at, but for the choice being one of those measured."""
-    pipe = pipeline(model)
+    pipe, batch = pipeline(model), 3
     settings = pipe.settings(method, batch_size=batch, cfg=2.0)
     sixteen = Counts(((8.0,) * 5,) * 16, ((4.0,) * 5,) * 16, 1000)
     monkeypatch.setattr(type(pipe._fit), "counts", lambda self, settings: sixteen)
@@ -340,15 +338,9 @@ def test_the_shipped_drafters_know_their_rates() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pipe = Pipeline.from_pretrained("nature-128", device="cpu", tuned=False)
-        for method, dials in (
-            ("parallel", {}),
-            ("lantern++", {"lam": 1.5}),
-            ("lantern++", {}),
-            ("lantern++", {"lam": 3.0}),
-            ("eagle", {}),
-            ("jacobi-coupled", {}),
-        ):
-            assert pipe._fit.counts(pipe.settings(method, **dials)) is not None, method
+        settings = [pipe.settings(method) for method in ("parallel", "lantern++", "eagle", "jacobi-coupled")]
+        settings += [pipe.settings("lantern++", lam=lam) for lam in (1.5, 3.0)]
+        assert all(pipe._fit.counts(each) is not None for each in settings)
 
 
 def test_a_job_goes_on_after_another_fit_and_not_with_another_method(model: Path, timed) -> None:
@@ -363,6 +355,6 @@ def test_a_job_goes_on_after_another_fit_and_not_with_another_method(model: Path
     plain = notes(PROMPT, 1, "tiny", pipe.describe(plain_settings(pipe.settings("parallel"))), {})
     for before in (own, plain, noted(tree="chain-5")):
         assert differences(before, chain_2, any_draft=True) == "" != differences(before, chain_2)
-    assert "tree chain-2, now chain-6" in differences(chain_2, own, any_draft=True)
-    assert "method eagle, now parallel" in differences(eagle, chain_2, any_draft=True)
+    assert "tree 'chain-2' -> 'chain-6'" in differences(chain_2, own, any_draft=True)
+    assert "method 'eagle' -> 'parallel'" in differences(eagle, chain_2, any_draft=True)
     assert "cfg" in differences(noted(cfg=2.5), chain_2, any_draft=True)

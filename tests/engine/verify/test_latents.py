@@ -19,7 +19,7 @@ from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify import latents as verification
 from lanternpp.engine.verify.latents import draw_residual, verify_latents
-from lanternpp.models.latents.target import ContinuousTarget
+from lanternpp.models.latents import ContinuousTarget
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees import build_tree

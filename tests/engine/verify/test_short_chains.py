@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.distributions import Stops, chain_distribution, chi_square, contexts, distance, sequences
 from helpers.relaxed import RULES, distributions_of
-from helpers.toys import MarkovTarget, ToyTarget, counts, parallel
+from helpers.toys import CHAIN, MarkovTarget, ToyTarget, counts, parallel
 from torch import Tensor
 
 from lanternpp.accept.base import Acceptance
@@ -167,8 +167,6 @@ def test_under_a_relaxed_rule_the_distribution_is_the_rules_where_something_was_
 
 # Through the proposer and the engine.
 
-TABLE = torch.tensor([[0.5, 0.3, 0.2], [0.05, 0.15, 0.8], [0.6, 0.3, 0.1]], dtype=torch.float64)
-
 
 class Lengths(Observer):
     """How many guesses the chains of every pass had."""
@@ -195,9 +193,9 @@ def engine(target: ToyTarget, batch: int, cut: float, verifier: Verifier, rule: 
 
 @pytest.mark.parametrize("verifier", [verify_joint, verify_tokenwise])
 def test_an_engine_that_cuts_draws_the_targets_distribution(verifier: Verifier) -> None:
-    target = MarkovTarget(TABLE)
+    target = MarkovTarget(CHAIN)
     loop, lengths = engine(target, 20_000, 0.3, verifier)
-    found = counts(loop, 4, 100_000)
+    found = counts(loop, 4, 40_000)
     seen = torch.cat(lengths.seen).bincount(minlength=5)[1:]
     assert (seen[:2] > 500).all() and not seen[2:].any(), (
         "chains of one guess and of two, as three codes are left"

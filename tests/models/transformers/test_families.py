@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +15,18 @@ from helpers.cases import CASES
 from helpers.checkpoints import numbers, published_drafter
 from helpers.families import (
     CODES,
-    LANGUAGE,
-    write_chameleon,
-    write_emu3,
+    EVERY,
+    PIXELS,
+    with_drafters,
     write_glm_image,
     write_glm_processor,
     write_janus,
+    write_simplear,
     write_tokenizer,
 )
-from safetensors.torch import load_file, save_file
+from helpers.processes import python
+from helpers.refusals import rejects
+from PIL import Image
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -34,60 +34,32 @@ import lanternpp
 from lanternpp import InputError, Pipeline
 from lanternpp.api.model import read_target
 from lanternpp.api.options import METHODS
-from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
-from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
 from lanternpp.drafters.published import PublishedDrafter
 from lanternpp.kernels.loading import library
 from lanternpp.models.hub import HubId, choose
-from lanternpp.models.transformers.glm_image import TwoPictures
+from lanternpp.models.transformers.format import Raster
+from lanternpp.models.transformers.glm_image import GlmImage
 from lanternpp.models.transformers.janus import BEGIN, DRAW, PAD
-from lanternpp.nn import checkpoints
-from lanternpp.nn.decoder import DecoderConfig, HeadNorm
+from lanternpp.models.vq.codes import nearest
+from lanternpp.nn.decoder import HeadNorm
 from lanternpp.nn.sources import Source
 
 PROMPTS = ["a photo of the red tulip", "red sea", "the sea at sunset"]
 PROMPT = PROMPTS[0]
 
 
-@dataclass(frozen=True)
-class Family:
-    """How a tiny checkpoint of a family is written, and what it draws."""
-
-    folder: str
-    write: Callable[[Path], Any]
-    rows: int
-    columns: int
-    ends: bool
-    pixels: int  # of a code's side
-
-
-FAMILIES = {
-    "anole": Family("anole", write_chameleon, 4, 4, False, 16),
-    "lumina": Family("Lumina-mGPT-7B-64", functools.partial(write_chameleon, lumina=True), 4, 4, True, 16),
-    "janus": Family("janus", write_janus, 4, 4, False, 16),
-    "emu3": Family("emu3", write_emu3, 4, 4, True, 8),
-}
-every_family = pytest.mark.parametrize("name", FAMILIES)
+LUMINA = "Lumina-mGPT-7B-64"
+ENDS = (LUMINA, "emu3", "lumina2", "emu3.5")  # families whose rows of codes have ends
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of them, each with random drafters of its width and a target to draft with in it."""
     place = tmp_path_factory.mktemp("families")
-    for family in FAMILIES.values():
-        folder = place / family.folder
-        family.write(folder)
-        family.write(folder / "independent")
-        shape = EagleConfig.like(
-            DecoderConfig(LANGUAGE["hidden_size"], 1, LANGUAGE["num_attention_heads"], 48)
-        )
-        torch.manual_seed(1)
-        decoder = read_target(folder, torch.float32).decoder
-        drafter = EagleDrafter(shape, decoder.rotary_table)
-        checkpoints.save(folder / "drafter", {"kind": "eagle", **shape.flat()}, drafter.state_dict())
-        many = ParallelConfig.like(decoder.config, queries=3, turn=16)
-        tensors = ParallelDrafter(many, decoder.rotary_table).state_dict()
-        checkpoints.save(folder / "parallel", {"kind": "parallel", **many.flat()}, tensors)
+    for name, write in EVERY.items():
+        write(place / name)
+        write(place / name / "independent")
+        with_drafters(place / name)
     return place
 
 
@@ -108,16 +80,8 @@ def names(folder: Path, ids: list[int]) -> str:
     return " ".join(str(tokenizer.id_to_token(i)) for i in ids)
 
 
-def padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Rows of tokens, padded on the left, and their mask."""
-    width = max(map(len, rows))
-    ids = torch.tensor([[1] * (width - len(row)) + row for row in rows])
-    return ids, torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-
-
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("guided", [False, True])
-@pytest.mark.parametrize("name", ["chameleon", "janus", "emu3"])
+@pytest.mark.parametrize(("count", "guided"), [(1, False), (3, True)])
+@pytest.mark.parametrize("name", ["chameleon", "janus", "emu3", "lumina2", "emu3.5", "liquid", "simplear"])
 def test_pipeline_accelerate_and_generate_draw_the_same_greedy_codes(
     name: str, guided: bool, count: int, tmp_path: Path
 ) -> None:
@@ -125,19 +89,8 @@ def test_pipeline_accelerate_and_generate_draw_the_same_greedy_codes(
     case = CASES[name](tmp_path)
     pipe, model, texts = pipeline(tmp_path), case.model, PROMPTS[:count]
     target: Any = pipe.target
-    ids, mask = padded([target.conditional(text) for text in texts])
-    given = case.inputs(count) | {"input_ids": ids, "attention_mask": mask, "do_sample": False}
     scale = 3.0 if guided else 1.0
-    if name == "janus":
-        given["guidance_scale"] = scale
-        config = model.generation_config
-        config.pad_token_id = target.text.id(PAD)
-        config.bos_token_id, config.generation_kwargs = int(ids[0, -1]), {"boi_token_id": int(ids[0, -1])}
-        config.bos_token_id = target.text.id(BEGIN)
-    elif guided:
-        negative, seen = padded([target.unconditional(text) for text in texts])
-        given |= {"guidance_scale": scale, "negative_prompt_ids": negative}
-        given["negative_prompt_attention_mask"] = seen
+    given = case.call(target, texts, scale) | {"do_sample": False}
     expected = None if name == "janus" and not guided else model.generate(**given)
     lanternpp.accelerate(model, window=5)
     drawn = model.generate(**given)
@@ -150,15 +103,14 @@ def test_pipeline_accelerate_and_generate_draw_the_same_greedy_codes(
     for method in ("ar", "jacobi-coupled"):
         result = pipe(texts, method=method, temperature=0.0, cfg=scale)
         tokens = result.codes if name == "janus" else target.token_ids(result.codes)
-        start = 0 if name == "janus" else ids.shape[1]
-        assert torch.equal(tokens, drawn[:, start : start + target.length]), method
+        assert torch.equal(tokens, case.tokens(drawn, given, target)), method
     assert tokens.unique().numel() > 3
     grid = target.raster.grid(result.codes)
-    if name != "chameleon":
+    if name in ("janus", "emu3"):
         codes = grid.flatten(1) if name == "janus" else grid
         pixels = model.model.vqmodel.decode(codes).clamp(-1, 1)
         assert pixels.std() > 0.2 and (target.pixels(result.codes) - pixels).abs().max() <= 1e-3
-    side = 16 if name != "emu3" else 8
+    side = target.pixels_per_code
     assert result.images[0].size == (4 * side, 4 * side)
 
 
@@ -206,40 +158,78 @@ def test_greedy_codes_of_glm_image_are_those_of_transformers(
     assert result.stats.codes_per_pass > 1
 
 
-@every_family
-@pytest.mark.parametrize("method", METHODS)
+def test_greedy_codes_of_an_edit_by_glm_image_are_those_of_transformers(
+    glm: tuple[Path, Any, Any],
+) -> None:
+    """Two pictures of different shapes are shown, and positions after each depend on its longer side."""
+    folder, model, processor = glm
+    pipe = Pipeline.from_pretrained(folder, device="cpu", dtype="float64", size="128x96")
+    pictures = [Image.effect_noise(size, 120).convert("RGB") for size in ((96, 64), (64, 128))]
+    content = [*({"type": "image", "image": one} for one in pictures), {"type": "text", "text": PROMPT}]
+    how = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "target_h": 96, "target_w": 128}
+    inputs = processor.apply_chat_template([{"role": "user", "content": content}], **how)
+    others = list(range(CODES, CODES + 4))
+    call = {**inputs, "do_sample": False, "max_new_tokens": 12, "suppress_tokens": others}
+    codes = model.generate(**call)[:, inputs["input_ids"].shape[1] :]
+    greedy: Any = {"temperature": 0, "output_type": "codes", "image": pictures}
+    for method in ("ar", "jacobi-coupled"):
+        assert torch.equal(pipe(PROMPT, method=method, **greedy).codes, codes), method
+    target: Any = pipe.target
+    assert target.prior(codes).shape == (1, 6 * 8)
+    grids = [list(grid.shape) for grid in target.depicted(PROMPT, pictures).pictures]
+    assert grids == inputs["image_grid_thw"][:-1, 1:].tolist()
+    rejects("differ in length, so each edits in a call of its own", pipe, PROMPTS, **greedy)
+    with pytest.raises(InputError, match="the pictures cannot be shown: absolute aspect ratio"):
+        pipe(PROMPT, output_type="codes", image=Image.new("RGB", (300, 30)))
+
+
+# Families with row ends and without meet every method, the others one of each kind.
+DRAWN = [(name, method) for name in ("janus", "emu3") for method in METHODS]
+DRAWN += [
+    (name, method)
+    for name in EVERY.keys() - {"janus", "emu3"}
+    for method in ("ar", "eagle", "parallel", "jacobi", "lantern++")
+]
+
+
+@pytest.mark.parametrize(("name", "method"), sorted(DRAWN))
 def test_every_method_draws_alone_and_in_a_batch_guided_and_not(name: str, method: str, models: Path) -> None:
-    family = FAMILIES[name]
-    pipe = pipeline(models / family.folder)
+    ends, side = name in ENDS, 4 * PIXELS[name]
+    pipe = pipeline(models / name)
     dials = {"neighbours": 8} if METHODS[method].dials.get("neighbours") else {}
     one = pipe(PROMPT, method=method, seed=2, cfg=1.0, **dials)
     three = pipe(PROMPTS, method=method, seed=1, **dials)
     assert three.stats.settings["cfg"] > 1 and three.stats.settings["batch_size"] == 3
     for result in (one, three):
-        grid = torch.nn.functional.pad(result.codes, (0, int(family.ends)), value=CODES)
-        rows = grid.unflatten(1, (family.rows, family.columns + family.ends))
-        assert (rows[..., : family.columns] < CODES).all()
-        assert not family.ends or (rows[..., -1] == CODES).all()
-        assert result.images[0].size == (family.columns * family.pixels, family.rows * family.pixels)
+        grid = torch.nn.functional.pad(result.codes, (0, int(ends)), value=CODES)
+        rows = grid.unflatten(1, (4, 4 + ends))
+        assert (rows[..., :4] < CODES).all()
+        assert not ends or (rows[..., -1] == CODES).all()
+        assert result.images[0].size == (side, side)
     if METHODS[method].dials["accept"] == "exact":
         drafted = pipe(PROMPT, method=method, temperature=0.0)
-        assert torch.equal(drafted.codes, plain(models / family.folder))
+        assert torch.equal(drafted.codes, plain(models / name))
+
+
+KERNELS = [(name, "auto") for name in ("emu3", "lumina2", "emu3.5", "liquid", "simplear")]
+KERNELS += [(name, "bfloat16") for name in EVERY]
 
 
 @pytest.mark.skipif(library() is None, reason="there are no kernels for this machine")
-@every_family
+@pytest.mark.parametrize(("name", "dtype"), KERNELS)
 @torch.inference_mode()
-def test_kernels_keep_to_the_format_from_weights_that_lie_in_memory_once(name: str, models: Path) -> None:
-    family = FAMILIES[name]
-    pipe = pipeline(models / family.folder, "auto" if name == "emu3" else "bfloat16")
+def test_kernels_keep_to_the_format_from_weights_that_lie_in_memory_once(
+    name: str, dtype: str, models: Path
+) -> None:
+    pipe = pipeline(models / name, dtype)
     target: Any = pipe.target
     assert target.decoder.native is not None
-    assert target.decoder.native.int8 == (name == "emu3"), "auto keeps 8 bits"
+    assert target.decoder.native.int8 == (dtype == "auto"), "auto keeps 8 bits"
     layer = next(target.decoder.body.get_submodule("layers").children())
     assert layer.mlp.down_proj.weight.numel() == 0 and layer.self_attn.q_proj.weight.numel() == 0
     engine = pipe.new_engine(pipe.settings("parallel", batch_size=2, tree="chain-3"))
     drafter = engine.proposer.drafter  # type: ignore[attr-defined]
-    assert (drafter.native is not None) == (name != "janus"), "whose head is not linear"
+    assert (drafter.native.head is not None) == (name != "janus"), "whose head is not linear"
     x = torch.randn(3, target.decoder.config.dim).bfloat16()
     if layer := target.head_linear:
         assert torch.equal(target.head(x), layer(x))
@@ -249,7 +239,7 @@ def test_kernels_keep_to_the_format_from_weights_that_lie_in_memory_once(name: s
         engine.step()
         draft = engine.proposer.propose(engine.noise)
         place = (engine.count[:, None] + torch.arange(3)).clamp(max=target.length - 1)
-        ends = family.ends & (place % (family.columns + 1) == family.columns)
+        ends = (name in ENDS) & (place % 5 == 4)
         assert torch.equal(draft.codes[:, 1:] == CODES, ends)
         assert draft.probs is not None and torch.allclose(
             draft.probs[:, :-1].sum(-1), torch.ones(2, 3), atol=1e-4
@@ -258,31 +248,57 @@ def test_kernels_keep_to_the_format_from_weights_that_lie_in_memory_once(name: s
     assert pipe(PROMPT, method="ar").images
 
 
-def test_prompts_are_those_of_the_authors(models: Path) -> None:
-    anole, lumina, emu3, janus = (
-        models / FAMILIES[name].folder for name in ("anole", "lumina", "emu3", "janus")
-    )
-    target: Any = read_target(anole, torch.float32)
-    assert names(anole, target.conditional("red sea")) == "<s> red sea <reserved08706> <racm3:break>"
-    assert names(anole, target.unconditional("red sea")) == "<s> <racm3:break>"
-    assert (target.vocab, target.length, target.width) == (64, 16, 4)
+ASKED = "Generate an image of {} according to the following prompt: red sea"
+BEGIN_96X64 = "<racm3:break> <reserved08802> <reserved08803>"  # 2 and 3 times 32 px: the height first
+OTHER = "<|endoftext|>"  # a word that the tokenizer does not know
+PROMPTED = {  # a size, and the tokens of "red sea" and of its unconditional branch, as the authors' code has them
+    "anole": ({}, "<s> red sea <reserved08706> <racm3:break>", "<s> <racm3:break>"),
+    LUMINA: ({"size": "96x64"}, f"<s> {ASKED.format('<s>')} <reserved08706> {BEGIN_96X64}", BEGIN_96X64),
+    "lumina2": (
+        {"size": "96x64"},
+        f"{OTHER} {ASKED.format(OTHER)} <reserved08706> {BEGIN_96X64}",
+        BEGIN_96X64,
+    ),
+    "liquid": (
+        {},
+        f"<bos> red sea Generate an image {' '.join(['<pad>'] * 4)} <boi>",
+        "<bos> <unconditional> <boi>",
+    ),
+    "emu3": (
+        {},
+        f"<|extra_203|> red sea {' '.join([OTHER] * 5)} <|image start|> 4*4 <|image token|>",
+        f"<|extra_203|> {OTHER} {OTHER}",
+    ),
+    "simplear": (
+        {},
+        f"<|t2i|> {OTHER} {OTHER} {OTHER} image of red sea <|soi|>",
+        f"<|t2i|> {OTHER} image of {OTHER}",
+    ),
+}
 
-    target = read_target(lumina, torch.float32, given={"size": "96x64"})
-    request = "Generate an image of <s> according to the following prompt: red sea"  # 96x64 is no word here
-    begin = "<racm3:break> <reserved08802> <reserved08803>"  # 2 and 3 times 32 px: the height first
-    assert names(lumina, target.conditional("red sea")) == f"<s> {request} <reserved08706> {begin}"
-    assert names(lumina, target.unconditional("red sea")) == begin
 
-    target = read_target(emu3, torch.float32)
-    size = "<|image start|> 4*4 <|image token|>"
-    other = "<|endoftext|>"  # what this tokenizer makes of words it does not know
-    assert (
-        names(emu3, target.conditional("red sea")) == f"<|extra_203|> red sea {' '.join([other] * 5)} {size}"
-    )
-    assert names(emu3, target.unconditional("red sea")).startswith(f"<|extra_203|> {other} {other}")
-    assert names(emu3, target.unconditional(None)).endswith(size)
+@pytest.mark.parametrize("name", PROMPTED)
+def test_prompts_are_those_of_the_authors(name: str, models: Path) -> None:
+    given, conditional, unconditional = PROMPTED[name]
+    target: Any = read_target(models / name, torch.float32, given=given)
+    assert names(models / name, target.conditional("red sea")) == conditional
+    found = names(models / name, target.unconditional("red sea"))
+    if name in ("emu3", "simplear"):  # which describe a bad picture
+        assert found.startswith(unconditional) and found.split()[-1] == conditional.split()[-1]
+        assert len(found.split()) > 20
+    else:
+        assert found == unconditional
 
-    target = read_target(janus, torch.float32)
+
+def test_prompts_of_emu35_and_janus_are_those_of_the_authors(models: Path) -> None:
+    target: Any = read_target(models / "emu3.5", torch.float32)
+    end = "ASSISTANT: <|extra_100|><|image start|>4*4<|image token|>"
+    decode = functools.partial(target.text._tokenizer.decode, skip_special_tokens=False)
+    task = "<|extra_203|>You are a helpful assistant"
+    assert decode(target.conditional("red sea")) == f"{task} for t2i task. USER: red sea {end}"
+    assert decode(target.unconditional("red sea")) == f"{task}. USER:  {end}"
+
+    target = read_target(models / "janus", torch.float32)
     ids, pad = target.conditional(" a photo "), target.text.id(PAD)
     assert (ids[0], ids[-1]) == (target.text.id(BEGIN), target.text.id(DRAW))
     assert ids == target.conditional("a photo") and target.unconditional(None) == target.unconditional("")
@@ -291,12 +307,17 @@ def test_prompts_are_those_of_the_authors(models: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "size", "shape", "pixels"),
-    [("lumina", "96x64", (4, 6, 27), (64, 96)), ("emu3", "24x16", (2, 3, 7), (16, 24))],
+    [
+        (LUMINA, "96x64", (4, 6, 27), (64, 96)),
+        ("emu3", "24x16", (2, 3, 7), (16, 24)),
+        ("lumina2", "64x32", (4, 8, 35), (32, 64)),
+        ("emu3.5", "96x64", (4, 6, 27), (64, 96)),
+    ],
 )
 def test_pictures_of_other_sizes_have_rows_of_their_own(
     name: str, size: str, shape: tuple[int, int, int], pixels: tuple[int, int], models: Path
 ) -> None:
-    target: Any = read_target(models / FAMILIES[name].folder, torch.float32, given={"size": size})
+    target: Any = read_target(models / name, torch.float32, given={"size": size})
     raster = target.raster
     assert (raster.rows, raster.columns, target.length) == shape and target.width == shape[1] + 1
     index = torch.arange(target.length)[None]
@@ -314,16 +335,18 @@ def test_pictures_of_other_sizes_have_rows_of_their_own(
 @pytest.mark.parametrize(
     ("name", "size", "said"),
     [
-        *(("lumina", size, size) for size in ("65x64", "64x", "big", "0x64", "2048x1024")),
+        *((LUMINA, size, size) for size in ("65x64", "64x", "big", "0x64")),
+        (LUMINA, "2048x1024", "has 8192 codes and the model draws at most 4096"),
         ("anole", "128x64", "64x64 pixels alone"),
         ("janus", "48x48", r"48x48 cannot be drawn.*64x64"),
         ("emu3", "20x16", r"20x16.*multiples of 8"),
+        ("liquid", "128", "draws squares of 64, 512 pixels"),
+        ("simplear", "512x256", "draws squares of 64, 1024, 768, 512, 256 pixels"),
+        ("simplear", "512", "32x32 codes do not fit the model's 256 positions"),
     ],
 )
 def test_a_size_that_cannot_be_drawn_is_refused(name: str, size: str, said: str, models: Path) -> None:
-    with pytest.raises(InputError, match=said) as refusal:
-        read_target(models / FAMILIES[name].folder, torch.float32, given={"size": size})
-    assert "\n" not in str(refusal.value)
+    rejects(said, read_target, models / name, torch.float32, given={"size": size})
 
 
 def edited(folder: Path, to: Path, **changes: Any) -> Path:
@@ -343,67 +366,143 @@ def edited(folder: Path, to: Path, **changes: Any) -> Path:
         ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000 is out of range"),
         ({"max_position_embeddings": 16}, "4x4 codes.*16 positions"),
         ({"model_type": "llava", "architectures": ["Llava"]}, "no model family.*Anole-7B"),
-        ({"vq_config": {"num_embeddings": 128}}, "has 64 codes and the tokenizer"),
+        ({"vocabulary_map": {"IMGIMGAZ": 4, "IMGIMGBZ": 5}}, "has 2 codes and the tokenizer"),
         ({"num_attention_heads": "many"}, "num_attention_heads"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused_in_one_line(
     models: Path, tmp_path: Path, changes: dict[str, Any], named: str
 ) -> None:
-    anole = models / "anole"
-    given = json.loads((anole / "config.json").read_text())
-    if "vq_config" in changes:
-        changes = {"vq_config": given["vq_config"] | changes["vq_config"]}
-    with pytest.raises(InputError, match=named) as refusal:
-        read_target(edited(anole, tmp_path / "copy", **changes), torch.float32)
-    assert "\n" not in str(refusal.value)
+    rejects(named, read_target, edited(models / "anole", tmp_path / "copy", **changes), torch.float32)
 
 
 def test_what_is_missing_beside_a_checkpoint_is_named(models: Path, tmp_path: Path) -> None:
-    lumina = models / "Lumina-mGPT-7B-64"
+    lumina = models / LUMINA
     text_only = edited(models / "anole", tmp_path / "chameleon-7b", vocabulary_map=None)
     write_tokenizer(text_only, ["<s>", "</s>", "<unk>"])
-    with pytest.raises(InputError, match="only writes text"):
-        read_target(text_only, torch.float32)
+    rejects("only writes text", read_target, text_only, torch.float32)
     (text_only / "tokenizer.json").write_text("not JSON")
-    with pytest.raises(InputError, match="no tokenizer"):
-        read_target(text_only, torch.float32)
+    rejects("no tokenizer", read_target, text_only, torch.float32)
     (text_only / "tokenizer.json").unlink()
-    with pytest.raises(InputError, match=r"tokenizer\.json is missing"):
-        read_target(text_only, torch.float32)
-    bare = edited(lumina, tmp_path / "Lumina-mGPT-7B-64")
+    rejects(r"tokenizer\.json is missing", read_target, text_only, torch.float32)
+    bare = edited(lumina, tmp_path / LUMINA)
     (bare / "vqgan.safetensors").unlink()
-    with pytest.raises(InputError, match=r"no VQ decoder.*vqgan\.ckpt"):
-        read_target(bare, torch.float32)
+    rejects(r"no VQ decoder.*vqgan\.ckpt", read_target, bare, torch.float32)
+    for name, file in (("lumina2", "movqgan_270M.ckpt"), ("emu3.5", "Emu3.5-VisionTokenizer")):
+        bare2 = edited(models / name, tmp_path / name)
+        (shutil.rmtree if (bare2 / file).is_dir() else Path.unlink)(bare2 / file)
+        with pytest.raises(InputError, match=rf"no VQ decoder: put {re.escape(file)} there.* not on this"):
+            read_target(bare2, torch.float32)
+    write_simplear(tmp_path / "simplear", decoder=False)
+    with pytest.raises(InputError, match=r"put vq_cosmos\.safetensors there.*docs/models\.md"):
+        read_target(tmp_path / "simplear", torch.float32)
+    with pytest.raises(InputError, match=r"decoder\.jit is no checkpoint"):
+        (tmp_path / "decoder.jit").write_bytes(b"code")
+        read_target(tmp_path / "simplear", torch.float32, given={"tokenizer": tmp_path / "decoder.jit"})
+    plain = edited(models / "liquid", tmp_path / "gemma")
+    write_tokenizer(plain, ["<pad>", "<eos>", "<bos>"])
+    rejects("no token <boi>: it only writes text", read_target, plain, torch.float32)
+    write_tokenizer(plain, ["<pad>", "<boi>", *(f"<unused{n}>" for n in range(9))])
+    rejects("of 87 tokens has no 64 codes; known is Liquid", read_target, plain, torch.float32)
     given = read_target(bare, torch.float32, given={"tokenizer": lumina / "vqgan.safetensors"})
     assert given.pixels(torch.zeros(1, 19, dtype=torch.int64)).shape == (1, 3, 64, 64)
 
 
+def test_words_are_pairs_of_bytes_by_their_ranks(models: Path, tmp_path: Path) -> None:
+    """A word that is a token is taken whole, though no pair leads to it; accents are composed first."""
+    text: Any = read_target(models / "emu3.5", torch.float32).text
+    assert text.ids("the red") == [*b"the", *b" ", 256, *b"d"]
+    assert text.ids("a the\n12") == [*b"a", 257, *b"\n12"]
+    assert text.ids("e\u0301") == list("\u00e9".encode())
+    assert text.id("<|endoftext|>") == 259 and text.id("<|image end|>") == 259 + 210
+    wrong = edited(models / "emu3.5", tmp_path / "wrong")
+    for content, said in (("!!! 1\n", "no file of tiktoken"), ("aA== x\n", "no file of tiktoken")):
+        (wrong / "emu3.tiktoken").write_text(content)
+        rejects(said, read_target(wrong, torch.float32).check, "red")
+    (wrong / "emu3.tiktoken").unlink()
+    rejects(r"emu3\.tiktoken is missing: copy it there", read_target(wrong, torch.float32).check, "red")
+
+
+@pytest.mark.parametrize(("name", "by_product"), [("lumina2", False), ("emu3.5", True)])
+def test_pictures_are_read_by_the_tokenizer_beside_a_model(name: str, by_product: bool, models: Path) -> None:
+    target: Any = read_target(models / name, torch.float32)
+    reader = target.reader()
+    side = 4 * PIXELS[name]
+    images = torch.rand(2, 3, side, side, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    with torch.no_grad():
+        grids = [nearest(target.encoder()(images), target.latents, product) for product in (False, True)]
+    codes = reader.encode(images)
+    assert (reader.size, codes.shape) == (side, (2, 19)) and (codes[:, 4::5] == CODES).all()
+    assert torch.equal(target.raster.grid(codes), grids[by_product]) and not torch.equal(*grids)
+
+
+def test_a_prompt_of_emu35_may_show_pictures(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In their own shape, read by its tokenizer, in both branches of guidance; slots and engines grow with them."""
+    monkeypatch.setattr("lanternpp.models.transformers.adapter.SLOTS", 96)
+    pipe = Pipeline.from_pretrained(models / "emu3.5", device="cpu", dtype="float64")
+    target: Any = pipe.target
+    usual = {"method": "ar", "temperature": 0.0}
+    before = pipe(PROMPTS, **usual).codes
+    noise = torch.randint(256, (30, 50, 3), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    picture = Image.fromarray(noise.numpy())
+    picture.save(tmp_path / "photo.png")
+
+    shown = target.depicted("red sea", [picture], own_shape=False)
+    (grid,) = shown.pictures
+    assert shown == "red sea" and grid.shape == (3, 5) and len(grid.unique()) > 3
+    # 23 tokens of the picture
+    assert shown.shape == (Raster(4, 4, True), 96 + 23)
+    laid = [f"{row.tolist()}" for row in grid]
+    decode = functools.partial(target.text._tokenizer.decode, skip_special_tokens=False)
+    row_end, first = target.row_end, target.codes[0]
+    for ids, text in (
+        (target.conditional(shown), "for x2i task. USER: {}red sea ASSISTANT: "),
+        (target.unconditional(shown), ". USER: {} ASSISTANT: "),
+    ):
+        start = ids.index(target.text.id("<|image token|>")) + 1
+        rows = [ids[start + 6 * row : start + 6 * row + 5] for row in range(3)]
+        assert [f"{[token - first for token in row]}" for row in rows] == laid
+        assert [ids[start + 5], ids[start + 11]] == [row_end] * 2
+        words = decode([token for token in ids if token < first])
+        image = "<|image start|>3*5<|image token|><|extra_200|><|extra_200|><|image end|>"
+        assert words == (
+            f"<|extra_203|>You are a helpful assistant{' ' if 'task' in text else ''}{text.format(image)}"
+            "<|extra_100|><|image start|>4*4<|image token|>"
+        )
+    own = target.depicted("red sea", [Image.new("RGB", (50, 50)), picture])
+    assert own.shape[0] == Raster(3, 5, True)
+    drawn = [token for token in target.shaped(own.shape).conditional(own) if token < first]
+    assert decode(drawn).endswith("<|image start|>3*5<|image token|>")
+
+    edited = pipe(PROMPTS, image=tmp_path / "photo.png", **usual)
+    edited_codes = edited.codes
+    assert edited_codes.shape == (3, 3 * 6 - 1) and {one.size for one in edited.images} == {(80, 48)}
+    assert (edited_codes[:, 5::6] == CODES).all() and target.slots == 96
+    assert torch.equal(pipe(PROMPTS, image=[picture], method="jacobi", temperature=0.0).codes, edited_codes)
+    *_, last = pipe.stream(PROMPTS[0], image=picture, **usual)
+    assert last.result and torch.equal(last.result.codes[0], edited_codes[0])
+    assert last.images[0].tobytes() == edited.images[0].tobytes()
+    assert torch.equal(pipe(PROMPTS, **usual).codes, before)
+    for image, said in (
+        ([picture] * 11, "5x3 codes and 253 of the pictures shown do not fit the model's 256 positions"),
+        (tmp_path / "none.png", r"image .*none\.png cannot be read: missing"),
+        (3, "image 3 is no picture; give a PIL image or a file"),
+    ):
+        with pytest.raises(InputError, match=said):
+            pipe(PROMPT, image=image)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="a Janus draws from text alone: leave out image"):
+        pipeline(models / "janus")(PROMPT, image=picture)
+    target.save(tmp_path / "ours", "float32")
+    rejects("kept without its encoder", pipeline(tmp_path / "ours"), PROMPT, image=picture)
+
+
 def test_a_long_prompt_is_refused_with_its_length(models: Path) -> None:
     target = read_target(models / "anole", torch.float32)
-    with pytest.raises(InputError, match=r"'red red .*' takes 303 slots and there are 240"):
-        target.check("red " * 300)
+    rejects(r"'red red .*' takes 303 slots and there are 240", target.check, "red " * 300)
     assert target.prompt(["red " * 200], 2).embeds.shape[1] == 224  # 203 slots, in steps of 32
     assert target.prompt(["red " * 237], 1).embeds.shape[1] == 240  # no more than there are
-
-
-def test_weights_that_are_no_numbers_are_refused(models: Path, tmp_path: Path) -> None:
-    folder = edited(models / "janus", tmp_path / "janus")
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.language_model.norm.weight"][3] = float("nan")
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(InputError, match=r"model\.language_model\.norm\.weight holds NaN"):
-        read_target(folder, torch.float32)
-
-
-def test_a_family_without_a_codebook_is_told_which_rules_it_can_use(
-    models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pipe = Pipeline.from_pretrained(str(models / "janus"), device="cpu", dtype="float32")
-    monkeypatch.setattr(type(pipe.target), "codebook", None)
-    with pytest.raises(InputError, match=r"janus has no codebook.*exact or cool"):
-        pipe(PROMPT, method="lantern++")
-    pipe(PROMPT, method="cool")
 
 
 @pytest.mark.parametrize("norms", [None, 1, 4], ids=["no norms", "one norm", "a norm a head"])
@@ -439,11 +538,11 @@ def test_the_decoder_of_glm_image_gets_the_large_picture_at_twice_its_resolution
 def test_sizes_of_glm_image_and_how_its_checkpoint_samples(
     glm: tuple[Path, Any, Any], tmp_path: Path
 ) -> None:
-    pictures = TwoPictures.sized("1024")
+    sized = functools.partial(GlmImage.raster_of, None, None)  # type: ignore[arg-type]
+    pictures = sized("1024")
     assert (pictures.rows, pictures.columns, pictures.small.rows, pictures.length) == (32, 32, 16, 1280)
     for wrong in ("100", "32x4096x", "4096x2048", "32x16384"):
-        with pytest.raises(InputError, match="size"):
-            TwoPictures.sized(wrong)
+        rejects("size", sized, wrong)
     model = glm[1]
     model.generation_config.temperature, model.generation_config.top_p = 0.9, 0.75
     model.generation_config.do_sample = True
@@ -454,20 +553,14 @@ def test_sizes_of_glm_image_and_how_its_checkpoint_samples(
 
 
 def test_what_glm_image_cannot_do_is_said_in_a_sentence(glm_pipe: Pipeline, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match='draw with output_type="codes"'):
-        glm_pipe("red sea")
-    with pytest.raises(InputError, match="output_type"):
-        glm_pipe.stream("red sea")
-    with pytest.raises(InputError, match="without guidance"):
-        glm_pipe("red sea", cfg=2.0, output_type="codes")
-    with pytest.raises(InputError, match="cannot be converted"):
-        glm_pipe.target.save(tmp_path, "float32")
-    with pytest.raises(InputError, match="use --self"):
-        glm_pipe.target.reader()
+    rejects('draw with output_type="codes"', glm_pipe, "red sea")
+    rejects("output_type", glm_pipe.stream, "red sea")
+    rejects("without guidance", glm_pipe, "red sea", cfg=2.0, output_type="codes")
+    rejects("cannot be converted", glm_pipe.target.save, tmp_path, "float32")
+    rejects("use --self", glm_pipe.target.reader)
     write_glm_image(tmp_path / "alone", positions=1024)
     alone = Pipeline.from_pretrained(tmp_path / "alone", device="cpu", dtype="float32", size="32")
-    with pytest.raises(InputError, match="copy the folder `processor`"):
-        alone("red sea", output_type="codes")
+    rejects("copy the folder `processor`", alone, "red sea", output_type="codes")
     files = [f"{part}/model.safetensors" for part in ("transformer", "vae", "vision_language_encoder")]
     files += ["model_index.json", "vision_language_encoder/config.json", "processor/tokenizer.json"]
     chosen = choose(HubId("zai-org/GLM-Image"), files)
@@ -506,8 +599,7 @@ print((most - before) / (2 * sum(meta.numel() for meta in source.metas.values())
 @pytest.mark.skipif(library() is None, reason="there are no kernels for this machine")
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="peak memory is read from Linux's /proc")
 def test_a_checkpoint_is_read_and_packed_in_little_more_memory_than_its_weights(tmp_path: Path) -> None:
-    write_janus(tmp_path, hidden_size=1024, intermediate_size=4096, num_hidden_layers=16)
-    run = [sys.executable, "-c", PEAK, tmp_path]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=300)
+    write_janus(tmp_path, hidden_size=512, intermediate_size=2048, num_hidden_layers=16)
+    done = python("-c", PEAK, tmp_path)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split()[-1]) < 1.4

@@ -1,29 +1,34 @@
-"""The choice of a draft: of those that were measured on this machine, the one with the most codes per second."""
+"""The choice of a draft: the fastest one that was measured on this machine; the file of the measurements."""
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
+import torch
+
 import lanternpp
-from lanternpp.api.fit.rates import Counter, Counts, is_joint, read_rates, strength
+from lanternpp.api.fit.rates import Counter, Counts, is_joint, key, passes, read_rates, strength
 from lanternpp.api.fit.steps import Step, bound, disturbed, measure
-from lanternpp.api.fit.store import Store, machine_facts
-from lanternpp.api.model import DRAWERS, Model
+from lanternpp.api.model import NETWORKS, Model
 from lanternpp.api.options import BASELINE, METHODS, MethodDials, Settings, names
 from lanternpp.api.settings import NO_DRAFT, dials_read, with_tree
 from lanternpp.engine.decode import Engine
 from lanternpp.errors import InputError
+from lanternpp.nn.backend import backend
 from lanternpp.nn.checkpoints import checksum
-from lanternpp.trees import build_tree
-from lanternpp.trees.shapes import SHAPES, Shape, chain, is_chain
-from lanternpp.trees.static import StaticTree
+from lanternpp.trees import static_shape
+from lanternpp.trees.shapes import Shape, chain, is_chain
 from lanternpp.util.devices import device_name
-from lanternpp.util.files import digest
+from lanternpp.util.files import digest, user_cache
+from lanternpp.util.jsonfile import read_object, write_json
 from lanternpp.util.registry import Given
+from lanternpp.util.schema import made
 
 SWITCH = "LANTERNPP_FIT"  # in the environment; 0: nothing is fitted, as with --no-fit
 PLAIN = "plain"
@@ -32,24 +37,112 @@ MARGIN = 0.02  # how much slower than the fastest draft a shorter one may be: th
 DEPTHS = (4, 2, 8, 12, 6, 3, 10, 14, 5, 16, 1, 7)
 TREES = ("deep-8", "eagle-25")  # offered beside chains to a method whose own tree branches
 COSTED = ("proposer", "accept", "neighbours", "coupling", "init", "alternatives", "window_rows", "batch_size")
+CPUINFO = Path("/proc/cpuinfo")
+ENOUGH = 200  # passes after which counting ends: codes per pass are then known to about 5 %
+
+
+@dataclass(frozen=True)
+class _Content:
+    """Measured steps and counted acceptance, by the settings that they hold for, as text. facts: for people who read the file."""
+
+    facts: Mapping[str, str] = field(default_factory=dict)
+    steps: dict[str, tuple[Step, ...]] = field(default_factory=dict)
+    counts: dict[str, Counts] = field(default_factory=dict)
+
+
+class Store:
+    """The content of the file. Of two measurements the one that was written first holds.
+
+    facts: everything that the measurements depend on. Where the file is damaged, or nothing can be written, one warning says
+    so, and measurements of this process serve it alone.
+    """
+
+    def __init__(self, facts: Mapping[str, str]):
+        self.content = _Content(facts)
+        self.path = user_cache() / f"fit-{digest([f'{key} {value}' for key, value in facts.items()])}.json"
+        self._read()
+
+    def counts(self, key: str) -> Counts | None:
+        """The counts of this key; None until they are enough."""
+        found = self.content.counts.get(key)
+        return found if found is not None and found.passes >= ENOUGH else None
+
+    def add_steps(self, key: str, steps: tuple[Step, ...], keep: bool) -> tuple[Step, ...]:
+        """The steps of a key: an earlier process's, and these of other drafts; `keep`: write them."""
+        self._read()
+        known = {step.draft: step for step in (*steps, *self.content.steps.get(key, ()))}
+        self.content.steps[key] = tuple(known.values())
+        if keep:
+            self._write()
+        return self.content.steps[key]
+
+    def add_counts(self, key: str, counts: Counts) -> bool:
+        """Add to the counts of a key, unless they are enough; returns whether more are needed."""
+        self._read()
+        if self.counts(key) is None:
+            known = self.content.counts.get(key)
+            self.content.counts[key] = counts if known is None else known + counts
+            self._write()
+        return self.counts(key) is None
+
+    def _read(self) -> None:
+        """Take over the measurements of other processes."""
+        try:
+            found = made(_Content, read_object(self.path)) if self.path.is_file() else _Content()
+        except (InputError, OSError) as error:
+            _warn(f"this machine is measured again: {error}")
+            return
+        self.content.steps.update(found.steps)
+        self.content.counts.update(found.counts)
+
+    def _write(self) -> None:
+        try:
+            write_json(self.path, asdict(self.content))
+        except InputError as error:
+            _warn(f"the measurements of this machine are not kept for the next run: {error}")
+
+
+@cache
+def _warn(sentence: str) -> None:
+    """Warn once in a process."""
+    warnings.warn(sentence, stacklevel=3)
+
+
+def machine_facts() -> dict[str, str]:
+    """The conditions of a step's time besides the model: processor, its flags, threads, kernels, version of PyTorch."""
+    lines = CPUINFO.read_text(encoding="utf-8").splitlines() if CPUINFO.is_file() else []
+    named = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return {
+        "processor": named.get("model name", "unknown"),
+        "flags": digest([named.get("flags", named.get("Features", ""))]),
+        "threads": str(torch.get_num_threads()),
+        "kernels": backend().name,
+        "torch": torch.__version__,
+    }
 
 
 class Fit:
-    """Fits drafts to this machine, for one model."""
+    """Fits drafts to this machine, for one model; engine: makes a new engine. Raises InputError where stored rates are damaged."""
 
-    def __init__(
-        self,
-        engine: Callable[[Settings], Engine],
-        length: int,
-        store: Store,
-        rates: Sequence[tuple[Mapping[str, Any], Counts]],
-    ):
-        """engine: makes a new engine. length: codes of a picture. rates: known acceptance, as `read_rates` gives it."""
-        self.engine, self.length, self.store, self.rates = engine, length, store, rates
+    def __init__(self, model: Model, engine: Callable[[Settings], Engine]):
+        target, name = model.target, model.dtype_name
+        packed = getattr(target.decoder, "packed_dtype", None)
+        # models that were loaded elsewhere have no files
+        checked = checksum(target.embed(target.examples(8)[None]))
+        facts = machine_facts() | {
+            "device": device_name(model.device),
+            "dtype": f"{name}, {packed}" if packed else name,
+            "weights": digest([model.weights, checked, str(target.decoder.config)]),
+            "lanternpp": lanternpp.__version__,
+        }
+        self.engine, self.length, self.store = engine, target.length, Store(facts)
+        drafter = model.other or model.folder
+        folders = (model.folder, *(drafter / kind for kind in NETWORKS), drafter)
+        self.rates = {name: counts for folder in folders for name, counts in read_rates(folder).items()}
         self._uncounted: set[str] = set()  # strengths whose acceptance is to be counted while drawing
 
     def __call__(self, settings: Settings) -> Settings:
-        """Settings that are to be fitted -> those with the fastest draft; plain decoding's where no draft is faster.
+        """Settings to fit -> the settings with the fastest draft; plain decoding's where no draft is faster.
 
         The steps of a few drafts are measured now unless they were before. Where acceptance rates are not known yet the method's
         own draft stays, with `fit` False, and is counted.
@@ -59,100 +152,69 @@ class Fit:
             return own
         counts = self.counts(settings)
         if counts is None:
-            self._uncounted.add(_key(strength(settings)))
+            self._uncounted.add(key(strength(settings)))
             return own
-        candidates = {draft_name(each): each for each in self._candidates(settings, shape, counts)}
+        candidates = self._candidates(settings, shape, counts)
         if len(candidates) < 2:
             return own
         try:
-            measured = self._steps(settings, candidates)
+            steps = self._steps(settings, {name: draft for name, (draft, _) in candidates.items()})
         except InputError:  # such as too little memory for an engine more
             return own
-        steps = {step.draft: step for step in measured if step.draft in candidates}
-        rates = {
-            name: 1 / (step.seconds * self._passes(candidates[name], counts)) for name, step in steps.items()
+        seconds = {
+            name: step.seconds * passes(self.length, candidates[name][1]) for name, step in steps.items()
         }
-        best = max(rates.values())
-        good = [name for name in rates if name != PLAIN and rates[name] >= best * (1 - MARGIN)]
-        if rates[PLAIN] == best or not good:
-            return candidates[PLAIN]
-        return candidates[min(good, key=lambda name: steps[name].rows)]
+        least = min(seconds.values())
+        good = [name for name in seconds if name != PLAIN and seconds[name] * (1 - MARGIN) <= least]
+        best = PLAIN if seconds[PLAIN] == least else min(good, key=lambda name: steps[name].rows)
+        return candidates[best][0]
 
     def counts(self, settings: Settings) -> Counts | None:
         """The acceptance of a method's drafts, where it is known."""
-        mine = strength(settings)
-        known = next((counts for row, counts in self.rates if dict(row) == mine), None)
-        return known or self.store.counts(_key(mine))
+        mine = key(strength(settings))
+        return self.rates.get(mine) or self.store.counts(mine)
 
     def bound(self, settings: Settings) -> str | None:
         """One sentence on what bounds passes on this machine; None where it was not measured for such settings."""
-        steps = self.store.steps(_key(costed(settings)))
-        return bound(steps) if steps else None
+        return bound(self.store.content.steps.get(key(costed(settings)), ()))
 
     def count(self, settings: Settings, engine: Engine) -> None:
-        """Let an engine count the acceptance of its drafts, where a fit waits for that."""
-        key = _key(strength(settings))
-        if key in self._uncounted:
-            engine.observers.append(Counter(self.length, lambda counts: self.store.add_counts(key, counts)))
+        """Let an engine count the acceptance of its drafts, where a fit waits for the counts."""
+        mine = key(strength(settings))
+        if mine in self._uncounted:
+            engine.observers.append(Counter(self.length, partial(self.store.add_counts, mine)))
 
-    def _steps(self, settings: Settings, candidates: Mapping[str, Settings]) -> tuple[Step, ...]:
+    def _steps(self, settings: Settings, candidates: Mapping[str, Settings]) -> dict[str, Step]:
         """The steps of the candidates, stored or measured now."""
-        key = _key(costed(settings))
-        known = self.store.steps(key)
+        mine = key(costed(settings))
+        known = self.store.content.steps.get(mine, ())
         first = list(candidates)[:2]  # plain decoding and one draft, which are always measured
-        if known is not None and {step.draft for step in known}.issuperset(first):
-            return known
-        drafts = ((name, lambda each=each: self.engine(each)) for name, each in candidates.items())
-        steps = measure(drafts, self.length)
-        return self.store.add_steps(key, steps, keep=not disturbed(steps))
-
-    def _passes(self, settings: Settings, counts: Counts) -> float:
-        """Passes of a picture; half of the codes that its last draft decides beyond the first lie after the end, on average."""
-        shape = shape_of(settings)
-        codes = 1.0 if shape is None else counts.codes(shape)
-        return (self.length - 1 + (codes - 1) / 2) / codes
+        if not {step.draft for step in known}.issuperset(first):
+            steps = measure(
+                ((name, partial(self.engine, each)) for name, each in candidates.items()), self.length
+            )
+            known = self.store.add_steps(mine, steps, keep=not disturbed(steps))
+        return {step.draft: step for step in known if step.draft in candidates}
 
     @staticmethod
-    def _candidates(settings: Settings, own: Shape, counts: Counts) -> Iterator[Settings]:
-        """Plain decoding, the method's own draft, and others whose acceptance is known; large trees come last, as they take longest."""
-        yield plain_settings(settings)
-        depth, ranks = counts.size
-        known = fits(own, depth, ranks)
-        if known and is_chain(own):
-            yield settings
-        for levels in DEPTHS:
-            if levels > depth:
-                continue
-            if settings.window is not None:
-                yield replace(settings, window=levels)
-            elif chain(levels) != own:
-                yield with_tree(settings, f"chain-{levels}")
-        if not is_chain(own):
-            trees = TREES if settings.window is None else ()
-            yield from (with_tree(settings, name) for name in trees if fits(SHAPES[name], depth, ranks))
-            if known:
-                yield settings
+    def _candidates(settings: Settings, own: Shape, counts: Counts) -> dict[str, tuple[Settings, float]]:
+        """Plain decoding, the method's own draft, and others whose acceptance is known, with their codes per pass.
 
-
-def fit_for(model: Model, engine: Callable[[Settings], Engine], weights: str, dtype: str) -> Fit:
-    """The fit of a model. weights: a hash of its files, which models that were loaded elsewhere lack. InputError."""
-    target = model.target
-    codes = target.examples(8)[None]
-    facts = machine_facts() | {
-        "device": device_name(model.device),
-        "dtype": f"{dtype}, {packed}" if (packed := getattr(target.decoder, "packed_dtype", None)) else dtype,
-        "weights": digest([weights, checksum(target.embed(codes)), str(target.decoder.config)]),
-        "lanternpp": lanternpp.__version__,
-    }
-    drafter = model.other or model.folder
-    folders = dict.fromkeys((drafter, *(drafter / kind for kind in DRAWERS), model.folder))
-    rates = [row for folder in folders for row in read_rates(folder)]
-    return Fit(engine, target.length, Store(facts), rates)
-
-
-def fits(shape: Shape, depth: int, ranks: int) -> bool:
-    """Whether acceptance is known at all depths and ranks of a shape."""
-    return max(map(len, shape)) <= depth and max(map(max, shape)) < ranks
+        Trees come last, as they take longest.
+        """
+        if settings.window is not None:
+            drafts = [replace(settings, window=levels) for levels in DEPTHS]
+        else:
+            named = (*(f"chain-{levels}" for levels in DEPTHS), *(() if is_chain(own) else TREES))
+            drafts = [with_tree(settings, name) for name in named]
+        drafts.insert(0 if is_chain(own) else len(drafts), settings)
+        plain = plain_settings(settings)
+        found = {draft_name(plain): (plain, 1.0)}
+        for draft in drafts:
+            shape = shape_of(draft) or own
+            if counts.cover(shape) and (draft is settings or shape != own):
+                found[draft_name(draft)] = draft, counts.codes(shape)
+        return found
 
 
 def shape_of(settings: Settings) -> Shape | None:
@@ -164,29 +226,24 @@ def shape_of(settings: Settings) -> Shape | None:
         if settings.window_rows not in (None, 1):
             return None
         return (*chain(settings.window), *((rank,) for rank in range(1, 1 + (settings.alternatives or 0))))
-    tree = build_tree(settings.tree) if "tree" in read and settings.tree else None
-    return tree.shape if isinstance(tree, StaticTree) else None
+    return static_shape(settings.tree) if "tree" in read and settings.tree else None
 
 
 def draft_name(settings: Settings) -> str:
-    """What the draft of settings is called in a file of measured steps."""
+    """The name of a draft in a file of measured steps."""
     if settings.proposer == NO_DRAFT:
         return PLAIN
     return f"window-{settings.window}" if settings.window is not None else str(settings.tree)
 
 
 def plain_settings(settings: Settings) -> Settings:
-    """The same picture by plain decoding: `ar`'s parts, and none of the dials that those do not read."""
+    """The same picture by plain decoding: `ar`'s parts, without the dials that these do not read."""
     row = dict.fromkeys(names(MethodDials)) | {**METHODS[BASELINE].dials}
     return replace(settings, method=BASELINE, **row)
 
 
 def costed(settings: Settings) -> dict[str, Any]:
-    """What decides the time of a step besides the draft's shape."""
+    """The settings that decide the time of a step besides the draft's shape."""
     found = {name: getattr(settings, name) for name in COSTED} | {"joint": is_joint(settings)}
     sampled = {"greedy": settings.temperature == 0, "warped": settings.top_k > 0 or settings.top_p < 1}
     return found | sampled | {"guided": settings.cfg != 1}
-
-
-def _key(facts: Mapping[str, Any]) -> str:
-    return json.dumps(facts, sort_keys=True)

@@ -6,8 +6,10 @@ are counted while pictures are drawn.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,9 @@ from lanternpp.trees.search import expected
 from lanternpp.trees.shapes import Shape
 from lanternpp.types import TargetOutput
 from lanternpp.util.jsonfile import read_object
-from lanternpp.util.schema import made
+from lanternpp.util.schema import checked
 
 FILE = "acceptance.json"
-ENOUGH = 200  # passes after which counting ends: codes per pass are then known to about 5 %
 EVERY = 32  # steps after which counts are saved, as a process may end with any picture
 DECIDING = ("proposer", "accept", "neighbours", "delta", "lam", "nu", "residual", "coupling", "init", "alternatives", "window_rows")  # fmt: skip
 SAMPLED = ("cfg", "temperature", "top_k", "top_p")
@@ -35,81 +36,100 @@ Rows = tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True)
 class Counts:
-    """Children of drafts, [depth][rank] each, as `AcceptanceByRank` counts them, and the passes that they were counted in."""
+    """Children of drafts, [depth][rank] each, as `AcceptanceByRank` counts them, and the passes that they were counted in.
+
+    Raises InputError where these cannot be counts.
+    """
 
     tried: Rows
     kept: Rows
     passes: int
 
+    def __post_init__(self) -> None:
+        tried, kept = sum(self.tried, ()), sum(self.kept, ())
+        alike = [*map(len, self.tried)] == [*map(len, self.kept)]
+        possible = alike and all(0 <= k <= t for t, k in zip(tried, kept, strict=True))
+        if not possible or not all(self.size) or self.passes < 1:
+            raise InputError("its counts are no counts of accepted children")
+
     @classmethod
     def of(cls, counter: AcceptanceByRank) -> Counts:
-        """What an observer has counted."""
+        """The counts of an observer, of one pass or more."""
         tried, kept = (tuple(map(tuple, x.tolist())) for x in (counter.tried, counter.kept))
         return cls(tried, kept, int(counter.passes))
 
     def __add__(self, other: Counts) -> Counts:
         """Both together, as deep and wide as the smaller one."""
-
-        def added(one: Rows, two: Rows) -> Rows:
-            return tuple(
-                tuple(x + y for x, y in zip(*rows, strict=False)) for rows in zip(one, two, strict=False)
-            )
-
-        return Counts(
-            added(self.tried, other.tried), added(self.kept, other.kept), self.passes + other.passes
-        )
+        pairs = (self.tried, other.tried), (self.kept, other.kept)
+        tried, kept = (tuple(tuple(map(add, *rows)) for rows in zip(*x, strict=False)) for x in pairs)
+        return Counts(tried, kept, self.passes + other.passes)
 
     @property
     def size(self) -> tuple[int, int]:
         """Depths and ranks."""
         return len(self.tried), min(map(len, self.tried), default=0)
 
+    def cover(self, shape: Shape) -> bool:
+        """Whether acceptance is known at all depths and ranks of a shape."""
+        depth, ranks = self.size
+        return max(map(len, shape)) <= depth and max(map(max, shape)) < ranks
+
     def codes(self, shape: Shape) -> float:
-        """Expected codes per pass of a draft of this shape, which must be within `size`."""
+        """Expected codes per pass of a draft of this shape, which they must `cover`."""
         ranks = self.size[1]
         tried, kept = (
             torch.tensor([row[:ranks] for row in x], dtype=torch.float64) for x in (self.tried, self.kept)
         )
-        table: Tensor = (kept + 0.5) / (tried + 1)  # where nothing was tried, even odds that nothing rests on
-        return expected(table, shape)
+        return expected((kept + 0.5) / (tried + 1), shape)  # where nothing was tried, even odds
+
+
+def passes(length: int, codes: float) -> float:
+    """Passes after the prefill for a picture of `length` codes, of so many codes each.
+
+    Of the codes that its last draft decides beyond the first, half lie after the end, on average.
+    """
+    return (length - 1 + (codes - 1) / 2) / codes
 
 
 class Counter(AcceptanceByRank):
     """Counts the acceptance of an engine's drafts and hands the counts over now and then, until they are enough.
 
-    save: takes the counts since the last call; returns whether more are wanted.
+    save: takes the counts since the last call; returns whether more are needed.
     """
 
     def __init__(self, length: int, save: Callable[[Counts], bool]):
         super().__init__(length)
-        self.save, self.steps, self.wanted = save, 0, True
+        self.save, self.steps, self.needed = save, 0, True
 
     def verified(self, output: TargetOutput, count: Tensor) -> None:
         """Count the children along every accepted path."""
-        if not self.wanted:
+        if not self.needed:
             return
         super().verified(output, count)
         self.steps += 1
-        if self.steps % EVERY == 0:
-            self.wanted = self.save(Counts.of(self))
+        if self.steps % EVERY == 0 and int(self.passes):
+            self.needed = self.save(Counts.of(self))
             for tally in (self.tried, self.kept, self.passes, self.codes):
                 tally.zero_()
 
 
 def strength(settings: Settings) -> dict[str, Any]:
-    """What decides acceptance rates, besides the weights: the method's parts, their dials and the sampling.
+    """The settings that decide acceptance rates, besides the weights: the method's parts, their dials and the sampling.
 
     Block and traversal verification are one algorithm.
     """
     values = {name: getattr(settings, name) for name in (*DECIDING, *SAMPLED)}
-    return {name: value for name, value in values.items() if value is not None} | {
-        "joint": is_joint(settings)
-    }
+    return {k: v for k, v in values.items() if v is not None} | {"joint": is_joint(settings)}
 
 
 def is_joint(settings: Settings) -> bool:
-    """Whether a draft is verified as a whole and not token by token."""
+    """Whether a draft is verified jointly and not token by token."""
     return settings.verify not in (None, TOKEN)
+
+
+def key(facts: Mapping[str, Any]) -> str:
+    """Facts as the key of a table."""
+    return json.dumps(facts, sort_keys=True)
 
 
 @dataclass(frozen=True)
@@ -118,31 +138,12 @@ class _Row:
     counts: Counts
 
 
-@dataclass(frozen=True)
-class _File:
-    acceptance: tuple[_Row, ...]
-
-
-def read_rates(folder: Path | None) -> tuple[tuple[Mapping[str, Any], Counts], ...]:
-    """The rows of a folder's `acceptance.json`, each a `strength` and its counts; () where there is none. InputError."""
-    path = folder / FILE if folder else None
-    if path is None or not path.is_file():
-        return ()
+def read_rates(folder: Path) -> dict[str, Counts]:
+    """The counts in a folder's `acceptance.json`, by the keys of their strengths; none where there is no file. InputError."""
+    path = folder / FILE
     try:
-        rows = made(_File, read_object(path)).acceptance
-        for row in rows:
-            check_counts(row.counts)
+        content = read_object(path).get("acceptance") if path.is_file() else ()
+        rows = checked("acceptance", content, tuple[_Row, ...])
     except InputError as error:
         raise InputError(f"{path} is damaged ({error}); train the drafter again, or remove it") from None
-    return tuple((row.strength, row.counts) for row in rows)
-
-
-def check_counts(counts: Counts) -> None:
-    """InputError unless the counts can be acceptance rates."""
-    depth, ranks = counts.size
-    alike = [len(row) for row in counts.tried] == [len(row) for row in counts.kept]
-    pairs = [
-        pair for rows in zip(counts.tried, counts.kept, strict=False) for pair in zip(*rows, strict=False)
-    ]
-    if not depth or not ranks or not alike or counts.passes < 1 or not all(0 <= k <= t for t, k in pairs):
-        raise InputError("its counts are no counts of accepted children")
+    return {key(row.strength): row.counts for row in rows}

@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import Annotated
 
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.stopwatch import PHASES, TimedEngine
+from lanternpp.util.schema import Between
 
 # The budget of a measurement: seconds, or a share of a picture by plain decoding where that is more.
 SECONDS, SHARE = 0.8, 0.05
@@ -23,68 +24,62 @@ class Step:
     """A measured step with one draft. Seconds are medians."""
 
     draft: str  # a tree, "window-8", or "plain"
-    rows: int  # of the target's pass
-    seconds: float
+    rows: Annotated[int, Between(1, 1 << 32)]  # of the target's pass
+    seconds: Annotated[float, Between(1e-9, 1e9)]
     target: float  # seconds of the target's pass in it
     spread: float  # median over minimum
+
+
+Span = tuple[float, float]  # seconds of a step, and of the target's pass in it
+
+
+class MidwayEngine:
+    """An engine in the middle of a picture, without its prompt: the time of a step does not depend on the codes."""
+
+    def __init__(self, timed: TimedEngine):
+        self.timed, engine = timed, timed.engine
+        self.rows = engine.guidance.branches * engine.batch * engine.proposer.size
+        self.timed.move_midway(first=True)
+        self.first = self.step()[0]  # with the set-up of a first use
+
+    def step(self) -> Span:
+        """One step from the middle of the picture: its seconds, and those of the target's pass in it."""
+        self.timed.move_midway()
+        self.timed.step()
+        span = self.timed.spans.pop()
+        return sum(span[phase] for phase in PHASES), span["pass"]
 
 
 def measure(drafts: Iterable[tuple[str, Callable[[], Engine]]], length: int) -> tuple[Step, ...]:
     """Time the steps of some drafts until the budget is used up, each in an engine of its own that is freed after it.
 
-    drafts: their names and what makes the engine. The first is plain decoding, one of whose steps follows every other step: what a
-    step takes in terms of that does not change when the machine becomes slower for a while. The second is always measured too,
+    drafts: their names, and functions that make the engine. The first is plain decoding, one of whose steps follows every other step: a
+    step's time relative to plain decoding's does not change when the machine becomes slower for a while. The second is always measured too,
     the others as far as the budget allows. length: codes of a picture.
     """
     (plain_name, make_plain), *others = drafts
-    began, plain = time.perf_counter(), MidwayEngine(make_plain())
+    began, plain = time.perf_counter(), MidwayEngine(TimedEngine(make_plain()))
     beside = [plain.step() for _ in range(FEWEST)]
-    budget = max(SECONDS, SHARE * length * beside[-1].step)
+    budget = max(SECONDS, SHARE * length * beside[-1][0])
     measured: list[tuple[str, int, list[tuple[Span, Span]]]] = []
     for name, make in others:
         used = time.perf_counter() - began
         if measured and used + used / (1 + len(measured)) > budget:
             break
-        drafted, pairs, since = MidwayEngine(make()), list[tuple[Span, Span]](), time.perf_counter()
+        drafted = MidwayEngine(TimedEngine(make()))
+        pairs, since = list[tuple[Span, Span]](), time.perf_counter()
         fewest = FEWEST - (drafted.first > SLOW)
         while len(pairs) < fewest or (len(pairs) < MOST and time.perf_counter() - since < LONG):
             pairs.append((drafted.step(), plain.step()))
         measured.append((name, drafted.rows, pairs))
         beside += [other for _, other in pairs]
-    usual = median(span.step for span in beside)
-    least = min(span.step for span in beside)
-    steps = [Step(plain_name, plain.rows, usual, median(span.target for span in beside), usual / least)]
-    for name, rows, pairs in measured:
-        seconds, target = (
-            usual * median(getattr(span, part) / other.step for span, other in pairs) for part in Span._fields
-        )
-        taken = [span.step for span, _ in pairs]
+    usual = median(seconds for seconds, _ in beside)
+    steps = []
+    for name, rows, pairs in ((plain_name, plain.rows, [(span, span) for span in beside]), *measured):
+        seconds, target = (usual * median(span[i] / other[0] for span, other in pairs) for i in (0, 1))
+        taken = [span[0] for span, _ in pairs]
         steps.append(Step(name, rows, seconds, target, median(taken) / min(taken)))
     return tuple(steps)
-
-
-class Span(NamedTuple):
-    """Seconds of a step, and of the target's pass in it."""
-
-    step: float
-    target: float
-
-
-class MidwayEngine:
-    """An engine in the middle of a picture, without its prompt: what a step takes does not depend on the codes."""
-
-    def __init__(self, engine: Engine):
-        self.timed = TimedEngine(engine)
-        self.rows = engine.guidance.branches * engine.batch * engine.proposer.size
-        self.timed.move_midway(first=True)
-        self.first = self.step().step  # with what is built on first use
-
-    def step(self) -> Span:
-        """One step from the middle of the picture."""
-        self.timed.move_midway()
-        self.timed.step()
-        span = self.timed.spans.pop()
-        return Span(sum(span[phase] for phase in PHASES), span["pass"])
 
 
 def disturbed(steps: Sequence[Step]) -> bool:
@@ -94,13 +89,13 @@ def disturbed(steps: Sequence[Step]) -> bool:
 
 def bound(steps: Sequence[Step]) -> str | None:
     """One sentence on what bounds passes on this machine; None where too little was measured to tell."""
-    by_rows = sorted(steps, key=lambda step: step.rows)
-    if len({step.rows for step in by_rows}) < 3:
+    rows = sorted({step.rows for step in steps})
+    if len(rows) < 3:
         return None
-    least, most = by_rows[0], by_rows[-1]
-    cheap = [step.rows for step in by_rows if step.target <= 2 * least.target]
-    if max(cheap) == least.rows:
-        return f"arithmetic bounds this machine: any draft more than doubles the time of a pass over {least.rows} rows"
-    if max(cheap) == most.rows:
-        return f"memory bounds this machine: a pass over {most.rows} rows takes at most twice as long as one over {least.rows}"
-    return f"memory bounds passes over up to {max(cheap)} rows on this machine, arithmetic larger ones"
+    fastest = min(step.target for step in steps if step.rows == rows[0])
+    cheap = max(step.rows for step in steps if step.target <= 2 * fastest)
+    if cheap == rows[0]:
+        return f"arithmetic bounds this machine: any draft more than doubles the time of a pass over {cheap} rows"
+    if cheap == rows[-1]:
+        return f"memory bounds this machine: a pass over {cheap} rows takes at most twice as long as one over {rows[0]}"
+    return f"memory bounds passes over up to {cheap} rows on this machine, arithmetic larger ones"

@@ -13,7 +13,7 @@ from lanternpp.engine.proposer import DraftSampling
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify.joint import verify_joint
 from lanternpp.engine.verify.tokenwise import verify_tokenwise
-from lanternpp.nn.backend import VerifyDraft
+from lanternpp.nn.backend import Backend
 from lanternpp.types import Draft, Verdict, on_host
 
 Verifier = Callable[[Draft, Tensor, Sampling, Acceptance, Noise, bool], Verdict]
@@ -21,9 +21,9 @@ TOKEN, BLOCK, TRAVERSAL = "token", "block", "traversal"
 VERIFIERS: dict[str, Verifier] = {TOKEN: verify_tokenwise, BLOCK: verify_joint, TRAVERSAL: verify_joint}
 
 
-def with_native(verifier: Verifier, native: VerifyDraft | None) -> Verifier:
-    """A verifier that leaves to `native` the drafts, rules and tensors that it supports; None: none."""
-    if native is None or verifier not in VERIFIERS.values():
+def with_native(verifier: Verifier, backend: Backend) -> Verifier:
+    """A verifier that leaves to a backend the drafts, rules and tensors that it supports."""
+    if type(backend).verify is Backend.verify or verifier not in VERIFIERS.values():
         return verifier
 
     def either(
@@ -40,9 +40,9 @@ def with_native(verifier: Verifier, native: VerifyDraft | None) -> Verifier:
         if budget is not None and (tokenwise or rule.lossless or budget.optimal):
             u = noise.fine(Noise.ACCEPT, *((len(widths), max(widths, default=0)) if tokenwise else (1,)))
             last = noise.fine(Noise.BONUS, 1)
-            found = native(draft, logits, sampling.warp, budget, tokenwise, u, last)
+            found = backend.verify(draft, logits, sampling.warp, budget, u, last)
             if found is not None:
-                return found[0]
+                return found
         return verifier(draft, logits, sampling, rule, noise, measure_tv)
 
     return either

@@ -32,10 +32,9 @@ from lanternpp.types import Draft, Verdict
 
 RETRY = 1 << 20  # the purpose of the noise of the second block of draws; later blocks have the next ones
 MIN_DRAWS, MAX_DRAWS = 16, 256  # of a block after the first, which has one
-TRIES = 3  # draws of the published rule after a rejection, of which the last one stays
-UNALIGNED = (
-    1 << 19
-)  # added to the purpose of a trajectory's noise, where the target's differs from the drafter's
+TRIES = 3  # draws of the published rule after a rejection; the last one stays
+# Added to the purpose of a trajectory's noise, where the target's differs from the drafter's.
+UNALIGNED = 1 << 19
 
 
 def verify_latents(
@@ -123,9 +122,10 @@ def draw_residual(p: Tensor, q: Tensor, rejected: Tensor, noise: Noise, channels
         log_p, log_q = (GaussianMixture.of(x[left, None], channels).log_prob(y) for x in (p, q))
         # Written so that a NaN, of weights that are broken, ends the loop.
         kept = ~(rejected[left, None] & (u[..., 0] >= -torch.expm1(log_q - log_p)))
-        done, first = kept.any(1), kept.byte().argmax(1)
-        found[left[done]] = y[done, first[done]]
-        left = left[~done]
+        done, first = kept.any(1, keepdim=True), kept.byte().argmax(1)
+        drawn = y.gather(1, first[:, None, None].expand(-1, 1, channels))[:, 0]
+        found[left] = drawn.where(done, found[left])
+        left = left[~done[:, 0]]  # the host waits here and nowhere else
         if not len(left):
             break
     return found

@@ -44,9 +44,8 @@ def verify_tokenwise(
     node = torch.zeros_like(batch)
     alive = torch.ones_like(batch, dtype=torch.bool)
     kept, path = torch.ones_like(batch), [node]
-    left = sampling.probs(
-        logits[batch, node]
-    )  # r: p at the current node, without what rejected children took
+    # r: p at the current node, without what rejected children took
+    left = sampling.probs(logits[batch, node])
     u = noise.fine(Noise.ACCEPT, len(widths), max(widths, default=0))
     cost = [torch.zeros_like(left[:, 0]) for _ in range(len(widths) + 1)]
     for level, width in enumerate(widths):

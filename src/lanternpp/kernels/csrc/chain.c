@@ -6,15 +6,24 @@
 
 #define GROUP 4 /* blocks of columns that a thread has at least */
 
-/* The logits of a level are head (features + up act), act = silu(query + prev) of the code before. `turn` is head up, so that
-   the products of all levels with the head are one GEMM, and a draft code waits for a GEMV with `turn` alone.
+/* Layers of a parallel drafter before and after its decoder, and the target's head.
 
-   The bias of `turn` is head times that of `up`. */
+   The logits of a level are head (features + up act), act = silu(query + prev) of the code before. `head_up` is head up, so that
+   the products of all levels with the head are one GEMM, and a draft code waits for a GEMV with `head_up` alone.
+
+   The bias of `head_up` is head times that of `up`. */
 typedef struct {
-    Linear turn, head;
-} Heads;
+    Linear fc, hint, down, head_up, head;
+    const bf16 *queries;    /* [query_count, dim]; deeper levels repeat the last */
+    const bf16 *confidence; /* [dim], of the logit of how likely a draft code is kept, given those before; read where min_survival > 0 */
+    const float *confidence_up;  /* [hidden + 1]: confidence times `up`, and times its bias */
+    int64_t query_count, dim, aux; /* aux: layers of the target that are read beside its features */
+    double confidence_bias;
+    float eps;
+} DraftLayers;
 
 typedef struct {
+    const DraftLayers *layers;
     int64_t batch, levels, codes;
     Sampling sampling;
     const bf16 *features; /* [batch, levels, dim] */
@@ -24,11 +33,8 @@ typedef struct {
     const double *u;      /* [batch, levels] uniform */
     float *probs;         /* [batch, levels + 1, codes]; the last is left as it is */
     int64_t *drawn;       /* [batch, levels + 1], of which the first is left as it is */
-    char *scratch;        /* as many bytes as `chain_bytes` says */
-    const bf16 *confidence; /* [dim], of the logit of how likely a draft code is kept, given those before; read where min_survival > 0 */
-    const float *confidence_turn; /* [hidden + 1]: confidence times `up`, and times its bias */
-    float *survival;        /* [batch, levels], how likely a draft code and all before it are kept; written where min_survival > 0 */
-    double confidence_bias, min_survival; /* drawing ends at a level where survival is below the min_survival in every row; 0: never */
+    float *survival;      /* [batch, levels], how likely a draft code and all before it are kept; written where min_survival > 0 */
+    double min_survival;  /* drawing ends at a level where survival is below the min_survival in every row; 0: never */
 } Chain;
 
 /* Codes, up to whole groups of blocks. */
@@ -42,15 +48,15 @@ typedef struct {
     double *sums[2];   /* [batch, size / BLOCK] of what is exponentiated */
     int64_t size;      /* codes, up to whole groups */
     int64_t from, to;  /* this thread's columns */
-    Inputs features, active; /* of the head [batch levels, dim], of `turn` [batch, hidden] */
+    Inputs features, active; /* of the head [batch levels, dim], of `head_up` [batch, hidden] */
     bf16 *act;         /* [batch, hidden] */
     float *survival;   /* [batch] */
     void *spare;       /* [size] floats */
 } ChainMemory;
 
 /* The memory of a thread, of which those before it have as much. */
-static ChainMemory chain_memory(const Heads *heads, int64_t batch, int64_t levels, const Team *team, char **at) {
-    const int64_t size = width_of(&heads->turn), groups = size / (GROUP * BLOCK_N);
+static ChainMemory chain_memory(const DraftLayers *layers, int64_t batch, int64_t levels, const Team *team, char **at) {
+    const int64_t size = width_of(&layers->head_up), groups = size / (GROUP * BLOCK_N);
     ChainMemory m = {.size = size, .from = share_begin(team, groups) * GROUP * BLOCK_N, .to = share_end(team, groups) * GROUP * BLOCK_N};
     for (int parity = 0; parity < 2; parity++) {
         m.logits[parity] = arena_alloc(at, 4 * batch * size);
@@ -58,19 +64,19 @@ static ChainMemory chain_memory(const Heads *heads, int64_t batch, int64_t level
         m.sums[parity] = arena_alloc(at, 8 * batch * size / BLOCK);
     }
     for (int64_t rank = 0; rank <= team->rank; rank++) {
-        m.features = new_inputs(at, batch * levels, &heads->head);
-        m.active = new_inputs(at, batch, &heads->turn);
-        m.act = arena_alloc(at, 2 * batch * heads->turn.inputs);
+        m.features = new_inputs(at, batch * levels, &layers->head);
+        m.active = new_inputs(at, batch, &layers->head_up);
+        m.act = arena_alloc(at, 2 * batch * layers->head_up.inputs);
         m.survival = arena_alloc(at, 4 * batch);
         m.spare = arena_alloc(at, 4 * size);
     }
     return m;
 }
 
-int64_t chain_bytes(const Heads *heads, int64_t batch, int64_t levels, int64_t threads) {
-    const Team last = {threads - 1, threads, 0};
+static int64_t chain_bytes(const DraftLayers *layers, int64_t batch, int64_t levels, int64_t threads) {
+    const Team last = {.rank = threads - 1, .size = threads};
     char *at = (char *)64;
-    chain_memory(heads, batch, levels, &last, &at);
+    chain_memory(layers, batch, levels, &last, &at);
     return (intptr_t)at;
 }
 
@@ -112,13 +118,13 @@ static int surviving(const Chain *c, int64_t level, int64_t dim, int64_t hidden,
     int any = 0;
     for (int64_t b = 0; b < c->batch; b++) {
         const bf16 *x = c->features + (b * c->levels + level) * dim;
-        float logit = (float)c->confidence_bias;
+        float logit = (float)c->layers->confidence_bias;
 #pragma omp simd reduction(+ : logit)
-        for (int64_t i = 0; i < dim; i++) logit += widen(x[i]) * widen(c->confidence[i]);
+        for (int64_t i = 0; i < dim; i++) logit += widen(x[i]) * widen(c->layers->confidence[i]);
         if (level) {
-            logit += c->confidence_turn[hidden];
+            logit += c->layers->confidence_up[hidden];
 #pragma omp simd reduction(+ : logit)
-            for (int64_t i = 0; i < hidden; i++) logit += widen(act[b * hidden + i]) * c->confidence_turn[i];
+            for (int64_t i = 0; i < hidden; i++) logit += widen(act[b * hidden + i]) * c->layers->confidence_up[i];
         }
         survival[b] = (level ? survival[b] : 1) / (1 + expf(-logit));
         any |= survival[b] >= (float)c->min_survival;
@@ -127,11 +133,11 @@ static int surviving(const Chain *c, int64_t level, int64_t dim, int64_t hidden,
 }
 
 /* This thread's columns of the logits of a level, and the highest of them. */
-static void logits_of_level(const Heads *heads, const Chain *c, int64_t level, ChainMemory *m, const Team *team) {
+static void logits_of_level(const DraftLayers *layers, const Chain *c, int64_t level, ChainMemory *m, const Team *team) {
     float *logits = m->logits[level % 2];
     FloatRows rows = {logits, m->size};
-    for (int64_t b = 0; level && b < c->batch; b++) load_row(&m->active, b, m->act + b * heads->turn.inputs);
-    if (level) gemm(&heads->turn, &m->active, m->from / BLOCK_N, last_block(&heads->turn, m->to), store_floats, &rows);
+    for (int64_t b = 0; level && b < c->batch; b++) load_row(&m->active, b, m->act + b * layers->head_up.inputs);
+    if (level) gemm(&layers->head_up, &m->active, m->from / BLOCK_N, last_block(&layers->head_up, m->to), store_floats, &rows);
     for (int64_t b = 0; b < c->batch; b++) {
         const float *head = c->probs + (b * (c->levels + 1) + level) * c->codes, *bias = c->bias ? c->bias + (b * c->levels + level) * c->codes : NULL;
         float *row = logits + b * m->size;
@@ -193,19 +199,14 @@ static void draw_level_by_rows(const Chain *c, int64_t level, ChainMemory *m, co
     wait_for_team(team);
 }
 
-typedef struct {
-    const Heads *heads;
-    const Chain *chain;
-} ChainWork;
-
 static void chain_team(const Team *team, void *work) {
-    const Heads *heads = ((ChainWork *)work)->heads;
-    const Chain c = *((ChainWork *)work)->chain;
-    const int64_t hidden = heads->turn.inputs, dim = heads->head.inputs;
+    const Chain c = *(const Chain *)work;
+    const DraftLayers *layers = c.layers;
+    const int64_t hidden = layers->head_up.inputs, dim = layers->head.inputs;
     const int by_rows = c.sampling.temperature == 0 || c.sampling.top_k > 0 || c.sampling.top_p < 1;
-    char *at = (char *)align64((int64_t)c.scratch);
-    ChainMemory memory = chain_memory(heads, c.batch, c.levels, team, &at);
-    head_of_levels(&c, &heads->head, &memory);
+    char *at = (char *)align64((int64_t)team->memory);
+    ChainMemory memory = chain_memory(layers, c.batch, c.levels, team, &at);
+    head_of_levels(&c, &layers->head, &memory);
     int64_t level = 0;
     for (; level < c.levels; level++) {
         if (level) activate(&c, level, hidden, memory.act);
@@ -213,7 +214,7 @@ static void chain_team(const Team *team, void *work) {
             if (!surviving(&c, level, dim, hidden, memory.act, memory.survival) && level) break;
             for (int64_t b = 0; b < c.batch && !team->rank; b++) c.survival[b * c.levels + level] = memory.survival[b];
         }
-        logits_of_level(heads, &c, level, &memory, team);
+        logits_of_level(layers, &c, level, &memory, team);
         if (by_rows) draw_level_by_rows(&c, level, &memory, team);
         else draw_level(&c, level, &memory, team);
     }
@@ -225,7 +226,7 @@ static void chain_team(const Team *team, void *work) {
 }
 
 /* A draft code for every level, each drawn from the distribution of its level after the draft code before. */
-void sample_chain(const Heads *heads, const Chain *chain, int64_t threads) {
-    ChainWork work = {heads, chain};
-    run_team(threads, chain_team, &work);
+int64_t sample_chain(const Chain *chain, const Scratch *scratch, int64_t threads) {
+    ENSURE(scratch, chain_bytes(chain->layers, chain->batch, chain->levels, threads));
+    return run_team(threads, chain_team, (void *)chain, scratch->memory);
 }

@@ -5,7 +5,7 @@
    8 bits as gemm.h has them. A row's result depends on that row alone and not on how many rows or threads there are. */
 #include "attention.c"
 
-enum { FEW_ROWS = 4 }; /* up to which every thread prepares all inputs for itself, which takes less time than waiting for the others */
+enum { SKINNY_ROWS = 4 }; /* up to which every thread prepares all inputs for itself, which takes less time than waiting for the others */
 
 /* The memory of a pass, and what follows from its shape. */
 typedef struct {
@@ -13,7 +13,7 @@ typedef struct {
     Pass p;
     const Layer *layers;
     int64_t m, head, group, dim, lines, lanes; /* head, dim: padded; lines of a block of qkv; lanes of the attention bias */
-    int few;
+    int skinny;
     float *stream, *qkv, *product; /* [m, dim], [blocks, lines, BLOCK_N], [m, dim] */
     float *bias;                   /* [rows, slots, lanes]: 0 where a node attends, else -infinity */
     int64_t (*span)[2];            /* [rows] the slots from the first to after the last that a node of the row attends to */
@@ -34,10 +34,10 @@ typedef struct {
 
 static void plan_own(const Work *w, Own *own, char **at) {
     const int64_t queries = w->p.nodes * w->group, slots = up_to(32, w->p.slots);
-    const int64_t few = w->m < FEW_ROWS ? w->m : FEW_ROWS; /* also where there are more, so that more rows never take less memory */
-    own->normed = new_inputs(at, few, &w->layers->wqkv);
-    own->mixed = new_inputs(at, few, &w->layers->wo);
-    own->active = new_inputs(at, few, &w->layers->w2);
+    const int64_t rows = w->m < SKINNY_ROWS ? w->m : SKINNY_ROWS; /* also where there are more, so that more rows never take less memory */
+    own->normed = new_inputs(at, rows, &w->layers->wqkv);
+    own->mixed = new_inputs(at, rows, &w->layers->wo);
+    own->active = new_inputs(at, rows, &w->layers->w2);
     own->query = arena_alloc(at, 4 * queries * w->head);
     own->weights = arena_alloc(at, 4 * queries * slots);
     own->values = arena_alloc(at, 2 * slots * w->head);
@@ -47,11 +47,13 @@ static void plan_own(const Work *w, Own *own, char **at) {
     own->where = arena_alloc(at, 8 * queries);
 }
 
-static Work plan(const Shape *shape, const Layer *layers, const Pass *pass, char **at) {
+static Work plan(const Pass *pass, char **at) {
+    const Shape *shape = pass->shape;
+    const Layer *layers = pass->layers;
     Work w = {.s = *shape, .p = *pass, .layers = layers};
     const int64_t heads = shape->heads + 2 * shape->kv_heads;
     w.m = pass->rows * pass->nodes;
-    w.few = w.m <= FEW_ROWS;
+    w.skinny = w.m <= SKINNY_ROWS;
     w.head = up_to(HEAD_ALIGN, shape->head_dim);
     w.group = shape->heads / shape->kv_heads;
     w.dim = up_to(K_ALIGN, shape->dim);
@@ -73,9 +75,9 @@ static Work plan(const Shape *shape, const Layer *layers, const Pass *pass, char
     return w;
 }
 
-int64_t scratch_bytes(const Shape *shape, const Layer *layers, const Pass *pass, int64_t threads) {
+static int64_t pass_bytes(const Pass *pass, int64_t threads) {
     char *at = (char *)64;
-    const Work w = plan(shape, layers, pass, &at);
+    const Work w = plan(pass, &at);
     return at - (char *)64 + threads * w.own_bytes;
 }
 
@@ -123,26 +125,26 @@ static inline f32x16 normed_at(const float *x, const float *weight, float scale,
 
 /* The residual stream, normalised, as inputs of a product. */
 static const Inputs *norm_stage(const Work *w, const Team *team, const float *weight, Inputs *own) {
-    Inputs shared = w->normed, *in = w->few ? own : &shared;
-    const int64_t begin = w->few ? 0 : share_begin(team, w->m), end = w->few ? w->m : share_end(team, w->m);
+    Inputs shared = w->normed, *in = w->skinny ? own : &shared;
+    const int64_t begin = w->skinny ? 0 : share_begin(team, w->m), end = w->skinny ? w->m : share_end(team, w->m);
     for (int64_t i = begin; i < end; i++) {
         const float *x = w->stream + i * w->dim, scale = rms_scale(w, x, weight);
         for (int64_t j = 0; j < w->dim; j += LANES) *(bf16x16 *)(in->x + offset_of(in, i, j)) = narrow_all(normed_at(x, weight, scale, j));
         if (in->is_int8) quantize_row(in, i);
     }
-    if (w->few) return own;
+    if (w->skinny) return own;
     wait_for_team(team);
     return &w->normed;
 }
 
 /* Inputs that all threads have written, quantised where products read 8 bits. */
 static const Inputs *quantize_stage(const Work *w, const Team *team, const Inputs *written, Inputs *own) {
-    Inputs shared = *written, *in = w->few ? own : &shared;
+    Inputs shared = *written, *in = w->skinny ? own : &shared;
     if (!written->is_int8) return written;
     own->x = written->x;
-    const int64_t begin = w->few ? 0 : share_begin(team, w->m), end = w->few ? w->m : share_end(team, w->m);
+    const int64_t begin = w->skinny ? 0 : share_begin(team, w->m), end = w->skinny ? w->m : share_end(team, w->m);
     for (int64_t i = begin; i < end; i++) quantize_row(in, i);
-    if (w->few) return own;
+    if (w->skinny) return own;
     wait_for_team(team);
     return written;
 }
@@ -334,8 +336,9 @@ static void decode_team(const Team *team, void *work) {
     release_tiles();
 }
 
-void decode(const Shape *shape, const Layer *layers, const Pass *pass, int64_t threads) {
-    char *at = pass->scratch;
-    Work w = plan(shape, layers, pass, &at);
-    run_team(threads, decode_team, &w);
+int64_t decode(const Pass *pass, const Scratch *scratch, int64_t threads) {
+    char *at = scratch->memory;
+    ENSURE(scratch, pass_bytes(pass, threads));
+    Work w = plan(pass, &at);
+    return run_team(threads, decode_team, &w, 0);
 }

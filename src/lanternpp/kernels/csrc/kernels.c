@@ -7,28 +7,26 @@
 /* Called once, before all else. */
 void prepare(void) { measure_bf16(); }
 
-/* Whether products of bf16 are computed in float32, as the CPU has no instruction for them. */
-int64_t gemm_is_fp32(void) {
 #ifdef __AVX512BF16__
-    return 0;
+enum { GEMM_IS_FP32 = 0 };
 #else
-    return 1;
+enum { GEMM_IS_FP32 = 1 };
 #endif
-}
 
-/* Bytes of each structure that Python fills, by the name that it has there; -1: there is none. Compared when kernels are loaded. */
-int64_t size_of(const char *name) {
+/* Bytes of each structure that Python fills, by the name that it has there, and what it asks of the kernels besides; -1: unknown. */
+int64_t number_of(const char *name) {
 #define SIZE(type) {#type, sizeof(type)}
     static const struct {
         const char *name;
-        int64_t bytes;
-    } sizes[] = {
-        SIZE(Linear), SIZE(Packing), SIZE(LinearCall), SIZE(Layer), SIZE(Shape), SIZE(Pass), SIZE(Heads), {"Warp", sizeof(Sampling)}, SIZE(Chain),
-        SIZE(Rows), SIZE(Children), SIZE(Node), SIZE(Verification),
-        SIZE(QueryLayers), SIZE(QueryInputs), SIZE(Drafter), SIZE(Step),
+        int64_t number;
+    } numbers[] = {
+        {"gemm is fp32", GEMM_IS_FP32}, /* whether products of bf16 are computed in float32, as the CPU has no instruction for them */
+        {"weight zero", WEIGHT_ZERO},   /* what is added to weights in 8 bits */
+        SIZE(Scratch), SIZE(Linear), SIZE(Packing), SIZE(LinearCall), SIZE(Layer), SIZE(Shape), SIZE(Pass), SIZE(Sampling), SIZE(Rows),
+        SIZE(Children), SIZE(DraftLayers), SIZE(Chain), SIZE(Node), SIZE(Verification), SIZE(QueryInputs), SIZE(Network), SIZE(Drafter), SIZE(Step),
     };
 #undef SIZE
-    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
-        if (!strcmp(name, sizes[i].name)) return sizes[i].bytes;
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
+        if (!strcmp(name, numbers[i].name)) return numbers[i].number;
     return -1;
 }

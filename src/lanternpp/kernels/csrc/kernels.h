@@ -1,5 +1,8 @@
 /* Constants and structures of the kernels. Python declares every structure again; sizes are compared when a library is loaded.
 
+   A kernel is a function of what it works on, of scratch memory and of the number of threads. One that lacks scratch memory does
+   nothing and returns how many bytes it needs; else it returns 0.
+
    The layout of a linear layer's weights W [outputs, inputs], where a block is read from front to back:
 
        block 0                                   block 1 ...
@@ -24,6 +27,13 @@
 
 typedef uint16_t bf16; /* the upper half of a float */
 
+typedef struct {
+    char *memory;
+    int64_t bytes;
+} Scratch;
+
+#define ENSURE(scratch, needed) do { const int64_t _needed = needed; if (_needed > (scratch)->bytes) return _needed; } while (0)
+
 /* A linear layer. Weights have 8 bits where there is a scale, and are then stored with WEIGHT_ZERO added. */
 typedef struct {
     const void *weight; /* [blocks, width / P, BLOCK_N, P] of bf16 or bytes, width: inputs up to a multiple of K_ALIGN */
@@ -43,9 +53,9 @@ typedef struct {
 
 /* Rows of a matrix times a linear layer, for two branches those that guidance makes of both, rounded to bf16. */
 typedef struct {
+    const Linear *layer;
     const bf16 *x; /* [branches, rows, pitch], the conditional branch first; the first `inputs` numbers of a row are read */
     void *out;     /* [rows, outputs] of bf16, or of float */
-    char *scratch; /* as many bytes as `linear_bytes` says */
     int64_t rows, pitch, branches, out_is_float;
     double guidance; /* its scale */
 } LinearCall;
@@ -68,6 +78,8 @@ typedef struct {
 } Shape;
 
 typedef struct {
+    const Shape *shape;
+    const Layer *layers;
     int64_t rows, nodes, slots;
     const bf16 *x;         /* [rows, nodes, dim] */
     const float *rotation; /* [rows, nodes, 2, head_dim] */
@@ -75,7 +87,6 @@ typedef struct {
     const uint8_t *mask;   /* [rows, nodes, slots], 0 or 1: the slots that a node attends to */
     bf16 *kv;              /* [layers, 2, rows, kv_heads, slots, head_dim up to a multiple of 32] */
     bf16 *out;             /* [rows, nodes, parts, dim]: the features, then the outputs of some layers */
-    char *scratch;         /* as many bytes as `scratch_bytes` says */
     int64_t parts;
     const int64_t *part; /* [layers]: the part of out that a layer's output goes to; 0: none */
 } Pass;

@@ -11,16 +11,13 @@ static void load_row(Inputs *in, int64_t row, const bf16 *x) {
 
 typedef struct {
     Inputs in;
-    const Linear *layer;
     const LinearCall *call;
     int stream; /* outputs go past the caches, where they are too many to be read again soon */
 } LinearWork;
 
-int64_t linear_bytes(const Linear *layer, int64_t rows) { return inputs_bytes(rows, layer); }
-
 static void store_linear(void *work, int64_t block, int64_t first, int64_t rows, float (*out)[BLOCK_N]) {
     const LinearWork *w = work;
-    const int64_t outputs = w->layer->outputs, left = outputs - block * BLOCK_N, columns = left < BLOCK_N ? left : BLOCK_N;
+    const int64_t outputs = w->call->layer->outputs, left = outputs - block * BLOCK_N, columns = left < BLOCK_N ? left : BLOCK_N;
     for (int64_t r = 0; r < rows; r++) {
         const int64_t at = (first + r) * outputs + block * BLOCK_N;
         float *y = (float *)w->call->out + at;
@@ -43,7 +40,7 @@ static void store_linear(void *work, int64_t block, int64_t first, int64_t rows,
 static void linear_team(const Team *team, void *work) {
     LinearWork *w = work;
     const LinearCall *call = w->call;
-    const int64_t blocks = blocks_of(w->layer), inputs = w->in.inputs;
+    const int64_t blocks = blocks_of(call->layer), inputs = w->in.inputs;
     const float more = (float)call->guidance - 1;
     bf16 guided[inputs];
     configure_tiles(w->in.tile_rows);
@@ -53,7 +50,7 @@ static void linear_team(const Team *team, void *work) {
         load_row(&w->in, i, call->branches > 1 ? guided : x);
     }
     wait_for_team(team);
-    gemm(w->layer, &w->in, share_begin(team, blocks), share_end(team, blocks), store_linear, w);
+    gemm(call->layer, &w->in, share_begin(team, blocks), share_end(team, blocks), store_linear, w);
 #ifdef __AVX512F__
     _mm_sfence();
 #endif
@@ -61,11 +58,12 @@ static void linear_team(const Team *team, void *work) {
 }
 
 /* y = x W + b. */
-void linear(const Linear *layer, const LinearCall *call, int64_t threads) {
-    char *at = call->scratch;
-    LinearWork w = {new_inputs(&at, call->rows, layer), layer, call, 0};
-    w.stream = call->out_is_float && call->rows > 2 * TILE_M && layer->outputs % LANES == 0 && (intptr_t)call->out % 64 == 0;
-    run_team(threads, linear_team, &w);
+int64_t linear(const LinearCall *call, const Scratch *scratch, int64_t threads) {
+    char *at = scratch->memory;
+    ENSURE(scratch, inputs_bytes(call->rows, call->layer));
+    LinearWork w = {new_inputs(&at, call->rows, call->layer), call, 0};
+    w.stream = call->out_is_float && call->rows > 2 * TILE_M && call->layer->outputs % LANES == 0 && (intptr_t)call->out % 64 == 0;
+    return run_team(threads, linear_team, &w, 0);
 }
 
 static void pack_bf16(const Packing *p, int64_t block) {
@@ -100,8 +98,5 @@ static void pack_team(const Team *team, void *work) {
         (p->scale ? pack_int8 : pack_bf16)(p, block);
 }
 
-/* What is added to weights in 8 bits. */
-int64_t weight_zero(void) { return WEIGHT_ZERO; }
-
 /* Weights in the layout of kernels.h. */
-void pack_linear(Packing *packing, int64_t threads) { run_team(threads, pack_team, packing); }
+int64_t pack_linear(Packing *packing, const Scratch *scratch, int64_t threads) { return run_team(threads, pack_team, packing, 0); }

@@ -13,8 +13,9 @@ typedef int32_t bits32 __attribute__((may_alias)); /* of a float */
 
 /* `Sampling` of engine/sampling.py. */
 typedef struct {
-    double temperature, top_p;
+    double temperature;
     int64_t top_k;
+    double top_p;
 } Sampling;
 
 typedef struct {
@@ -22,7 +23,6 @@ typedef struct {
     Sampling sampling;
     const float *logits; /* [rows, codes] */
     float *probs;        /* [rows, codes] */
-    char *scratch;       /* as many bytes as `row_bytes` says */
 } Rows;
 
 typedef struct {
@@ -30,7 +30,6 @@ typedef struct {
     const float *q;  /* [rows, codes], not necessarily normalised */
     const double *u; /* [rows, each] uniform, or null: the likeliest codes are taken */
     int64_t *drawn;  /* [rows, count] */
-    char *scratch;   /* as many bytes as `row_bytes` says for `each` draws */
 } Children;
 
 /* Bytes of a row of `codes` floats, up to a multiple of BLOCK. */
@@ -38,8 +37,6 @@ static int64_t bytes_of_row(int64_t codes) { return align64(4 * up_to(BLOCK, cod
 
 /* The scratch memory of a thread that handles one row of `codes` at a time: SPARE such rows, and `draws` codes. */
 static int64_t bytes_of_rows(int64_t codes, int64_t draws) { return SPARE * bytes_of_row(codes) + align64(8 * draws); }
-
-int64_t row_bytes(int64_t codes, int64_t draws, int64_t threads) { return threads * bytes_of_rows(codes, draws); }
 
 /* The sum of x [BLOCK]. */
 static inline double block_sum(const float *x) {
@@ -184,16 +181,17 @@ static int64_t largest(const float *x, int64_t size) {
     return code;
 }
 
-static void probs_of_row(void *work, int64_t r, int64_t rank) {
+static void probs_of_row(const void *work, int64_t r, char *own) {
     const Rows *w = work;
-    char *own = w->scratch + rank * bytes_of_rows(w->codes, 0);
     float *x = arena_alloc(&own, bytes_of_row(w->codes));
     probabilities_of(&w->sampling, w->logits + r * w->codes, w->codes, x, own);
     memcpy(w->probs + r * w->codes, x, 4 * w->codes);
 }
 
 /* `Sampling.probs`. */
-void row_probs(Rows *rows, int64_t threads) { run_rows(threads, rows->rows, probs_of_row, rows); }
+int64_t row_probs(const Rows *rows, const Scratch *scratch, int64_t threads) {
+    return run_rows(threads, rows->rows, probs_of_row, rows, scratch, bytes_of_rows(rows->codes, 0));
+}
 
 /* The sum of x [size], for any size. */
 static double sum_of_row(const float *x, int64_t size) {
@@ -259,10 +257,9 @@ static void likeliest(const float *x, int64_t codes, int64_t count, int64_t *out
     for (int64_t n = codes; n < count; n++) out[n] = out[n - codes];
 }
 
-static void children_of_row(void *work, int64_t r, int64_t rank) {
+static void children_of_row(const void *work, int64_t r, char *own) {
     const Children *w = work;
     const float *q = w->q + r * w->codes;
-    char *own = w->scratch + rank * bytes_of_rows(w->codes, w->each);
     int64_t *drawn = arena_alloc(&own, 8 * w->each);
     if (w->u) {
         draw_all(q, w->codes, w->u + r * w->each, w->each, drawn, (double *)own);
@@ -271,4 +268,6 @@ static void children_of_row(void *work, int64_t r, int64_t rank) {
 }
 
 /* `Sampling.children`, and `Sampling.likeliest` where there is no u. */
-void draw_children(Children *children, int64_t threads) { run_rows(threads, children->rows, children_of_row, children); }
+int64_t draw_children(const Children *w, const Scratch *scratch, int64_t threads) {
+    return run_rows(threads, w->rows, children_of_row, w, scratch, bytes_of_rows(w->codes, w->each));
+}

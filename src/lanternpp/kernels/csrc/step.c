@@ -5,59 +5,50 @@
 
 #include "verify.c"
 
-/* Layers of a parallel drafter before and after its decoder. */
 typedef struct {
-    Linear fc, hint, down;
-    const bf16 *queries; /* [query_count, dim]; deeper levels repeat the last */
-    int64_t query_count, dim, aux; /* aux: layers of the target that are read beside its features */
-    float eps;
-} QueryLayers;
-
-typedef struct {
+    const DraftLayers *layers;
     int64_t batch, known, queries;
     int64_t stride;          /* rows from one sample to the next in the two that follow */
     const bf16 *next_embeds; /* [batch, stride, dim] */
     const bf16 *features;    /* [batch, stride, (1 + aux) dim] */
     const bf16 *hints;       /* [batch, known + queries, dim], or null */
     bf16 *out;               /* [batch, known + queries, dim] */
-    char *scratch;           /* as many bytes as `inputs_bytes` says */
 } QueryInputs;
 
-/* A parallel drafter's state, and room for its pass. Its cache has one row per sample. */
+/* A decoder with its cache, and room for a pass over `nodes` nodes of every row. */
 typedef struct {
     const Shape *shape;
     const Layer *layers;
-    const QueryLayers *query_layers;
-    const Heads *heads;
     const float *rotary; /* [positions, 2, head_dim] */
     int64_t positions, slots;
     bf16 *kv;
     const int64_t *start;
-    int64_t *used, *waiting;            /* [batch] */
+    int64_t *used;   /* [rows] */
+    float *rotation; /* [rows, nodes, 2, head_dim] */
+    int64_t *slot;   /* [rows, nodes] */
+    uint8_t *mask;   /* [rows, nodes, slots] */
+} Network;
+
+/* A parallel drafter's state, and room for its pass. Its cache has one row per sample, and a pass 2 levels nodes. */
+typedef struct {
+    Network decoder;
+    const DraftLayers *layers;
+    int64_t *waiting;                   /* [batch] */
     bf16 *next_embeds, *features;       /* [batch, levels + 1, dim], [batch, levels + 1, (1 + aux) dim] */
     bf16 *hints;                        /* [batch, levels, dim] */
     const bf16 *prev;                   /* [codes, hidden] */
     bf16 *all_hints, *x, *out;          /* [batch, 2 levels, dim] */
     bf16 *level_features, *query;       /* [batch levels, dim], [batch levels, hidden], with room for a multiple of TILE_M rows */
-    float *rotation;                    /* [batch, 2 levels, 2, head_dim] */
-    int64_t *slot;                      /* [batch, 2 levels] */
-    uint8_t *mask;                      /* [batch, 2 levels, slots] */
     double *u;                          /* [batch, levels] */
 } Drafter;
 
 typedef struct {
+    int64_t first, last; /* the stages that are run, of DRAFT, PASS, VERIFY and COMMIT */
     int64_t batch, branches, levels, length, width; /* width: of a row of `decided` and of `accepted` */
-    int64_t joint; /* whether drafts are verified jointly, else token by token */
     double guidance;
-    const Shape *shape;
-    const Layer *layers;
+    Network target; /* of levels + 1 nodes, and branches batch rows */
     const Linear *head;
     const bf16 *embed;   /* [codes, dim] */
-    const float *rotary; /* [positions, 2, head_dim] */
-    int64_t positions, slots;
-    bf16 *kv;
-    const int64_t *start;
-    int64_t *used;       /* [branches batch] */
     int64_t parts;       /* 1 + layers whose output the drafter reads */
     const int64_t *part; /* [layers], as of `Pass` */
     const int64_t *seed; /* [batch], as are the next two */
@@ -66,10 +57,6 @@ typedef struct {
     int64_t *root, *root_count;  /* [batch], the proposer's own */
     bf16 *x, *features;          /* [branches batch, nodes, dim], [branches batch, nodes, parts dim]; nodes = levels + 1 */
     bf16 *guided;                /* [batch, nodes, parts dim]; a drafter's `features` */
-    float *rotation;             /* [branches batch, nodes, 2, head_dim] */
-    int64_t *slot;               /* [branches batch, nodes] */
-    uint8_t *mask;               /* [branches batch, nodes, slots] */
-    char *scratch;               /* as many bytes as `step_bytes` says */
     Drafter *drafter;            /* null: plain decoding */
     Verification verification;   /* whose `drawn`, `q`, `logits`, `u` and `last` are written here */
 } Step;
@@ -77,12 +64,12 @@ typedef struct {
 enum { DRAFT, PASS, VERIFY, COMMIT };
 enum { ACCEPT_NOISE = 1, BONUS_NOISE = 2, DRAFT_NOISE = 16 };
 
-int64_t drafter_inputs_bytes(const QueryLayers *l, int64_t known, int64_t rows) {
+static int64_t drafter_inputs_bytes(const DraftLayers *l, int64_t known, int64_t rows) {
     return inputs_bytes(known, &l->fc) + inputs_bytes(rows, &l->hint) + align64(4 * rows * l->dim) + 64;
 }
 
 /* A row of inputs of `fc`: the embedding, the features, and what layers returned, each divided by its root mean square. */
-static void join(const QueryLayers *l, const bf16 *embed, const bf16 *features, bf16 *out) {
+static void join(const DraftLayers *l, const bf16 *embed, const bf16 *features, bf16 *out) {
     memcpy(out, embed, 2 * l->dim);
     memcpy(out + l->dim, features, 2 * l->dim);
     for (int64_t part = 1; part <= l->aux; part++) {
@@ -96,7 +83,6 @@ static void join(const QueryLayers *l, const bf16 *embed, const bf16 *features, 
 }
 
 typedef struct {
-    const QueryLayers *layers;
     const QueryInputs *call;
     Inputs joined, hints;
     FloatRows hinted; /* [rows, dim] products of the hints */
@@ -114,7 +100,7 @@ static void add_known(void *work, int64_t block, int64_t first, int64_t rows, fl
 
 /* Channels [from, to) of all rows of `out`: what is in `hinted`, and the queries of further levels. */
 static void write_inputs(const InputsWork *w, int64_t from, int64_t to) {
-    const QueryLayers *l = w->layers;
+    const DraftLayers *l = w->call->layers;
     const int64_t known = w->call->known, nodes = known + w->call->queries;
     for (int64_t row = 0; row < w->hints.rows; row++) {
         const int64_t n = row % nodes - known, level = n < l->query_count ? n : l->query_count - 1;
@@ -128,8 +114,8 @@ static void write_inputs(const InputsWork *w, int64_t from, int64_t to) {
 
 static void inputs_team(const Team *team, void *work) {
     InputsWork *w = work;
-    const QueryLayers *l = w->layers;
     const QueryInputs *q = w->call;
+    const DraftLayers *l = q->layers;
     const int64_t blocks = l->dim / BLOCK_N, begin = share_begin(team, blocks), end = share_end(team, blocks);
     bf16 joined[(2 + l->aux) * l->dim];
     for (int64_t r = share_begin(team, w->joined.rows); r < share_end(team, w->joined.rows); r++) {
@@ -151,14 +137,16 @@ static void inputs_team(const Team *team, void *work) {
 }
 
 /* `ParallelDrafter.inputs`: what the drafter's decoder reads at known positions, and at queries. */
-void drafter_inputs(const QueryLayers *layers, const QueryInputs *inputs, int64_t threads) {
+int64_t drafter_inputs(const QueryInputs *inputs, const Scratch *scratch, int64_t threads) {
     const int64_t known = inputs->batch * inputs->known, rows = known + inputs->batch * inputs->queries;
-    char *at = (char *)align64((int64_t)inputs->scratch);
-    InputsWork work = {.layers = layers, .call = inputs};
+    const DraftLayers *layers = inputs->layers;
+    char *at = (char *)align64((int64_t)scratch->memory);
+    ENSURE(scratch, drafter_inputs_bytes(layers, known, rows));
+    InputsWork work = {.call = inputs};
     work.joined = new_inputs(&at, known, &layers->fc);
     work.hints = new_inputs(&at, rows, &layers->hint);
     work.hinted = (FloatRows){arena_alloc(&at, 4 * rows * layers->dim), layers->dim};
-    run_team(threads, inputs_team, &work);
+    return run_team(threads, inputs_team, &work, 0);
 }
 
 static inline uint32_t mix(uint32_t x) {
@@ -182,93 +170,92 @@ static double fine(int64_t seed, int64_t step, uint32_t purpose, uint32_t index)
 }
 
 /* The draft codes of every sample's chain, by the drafter's pass over the codes decided last and a query for every further level. */
-static void draft(const Step *s, int64_t threads) {
+static void draft(const Step *s, const Scratch *scratch, int64_t threads) {
     const Drafter d = *s->drafter;
-    const int64_t levels = s->levels, dim = d.shape->dim, first_query = levels + 1, span = 2 * levels, rotation = 2 * d.shape->head_dim;
+    const Network net = d.decoder;
+    const int64_t levels = s->levels, dim = net.shape->dim, first_query = levels + 1, span = 2 * levels, rotation = 2 * net.shape->head_dim;
     int64_t known = 1;
     for (int64_t b = 0; b < s->batch; b++) known = d.waiting[b] > known ? d.waiting[b] : known;
     const int64_t nodes = known + levels - 1;
-    memset(d.mask, 0, s->batch * nodes * d.slots);
+    memset(net.mask, 0, s->batch * nodes * net.slots);
     memset(d.all_hints, 0, 2 * s->batch * nodes * dim);
     for (int64_t b = 0; b < s->batch; b++) {
-        const int64_t waiting = d.waiting[b], used = d.used[b], start = d.start[b];
+        const int64_t waiting = d.waiting[b], used = net.used[b], start = net.start[b];
         bf16 *hints = d.all_hints + b * nodes * dim;
         if (waiting) memcpy(hints + (waiting - 1) * dim, d.hints + b * levels * dim, 2 * dim);
         memcpy(hints + known * dim, d.hints + (b * levels + 1) * dim, 2 * (levels - 1) * dim);
         for (int64_t n = 0; n < nodes; n++) {
             /* The scratch slot does not depend on how many wait, as sums over slots are rounded in their order. */
             const int64_t own = n < known ? n : first_query + n - known, position = used + (n < known ? n : waiting + n - known), i = b * nodes + n;
-            uint8_t *mask = d.mask + i * d.slots;
-            d.slot[i] = used + own;
-            memcpy(d.rotation + i * rotation, d.rotary + (position < d.positions ? position : d.positions - 1) * rotation, 4 * rotation);
+            uint8_t *mask = net.mask + i * net.slots;
+            net.slot[i] = used + own;
+            memcpy(net.rotation + i * rotation, net.rotary + (position < net.positions ? position : net.positions - 1) * rotation, 4 * rotation);
             if (start < used) memset(mask + start, 1, used - start);
             for (int64_t j = 0; j < span && j <= own; j++) mask[used + j] = j >= first_query || j < waiting || j == own;
         }
     }
-    const QueryInputs inputs = {s->batch, known, levels - 1, levels + 1, d.next_embeds, d.features, d.all_hints, d.x, s->scratch};
-    drafter_inputs(d.query_layers, &inputs, threads);
-    int64_t none[d.shape->layers];
+    const QueryInputs inputs = {d.layers, s->batch, known, levels - 1, levels + 1, d.next_embeds, d.features, d.all_hints, d.x};
+    drafter_inputs(&inputs, scratch, threads);
+    int64_t none[net.shape->layers];
     memset(none, 0, sizeof none);
-    const Pass pass = {s->batch, nodes, d.slots, d.x, d.rotation, d.slot, d.mask, d.kv, d.out, s->scratch, 1, none};
-    decode(d.shape, d.layers, &pass, threads);
+    const Pass pass = {net.shape, net.layers, s->batch, nodes, net.slots, d.x, net.rotation, net.slot, net.mask, net.kv, d.out, 1, none};
+    decode(&pass, scratch, threads);
     for (int64_t b = 0; b < s->batch; b++) {
         const bf16 *out = d.out + b * nodes * dim;
-        d.used[b] += d.waiting[b];
+        net.used[b] += d.waiting[b];
         memcpy(d.level_features + b * levels * dim, out + (d.waiting[b] ? d.waiting[b] - 1 : 0) * dim, 2 * dim);
         memcpy(d.level_features + (b * levels + 1) * dim, out + known * dim, 2 * (levels - 1) * dim);
         for (int64_t level = 0; level < levels; level++) d.u[b * levels + level] = fine(s->seed[b], s->passes[b], DRAFT_NOISE + level, 0);
     }
-    const LinearCall down = {d.level_features, d.query, s->scratch, s->batch * levels, dim, 1, 0, 1};
-    linear(&d.query_layers->down, &down, threads);
+    const LinearCall down = {&d.layers->down, d.level_features, d.query, s->batch * levels, dim, 1, 0, 1};
+    linear(&down, scratch, threads);
     const Verification *v = &s->verification;
-    const Chain chain = {.batch = s->batch, .levels = levels, .codes = v->codes, .sampling = v->sampling, .features = d.level_features,
-                         .query = d.query, .prev = d.prev, .u = d.u, .probs = (float *)v->q, .drawn = (int64_t *)v->drawn, .scratch = s->scratch};
-    sample_chain(d.heads, &chain, threads);
+    const Chain chain = {.layers = d.layers, .batch = s->batch, .levels = levels, .codes = v->codes, .sampling = v->sampling, .features = d.level_features,
+                         .query = d.query, .prev = d.prev, .u = d.u, .probs = (float *)v->q, .drawn = (int64_t *)v->drawn};
+    sample_chain(&chain, scratch, threads);
 }
 
 /* The target's pass over every sample's draft, guided features of its nodes and their logits. */
-static void forward(const Step *s, int64_t threads) {
-    const int64_t nodes = s->levels + 1, dim = s->shape->dim, rotation = 2 * s->shape->head_dim, rows = s->branches * s->batch, wide = s->parts * dim;
+static void forward(const Step *s, const Scratch *scratch, int64_t threads) {
+    const int64_t nodes = s->levels + 1, dim = s->target.shape->dim, rotation = 2 * s->target.shape->head_dim, rows = s->branches * s->batch, wide = s->parts * dim;
     const Verification *v = &s->verification;
-    memset(s->mask, 0, rows * nodes * s->slots);
+    memset(s->target.mask, 0, rows * nodes * s->target.slots);
     for (int64_t row = 0; row < rows; row++)
         for (int64_t n = 0; n < nodes; n++) {
-            const int64_t i = row * nodes + n, used = s->used[row], position = used + n;
+            const int64_t i = row * nodes + n, used = s->target.used[row], position = used + n;
             memcpy(s->x + i * dim, s->embed + v->drawn[row % s->batch * nodes + n] * dim, 2 * dim);
-            memcpy(s->rotation + i * rotation, s->rotary + (position < s->positions ? position : s->positions - 1) * rotation, 4 * rotation);
-            memset(s->mask + i * s->slots + s->start[row], 1, position + 1 - s->start[row]);
-            s->slot[i] = position;
+            memcpy(s->target.rotation + i * rotation, s->target.rotary + (position < s->target.positions ? position : s->target.positions - 1) * rotation, 4 * rotation);
+            memset(s->target.mask + i * s->target.slots + s->target.start[row], 1, position + 1 - s->target.start[row]);
+            s->target.slot[i] = position;
         }
-    const Pass pass = {rows, nodes, s->slots, s->x, s->rotation, s->slot, s->mask, s->kv, s->features, s->scratch, s->parts, s->part};
-    decode(s->shape, s->layers, &pass, threads);
+    const Pass pass = {s->target.shape, s->target.layers, rows, nodes, s->target.slots, s->x, s->target.rotation, s->target.slot, s->target.mask, s->target.kv, s->features, s->parts, s->part};
+    decode(&pass, scratch, threads);
     for (int64_t i = 0; i < s->batch * nodes * wide; i += LANES) {
         f32x16 x = widen_all(s->features + i);
         if (s->branches > 1) x += ((float)s->guidance - 1) * (x - widen_all(s->features + s->batch * nodes * wide + i));
         *(bf16x16 *)(s->guided + i) = narrow_all(x);
     }
-    const LinearCall head = {s->guided, (float *)v->logits, s->scratch, s->batch * nodes, wide, 1, 1, 1};
-    linear(s->head, &head, threads);
+    const LinearCall head = {s->head, s->guided, (float *)v->logits, s->batch * nodes, wide, 1, 1, 1};
+    linear(&head, scratch, threads);
 }
 
-static void verify(const Step *s, int64_t threads) {
-    Verification v = s->verification;
-    v.scratch = s->scratch;
+static void verify_drafts(const Step *s, const Scratch *scratch, int64_t threads) {
+    const Verification *v = &s->verification;
     for (int64_t b = 0; b < s->batch; b++) {
-        double *u = (double *)v.u + (s->joint ? b : b * s->levels);
-        for (int64_t i = 0; i < (s->joint ? 1 : s->levels); i++) u[i] = fine(s->seed[b], s->passes[b], ACCEPT_NOISE, i);
-        ((double *)v.last)[b] = fine(s->seed[b], s->passes[b], BONUS_NOISE, 0);
+        double *u = (double *)v->u + (v->joint ? b : b * s->levels);
+        for (int64_t i = 0; i < (v->joint ? 1 : s->levels); i++) u[i] = fine(s->seed[b], s->passes[b], ACCEPT_NOISE, i);
+        ((double *)v->last)[b] = fine(s->seed[b], s->passes[b], BONUS_NOISE, 0);
     }
-    if (s->joint) verify_joint(&v, threads);
-    else verify_tokenwise(&v, threads);
+    verify(v, scratch, threads);
 }
 
 /* Keep the accepted codes; a finished sample keeps nothing, and what it would write falls into the margin of `decided`. */
 static void commit(const Step *s) {
-    const int64_t nodes = s->levels + 1, dim = s->shape->dim, wide = s->parts * dim;
+    const int64_t nodes = s->levels + 1, dim = s->target.shape->dim, wide = s->parts * dim;
     const Verification *v = &s->verification;
     for (int64_t b = 0; b < s->batch; b++) {
         const int64_t room = s->length - s->count[b], kept = v->kept[b] < room ? v->kept[b] : room, *following = v->following + b * nodes;
-        for (int64_t row = b; row < s->branches * s->batch; row += s->batch) s->used[row] += kept;
+        for (int64_t row = b; row < s->branches * s->batch; row += s->batch) s->target.used[row] += kept;
         memcpy(s->decided + b * s->width + s->count[b], following, 8 * nodes);
         s->accepted[b * s->width + s->passes[b]] = kept;
         s->passes[b] += kept > 0;
@@ -287,30 +274,31 @@ static void commit(const Step *s) {
     }
 }
 
-/* Stages `first` to `last` of a step: DRAFT, PASS, VERIFY, COMMIT. */
-void run_step(const Step *s, int64_t first, int64_t last, int64_t threads) {
-    if (first <= DRAFT) {
-        for (int64_t b = 0; b < s->batch; b++) ((int64_t *)s->verification.drawn)[b * (s->levels + 1)] = s->root[b];
-        if (s->drafter) draft(s, threads);
-    }
-    if (first <= PASS && last >= PASS) forward(s, threads);
-    if (first <= VERIFY && last >= VERIFY) verify(s, threads);
-    if (last >= COMMIT) commit(s);
-}
-
 static int64_t larger(int64_t x, int64_t y) { return x > y ? x : y; }
 
-int64_t step_bytes(const Step *s, int64_t threads) {
+static int64_t step_bytes(const Step *s, int64_t threads) {
     const Drafter *d = s->drafter;
-    const Pass pass = {.rows = s->branches * s->batch, .nodes = s->levels + 1, .slots = s->slots};
-    int64_t most = larger(scratch_bytes(s->shape, s->layers, &pass, threads), row_bytes(s->verification.codes, 0, threads));
-    most = larger(most, linear_bytes(s->head, s->batch * pass.nodes));
+    const Pass pass = {.shape = s->target.shape, .layers = s->target.layers, .rows = s->branches * s->batch, .nodes = s->levels + 1, .slots = s->target.slots};
+    int64_t most = larger(pass_bytes(&pass, threads), threads * bytes_of_rows(s->verification.codes, 0));
+    most = larger(most, inputs_bytes(s->batch * pass.nodes, s->head));
     if (d) {
-        most = larger(most, drafter_inputs_bytes(d->query_layers, s->batch * pass.nodes, s->batch * 2 * s->levels));
-        most = larger(most, linear_bytes(&d->query_layers->down, s->batch * s->levels));
-        most = larger(most, chain_bytes(d->heads, s->batch, s->levels, threads));
-        const Pass largest = {.rows = s->batch, .nodes = 2 * s->levels, .slots = d->slots};
-        most = larger(most, scratch_bytes(d->shape, d->layers, &largest, threads));
+        most = larger(most, drafter_inputs_bytes(d->layers, s->batch * pass.nodes, s->batch * 2 * s->levels));
+        most = larger(most, inputs_bytes(s->batch * s->levels, &d->layers->down));
+        most = larger(most, chain_bytes(d->layers, s->batch, s->levels, threads));
+        const Pass largest = {.shape = d->decoder.shape, .layers = d->decoder.layers, .rows = s->batch, .nodes = 2 * s->levels, .slots = d->decoder.slots};
+        most = larger(most, pass_bytes(&largest, threads));
     }
     return most + 64;
+}
+
+int64_t run_step(const Step *s, const Scratch *scratch, int64_t threads) {
+    ENSURE(scratch, step_bytes(s, threads));
+    if (s->first <= DRAFT) {
+        for (int64_t b = 0; b < s->batch; b++) ((int64_t *)s->verification.drawn)[b * (s->levels + 1)] = s->root[b];
+        if (s->drafter) draft(s, scratch, threads);
+    }
+    if (s->first <= PASS && s->last >= PASS) forward(s, scratch, threads);
+    if (s->first <= VERIFY && s->last >= VERIFY) verify_drafts(s, scratch, threads);
+    if (s->last >= COMMIT) commit(s);
+    return 0;
 }

@@ -2,7 +2,7 @@
 #ifndef THREADS_H
 #define THREADS_H
 
-#include <stdint.h>
+#include "kernels.h"
 
 #if defined(_OPENMP)
 #include <omp.h>
@@ -22,17 +22,18 @@ typedef struct {
 typedef struct {
     int64_t rank, size;
     Barrier *barrier;
+    char *memory; /* scratch memory of all */
 } Team;
 
 typedef void Task(const Team *team, void *work);
 
-/* Work on row `row` by thread `rank`. */
-typedef void RowTask(void *work, int64_t row, int64_t rank);
+/* Work on row `row` by a thread with memory of its own. */
+typedef void RowTask(const void *work, int64_t row, char *own);
 
 typedef struct {
     RowTask *task;
-    void *work;
-    int64_t rows;
+    const void *work;
+    int64_t rows, bytes;
 } RowsOfTeam;
 
 /* The part [begin, end) of `count` pieces of work that is a thread's. */
@@ -59,23 +60,24 @@ static inline void wait_for_team(const Team *team) {
 }
 
 #if defined(_OPENMP)
-static void run_team(int64_t threads, Task *task, void *work) {
+static int64_t run_team(int64_t threads, Task *task, void *work, char *memory) {
     Barrier barrier = {0, 0};
 #pragma omp parallel num_threads((int)threads)
     {
-        const Team team = {omp_get_thread_num(), omp_get_num_threads(), &barrier};
+        const Team team = {omp_get_thread_num(), omp_get_num_threads(), &barrier, memory};
         task(&team, work);
     }
+    return 0;
 }
 
 /* How many threads the parallel regions that the calling thread starts have from now on, PyTorch's among them; returns how many they had. */
-int64_t use_threads(int64_t count) {
-    const int64_t before = omp_get_max_threads();
-    omp_set_num_threads((int)count);
+int use_threads(int count) {
+    const int before = omp_get_max_threads();
+    omp_set_num_threads(count);
     return before;
 }
 #else
-int64_t use_threads(int64_t count) { return count; }
+int use_threads(int count) { return count; }
 
 #ifdef _WIN32
 enum { MAX_TEAM = 1 };
@@ -95,11 +97,11 @@ static void *start_thread(void *from) {
     return 0;
 }
 
-static void run_team(int64_t threads, Task *task, void *work) {
+static int64_t run_team(int64_t threads, Task *task, void *work, char *memory) {
     Start start[MAX_TEAM];
     Barrier barrier = {0, 0};
     const int64_t size = threads > MAX_TEAM ? MAX_TEAM : threads < 1 ? 1 : threads;
-    for (int64_t i = 0; i < size; i++) start[i] = (Start){{i, size, &barrier}, task, work};
+    for (int64_t i = 0; i < size; i++) start[i] = (Start){{i, size, &barrier, memory}, task, work};
 #ifndef _WIN32
     pthread_t thread[MAX_TEAM];
     for (int64_t i = 1; i < size; i++)
@@ -109,17 +111,19 @@ static void run_team(int64_t threads, Task *task, void *work) {
 #ifndef _WIN32
     for (int64_t i = 1; i < size; i++) pthread_join(thread[i], 0);
 #endif
+    return 0;
 }
 #endif
 
 static void rows_of_team(const Team *team, void *work) {
     const RowsOfTeam *rows = work;
-    for (int64_t row = team->rank; row < rows->rows; row += team->size) rows->task(rows->work, row, team->rank);
+    for (int64_t row = team->rank; row < rows->rows; row += team->size) rows->task(rows->work, row, team->memory + team->rank * rows->bytes);
 }
 
-/* Every row in turn by one of the threads. */
-static void run_rows(int64_t threads, int64_t rows, RowTask *task, void *work) {
-    RowsOfTeam given = {task, work, rows};
-    run_team(threads, rows_of_team, &given);
+/* Every row in turn by one of the threads, each with so many bytes of scratch memory. */
+static int64_t run_rows(int64_t threads, int64_t rows, RowTask *task, const void *work, const Scratch *scratch, int64_t each) {
+    ENSURE(scratch, threads * each);
+    RowsOfTeam given = {task, work, rows, each};
+    return run_team(threads, rows_of_team, &given, scratch->memory);
 }
 #endif

@@ -16,6 +16,7 @@ typedef struct {
 } Node;
 
 typedef struct {
+    int64_t joint; /* whether drafts are verified jointly, else token by token */
     int64_t batch, nodes, codes, ranks, levels, near, optimal;
     Sampling sampling;
     const float *logits;     /* [batch, nodes, codes] */
@@ -32,7 +33,6 @@ typedef struct {
     int64_t *path;           /* [batch, levels + 1] */
     int64_t *following;      /* [batch, levels + 1] */
     int64_t *kept, *bonus;   /* [batch] */
-    char *scratch;           /* as many bytes as `row_bytes` says */
 } Verification;
 
 /* x at LANES places. */
@@ -138,9 +138,8 @@ static void take_residual(float *x, const float *q, float scale, int64_t codes, 
 }
 
 /* token-wise verification of one sample. */
-static void verify_sample(void *work, int64_t b, int64_t rank) {
+static void verify_sample(const void *work, int64_t b, char *own) {
     const Verification w = *(const Verification *)work;
-    char *own = w.scratch + rank * bytes_of_rows(w.codes, 0);
     float *x = arena_alloc(&own, bytes_of_row(w.codes)), *rest = arena_alloc(&own, bytes_of_row(w.codes));
     const int64_t *drawn = w.drawn + b * w.nodes, *children = w.children + b * w.nodes * w.ranks;
     int64_t node = 0, level = 0;
@@ -193,9 +192,6 @@ static void verify_sample(void *work, int64_t b, int64_t rank) {
     draw_all(x, w.codes, w.last + b, 1, &bonus, (double *)own);
     conclude(&w, b, kept, bonus);
 }
-
-/* `verify`. */
-void verify_tokenwise(Verification *verification, int64_t threads) { run_rows(threads, verification->batch, verify_sample, verification); }
 
 /* Parents and depths of the nodes of sample b; nothing is rejected yet. */
 static void places_of(const Verification *v, int64_t b) {
@@ -302,7 +298,7 @@ static void end_draft(const Verification *v, int64_t b, float *left) {
 
 static void joint_team(const Team *team, void *work) {
     const Verification *v = work;
-    char *own = v->scratch + team->rank * bytes_of_rows(v->codes, 0);
+    char *own = team->memory + team->rank * bytes_of_rows(v->codes, 0);
     float *left = arena_alloc(&own, bytes_of_row(v->codes));
     memset(left, 0, 4 * up_to(BLOCK, v->codes));
     for (int64_t i = team->rank; i < v->batch * v->nodes; i += team->size) distribution_of_node(v, i, own);
@@ -315,8 +311,10 @@ static void joint_team(const Team *team, void *work) {
     for (int64_t b = team->rank; b < v->batch; b += team->size) end_draft(v, b, left);
 }
 
-/* Block and traversal verification. */
-void verify_joint(Verification *verification, int64_t threads) {
-    for (int64_t b = 0; b < verification->batch; b++) places_of(verification, b);
-    run_team(threads, joint_team, verification);
+/* Token by token, or block and traversal verification. */
+int64_t verify(const Verification *v, const Scratch *scratch, int64_t threads) {
+    if (!v->joint) return run_rows(threads, v->batch, verify_sample, v, scratch, bytes_of_rows(v->codes, 0));
+    ENSURE(scratch, threads * bytes_of_rows(v->codes, 0));
+    for (int64_t b = 0; b < v->batch; b++) places_of(v, b);
+    return run_team(threads, joint_team, (void *)v, scratch->memory);
 }

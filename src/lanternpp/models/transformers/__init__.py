@@ -10,7 +10,10 @@ from __future__ import annotations
 CLASSES = {
     "JanusForConditionalGeneration": "lanternpp.models.transformers.janus:Janus",
     "Emu3ForConditionalGeneration": "lanternpp.models.transformers.emu3:Emu3",
-    "ChameleonForConditionalGeneration": "lanternpp.models.transformers.chameleon:Chameleon",
+    "ChameleonForConditionalGeneration": "lanternpp.models.transformers.lumina2:adapter_of",
+    "Qwen3ForCausalLM": "lanternpp.models.transformers.emu35:Emu35",
+    "GemmaForCausalLM": "lanternpp.models.transformers.liquid:Liquid",
+    "Qwen2ForCausalLM": "lanternpp.models.transformers.simplear:SimpleAR",
     "GlmImageForConditionalGeneration": "lanternpp.models.transformers.glm_image:GlmImage",
 }
-"""The adapter of each class of transformers."""
+"""What makes the adapter of a model of each class of transformers."""

@@ -1,6 +1,6 @@
 """A call of transformers' `generate`: its logits processors as settings, its prompts, and what drafts do not support.
 
-Logits processors that are known here are read; any other is refused.
+Logits processors that are known here are read; any other is rejected.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Processors:
 
 
 def check_config(config: Any, criteria: Iterable[Any]) -> None:
-    """InputError where a generation config or a stopping criterion asks for what drafts cannot give."""
+    """InputError where a generation config or a stopping criterion asks for something that drafts cannot give."""
     mode = config.get_generation_mode().value
     if mode not in ("greedy_search", "sample"):
         raise InputError(f"{mode.replace('_', ' ')} is not supported with drafts; sample, or decode greedily")
@@ -91,7 +91,7 @@ def check_config(config: Any, criteria: Iterable[Any]) -> None:
             )
 
 
-def refused(names: Sequence[str], given: Mapping[str, Any]) -> None:
+def reject_arguments(names: Sequence[str], given: Mapping[str, Any]) -> None:
     """InputError where one of these arguments of `generate` has a value."""
     for name in names:
         value = given.get(name)
@@ -103,7 +103,7 @@ def refused(names: Sequence[str], given: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Call:
-    """What `generate` hands over: prompts, generation config and processors, and the model's own arguments."""
+    """The parts of a call of `generate`: prompts, generation config and processors, and the model's own arguments."""
 
     ids: Tensor  # [B, T]
     mask: Tensor | None  # [B, T]
@@ -117,8 +117,20 @@ class Call:
         """The most new tokens."""
         return int(self.config.max_length) - self.ids.shape[1]
 
+    def unconditional_rows(self) -> list[list[int]]:
+        """The rows of `negative_prompt_ids`, one for each prompt, or the last token of each prompt. InputError."""
+        ids = self.processors.unconditional
+        if ids is None:
+            return [[row[-1]] for row in self.ids.tolist()]
+        rows = token_rows(ids, self.processors.unconditional_mask)
+        if len(self.ids) % len(rows):
+            raise InputError(
+                f"{len(rows)} negative prompts do not go with {len(self.ids)} prompts; give one for each"
+            )
+        return [row for row in rows for _ in range(len(self.ids) // len(rows))]
+
     def finished(self, tokens: Tensor, tail: Sequence[int]) -> Tensor:
-        """Drawn tokens [B, n] -> what `generate` returns: the prompts, the tokens, and those of `tail` that have room.
+        """Drawn tokens [B, n] -> what `generate` returns: the prompts, the tokens, and as much of `tail` as has room.
 
         Nothing follows a token that ends its sequence except padding.
         """

@@ -18,17 +18,13 @@ from types import MethodType
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from lanternpp.errors import InputError
 from lanternpp.models.transformers.stack import rotary_table, stack_of
-from lanternpp.nn.backend import StackForward, backend
-from lanternpp.nn.decoder import AttentionCache, Decoder, DecoderConfig, additive_mask, causal_mask
-from lanternpp.nn.rope import line_table
-from lanternpp.nn.stack import Stack
-from lanternpp.types import Nodes, on_host
+from lanternpp.nn.backend import DecoderForward, backend
+from lanternpp.nn.decoder import Decoder, DecoderConfig, Stack, line_table
 from lanternpp.util.devices import free_memory
 from lanternpp.util.registry import unknown
 
@@ -40,11 +36,13 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def _attention(
-    layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **kwargs: Any
+    layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, None]:
-    """query [R, H, N, d], key and value [R, Hkv, N, d] of the nodes of the running pass -> [R, N, H, d]."""
+    """query [R, H, N, d], key and value [R, Hkv, N, d] of the running pass -> [R, N, H, d]; the mask is the pass's own."""
     decoder: TransformersDecoder = vars(layer)["decoder"]
-    return decoder.attend(int(layer.layer_idx), attention_mask, query, key, value), None  # type: ignore[arg-type]
+    decoder._attended += 1
+    states = (x.transpose(1, 2) for x in (query, key, value))
+    return decoder._attend(int(layer.layer_idx), *states), None  # type: ignore[arg-type]
 
 
 AttentionInterface.register(NAME, _attention)
@@ -62,7 +60,8 @@ def replica(module: M) -> M:
             return partial(value.func, made, *value.args[1:], **value.keywords)
         return value.copy() if isinstance(value, dict) else value
 
-    vars(made).update({name: own(value) for name, value in vars(module).items()})
+    # a list, as another thread may be setting attributes
+    vars(made).update({name: own(value) for name, value in list(vars(module).items())})
     return made
 
 
@@ -73,9 +72,9 @@ class TransformersDecoder(Decoder):
     model's `position_ids`, where these are not the same. One thread at a time may use it.
     """
 
-    native: StackForward | None = None
-    # the nodes and the cache of a pass; None: a whole sequence without a cache
-    _running: tuple[Nodes, AttentionCache] | None
+    native: DecoderForward | None = None
+    # of the running pass, with the number of a layer
+    _attend: Callable[[int, Tensor, Tensor, Tensor], Tensor]
     packed_bytes = 0  # of the weights' copy
 
     def __init__(
@@ -87,6 +86,15 @@ class TransformersDecoder(Decoder):
         nn.Module.__init__(self)
         self.body, self.positions = body, positions
         self.config, given = shape_of(body.config, qk_norm), body.config
+        # of DTensors
+        meshes = (
+            getattr(weight, "device_mesh", None) for weight in body.get_submodule("layers").parameters()
+        )
+        self.ranks = next((mesh.size() for mesh in meshes if mesh), 1)
+        if self.config.num_kv_heads % self.ranks:
+            raise InputError(
+                f"{self.config.num_kv_heads} heads of keys and values do not divide among {self.ranks} processes"
+            )
         base = float((getattr(given, "rope_parameters", None) or {}).get("rope_theta", 10000.0))
         table = line_table(min(int(given.max_position_embeddings), MOST), self.config.head_dim, base)
         # for drafters
@@ -114,6 +122,15 @@ class TransformersDecoder(Decoder):
         self._replicas = (body,)
         if self.packed_dtype is not None:
             self._pack(self.packed_dtype)
+
+    def shared(self, positions: Callable[[Tensor], Tensor]) -> TransformersDecoder:
+        """The same layers with other positions, for `prepare` to compute the rotations of. No weight is copied."""
+        made = replica(self)
+        made.positions, made.native, made.packed_dtype = positions, copy.copy(self.native), None
+        if made.native is not None:
+            made.native.rotary_table = made.native.rotary_table[:0]
+        made.replicate()
+        return made
 
     def stack(self) -> Stack:
         """As `stack_of`."""
@@ -173,64 +190,34 @@ class TransformersDecoder(Decoder):
         else:
             self.native.rotary_table = table
 
-    def attend(self, layer: int, mask: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query [R, H, N, d], key and value [R, Hkv, N, d] of the running pass -> [R, N, H, d]."""
-        running = self._running
-        self._attended += 1
-        if running is None:
-            gqa = query.shape[1] != key.shape[1]
-            return F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=gqa).transpose(1, 2)
-        nodes, cache = running
-        return cache.attend(layer, nodes, mask, *(x.transpose(1, 2) for x in (query, key, value)))
-
-    def forward(
-        self, x: Tensor, nodes: Nodes, cache: AttentionCache, aux_layers: tuple[int, ...] = ()
-    ) -> Tensor:
-        """x [R, N, D] at `nodes` -> features [R, N, D], with aux_layers [R, N, (1 + aux) D]; their keys and values go to `cache`."""
-        native = self.native
-        if native is not None and on_host(x):
-            return cache.computed(lambda kv: native(x, nodes, kv, aux_layers))
-        self._running = nodes, cache
-        return self._run(x, additive_mask(nodes.mask, x.dtype), nodes.position, aux_layers)
-
-    def forward_sequence(
+    def _layers(
         self,
         x: Tensor,
-        positions: Tensor | None = None,
-        seen: Tensor | None = None,
-        aux_layers: tuple[int, ...] = (),
+        positions: Tensor | None,
+        attend: Callable[[int, Tensor, Tensor, Tensor], Tensor],
+        aux_layers: tuple[int, ...],
     ) -> Tensor:
-        """x [B, T, D] -> features [B, T, D], as of `Decoder`."""
-        count = x.shape[1]
-        mask = causal_mask(count, x)[None, None] if seen is None else additive_mask(seen, x.dtype)
-        line = torch.arange(count, device=x.device)[None] if positions is None else positions
-        self._running = None
-        return self._run(x, mask.expand(len(x), -1, -1, -1), line.expand(len(x), -1), aux_layers)
-
-    def _run(self, x: Tensor, mask: Tensor, positions: Tensor, aux_layers: tuple[int, ...]) -> Tensor:
-        """A pass through the replicas; their attention calls `attend`."""
-        self._attended = 0
+        """A pass through the replicas, whose attention modules call `attend`."""
+        line = torch.arange(x.shape[1], device=x.device)[None] if positions is None else positions
+        self._attend, self._attended = attend, 0
         try:
             found = self._replicas[0](
                 inputs_embeds=x,
-                attention_mask=mask,
-                position_ids=self.positions(positions),
+                # of four dimensions, so that transformers makes none
+                attention_mask=x.new_zeros(1, 1, 1, 1),
+                position_ids=self.positions(line.expand(len(x), -1)),
                 use_cache=False,
                 output_hidden_states=bool(aux_layers),
             )
         finally:
-            del self._running
+            del self._attend
         if self._attended != self.config.layers:
             raise InputError(
                 f"{self.config.layers - self._attended} of {self.config.layers} layers do not use the attention functions of transformers; "
                 "undo what replaced their attention, or use lanternpp.restore(model)"
             )
-        features: Tensor = found.last_hidden_state
-        return (
-            torch.cat((features, *(found.hidden_states[1 + layer] for layer in aux_layers)), -1)
-            if aux_layers
-            else features
-        )
+        aux = [found.hidden_states[1 + layer] for layer in aux_layers]
+        return torch.cat((found.last_hidden_state, *aux), -1) if aux else found.last_hidden_state
 
 
 def shape_of(config: Any, qk_norm: bool) -> DecoderConfig:

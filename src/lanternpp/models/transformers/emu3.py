@@ -8,82 +8,55 @@ image_generation.py).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from lanternpp.models.transformers.adapter import OneVocabulary
-from lanternpp.models.transformers.format import Raster
-from lanternpp.models.transformers.opening import Text, config_of, folder_of, opened
+from lanternpp.models.transformers.adapter import TransformersTarget
+from lanternpp.models.transformers.opening import Text
 from lanternpp.nn.sources import Source
 
 BEGIN, IMAGE, CODES = "<|extra_203|>", "<|image start|>", "<|image token|>"
-WANTED = " masterpiece, film grained, best quality."
-UNWANTED = (
+SUFFIX = " masterpiece, film grained, best quality."
+NEGATIVE = (
     "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, "
     "worst quality, low quality, normal quality, jpeg artifacts, signature, watermark, username, blurry."
 )
-SIZE, MOST = "720", 8100  # pixels of a square; codes of the largest image
 
 
-class Emu3(OneVocabulary):
+class Emu3(TransformersTarget):
     """In `generate`, `prefix_allowed_tokens_fn` says how large the picture is, with a row end after every row."""
 
     class_name, model_type = "Emu3ForConditionalGeneration", "emu3"
     about = "Emu3-Gen in transformers' layout"
-    any_size = True
+    any_size, usual, largest = True, "720", 8100
+    recommended = {"cfg": 3.0, "top_k": 2048}  # noqa: RUF012
 
     def __init__(self, model: Any):
         mapping = model.model.vocabulary_mapping
         codes = [mapping.img2bpe[code] for code in sorted(mapping.img2bpe)]
-        super().__init__(model, model.model.text_model, codes, extras=[mapping.eol_token_id])
+        super().__init__(model, model.model.text_model, codes, mapping.eol_token_id)
+        # half the size for every stage except the first
+        self.pixels_per_code = 1 << len(self.vq.config.channel_multiplier) - 1
 
     @classmethod
-    def opened(cls, source: Source, dtype: torch.dtype) -> Self:
-        """With the vocabulary of its tokenizer, where its config has none."""
-        words = source.config.get("vocabulary_map") or Text(folder_of(source)).vocabulary()
-        config = config_of(source, cls.class_name, vocabulary_map=words)
-        return cls(opened(source, cls.class_name, config, dtype))
-
-    @property
-    def defaults(self) -> Mapping[str, Any]:  # type: ignore[override]
-        """What its authors draw with."""
-        return {"cfg": 3.0, "top_k": min(2048, len(self.codes))}
-
-    @property
-    def pixels_per_code(self) -> int:
-        """Half the size for every stage except the first."""
-        return 1 << len(self.vq.config.channel_multiplier) - 1
-
-    def raster_of(self, source: Source, size: str | None) -> Raster:
-        """Rows that end with a token."""
-        return Raster.of(size or str(source.config.get("size") or SIZE), self.pixels_per_code, True, MOST)
+    def fields_of(cls, source: Source) -> Mapping[str, Any]:
+        """The vocabulary of its config, or else of its tokenizer."""
+        return {"vocabulary_map": source.config.get("vocabulary_map") or Text(source.folder).vocabulary()}
 
     def conditional(self, text: str) -> list[int]:
         """The prompt, the words that follow every prompt, and the size."""
-        return self._request(text + WANTED)
+        return self._request(text + SUFFIX)
 
     def unconditional(self, text: str | None) -> list[int]:
         """The negative prompt, and the size."""
-        return self._request(UNWANTED)
+        return self._request(NEGATIVE)
 
     def _request(self, words: str) -> list[int]:
         text, raster = self.text, self.raster
         assert raster is not None
         size = text.ids(f"{raster.rows}*{raster.columns}")
         return [text.id(BEGIN), *text.ids(words), text.id(IMAGE), *size, text.id(CODES)]
-
-    @property
-    def latents(self) -> Tensor:
-        """As they are."""
-        weight: Tensor = self.vq.quantize.embedding.weight
-        return weight
-
-    def decoded(self, grid: Tensor) -> Tensor:
-        """By `Emu3VQVAE`, which makes several frames of a video, of which a picture is the first."""
-        images: Tensor = self.vq.decode(grid)
-        return images
 
     def encoder(self) -> nn.Module:
         """A picture is read as a video of equal frames."""
@@ -95,11 +68,8 @@ class _Frames(nn.Module):
 
     def __init__(self, vq: Any):
         super().__init__()
-        self.encoder, self.quant_conv, self.count = (
-            vq.encoder,
-            vq.quant_conv,
-            vq.config.temporal_downsample_factor,
-        )
+        self.encoder, self.quant_conv = vq.encoder, vq.quant_conv
+        self.count = vq.config.temporal_downsample_factor
 
     def forward(self, images: Tensor) -> Tensor:
         """Images [B, 3, H, W] in [-1, 1] -> latents [B, C, rows, columns]."""

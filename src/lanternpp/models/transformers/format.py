@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import isqrt
 from typing import Any
@@ -47,6 +47,17 @@ class Raster:
             )
         return raster
 
+    @classmethod
+    def square(cls, sides: Sequence[int], patch: int, size: str | None) -> Raster:
+        """A square of the first of `sides` codes `patch` pixels wide, or the one of a size. InputError where it is another size."""
+        known = {str(side * patch): side for side in sides}
+        pixels = ", ".join(known)
+        width, _, height = (size or next(iter(known))).partition("x")
+        if width not in known or height not in ("", width):
+            drawn = f"squares of {pixels} pixels" if len(known) > 1 else f"{pixels}x{pixels} pixels alone"
+            raise InputError(f"size {size} cannot be drawn; this model draws {drawn}")
+        return cls(known[width], known[width])
+
     @property
     def width(self) -> int:
         """Places from one code to the one below it."""
@@ -68,13 +79,29 @@ class Raster:
         full = nn.functional.pad(codes, (0, int(self.ends)))
         return full.unflatten(1, (self.rows, self.width))[..., : self.columns]
 
-    def format(self, codes: Collection[int], row_end: int) -> Format:
-        """The same with tokens: those of codes, and the one that ends a row."""
-        if not self.ends:
+    def format(self, codes: Collection[int], row_end: int | None) -> Format:
+        """The format with these tokens of codes and of a row end."""
+        if not self.ends or row_end is None:
             return Format(self.length, self.width)
         kinds = [int(place % self.width == self.columns) for place in range(self.length)]
         sets = frozenset(codes), frozenset((row_end,))
         return Format(self.length, self.width, (row_end,), sets, tuple(kinds))
+
+
+@dataclass(frozen=True)
+class TwoPictures(Raster):
+    """A small picture, then the large one, whose rows and columns these are."""
+
+    small: Raster = Raster(1, 1)
+
+    @property
+    def length(self) -> int:
+        """Codes of both."""
+        return self.small.length + super().length
+
+    def grid(self, codes: Tensor) -> Tensor:
+        """codes [B, length] -> the large picture's, [B, rows, columns]."""
+        return super().grid(codes[:, self.small.length :])
 
 
 @dataclass(frozen=True)
@@ -99,7 +126,7 @@ class Format:
         return cls(length, width or (side if side * side == length else length))
 
     def without(self, suppressed: frozenset[int], tokens: Iterable[int]) -> Format:
-        """The same, some tokens of those that are drawn being suppressed at every place."""
+        """The format with some tokens suppressed at every place."""
         if self.kinds or not suppressed:
             return self
         return replace(self, sets=(frozenset(tokens) - suppressed,), kinds=(0,) * self.length)

@@ -8,216 +8,164 @@ a diffusion decoder, which is a part of diffusers' `GlmImagePipeline`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from math import sqrt
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lanternpp.errors import InputError, one_line
-from lanternpp.models.base import Target
-from lanternpp.models.text import quiet
-from lanternpp.models.transformers.adapter import OneVocabulary
-from lanternpp.models.transformers.call import Call, token_rows
+from lanternpp.models.hub import quiet
+from lanternpp.models.transformers.adapter import TransformersTarget
+from lanternpp.models.transformers.call import Call
 from lanternpp.models.transformers.decoder import replica
-from lanternpp.models.transformers.format import Format, Raster
-from lanternpp.models.transformers.opening import TOKENIZER, Text
-from lanternpp.models.vq.reading import Reader
+from lanternpp.models.transformers.format import Format, Raster, TwoPictures
+from lanternpp.models.transformers.opening import PROCESSOR
+from lanternpp.nn.files import wrong_file
 from lanternpp.nn.sources import Source
-from lanternpp.nn.stores import Store
-from lanternpp.types import Prompt
+from lanternpp.types import Depicted
 
 SIZE, MOST = "1024", 4096  # pixels of a square; codes of the largest picture
 PATCH, SMALL = 32, 16  # pixels of a code's side; codes of a square small picture's side
 
 
-@dataclass(frozen=True)
-class TwoPictures(Raster):
-    """A small picture, then the large one, whose rows and columns these are."""
+class GlmImage(TransformersTarget):
+    """Its `generate` draws any token anywhere until one ends the sequence, with positions on two grids.
 
-    small: Raster = Raster(1, 1)  # noqa: RUF009 (it is frozen)
-
-    @classmethod
-    def sized(cls, size: str) -> TwoPictures:
-        """A size in pixels; the small picture is of the same shape. InputError where it cannot be drawn."""
-        large = Raster.of(size, PATCH, False, MOST)
-        ratio = large.rows / large.columns
-        small = Raster(int(sqrt(ratio) * SMALL), int(sqrt(1 / ratio) * SMALL))
-        if not small.length:
-            raise InputError(f"size {size} is too narrow: its small picture would have no codes")
-        return cls(large.rows, large.columns, small=small)
-
-    @property
-    def length(self) -> int:
-        """Codes of both."""
-        return self.small.length + self.rows * self.columns
-
-    def grid(self, codes: Tensor) -> Tensor:
-        """codes [B, length] -> those of the large picture, [B, rows, columns]."""
-        return codes[:, self.small.length :].unflatten(1, (self.rows, self.columns))
-
-    def positions(self) -> Tensor:
-        """Time, row and column of every code, less the length of the prompt, [length, 3]."""
-        found, start = [], 0
-        for one in (self.small, self):
-            row = torch.arange(one.rows).repeat_interleave(one.columns)
-            column = torch.arange(one.columns).repeat(one.rows)
-            found.append(start + torch.stack((torch.zeros_like(row), row, column), 1))
-            start += max(one.rows, one.columns)
-        return torch.cat(found)
-
-
-class PromptText(Text):
-    """The processor of a checkpoint, which lies beside it, in it, or in a folder `processor`: prompts with their size as tokens."""
-
-    def __init__(self, folder: Path):
-        places = (folder, folder / "processor", folder.parent / "processor")
-        super().__init__(next((place for place in places if (place / TOKENIZER).is_file()), folder))
-
-    @cached_property
-    def _processor(self) -> Any:
-        if not self.path.is_file():
-            raise InputError(
-                f"{self.path} is missing: copy the folder `processor` of the model's repository there."
-            )
-        from transformers import GlmImageProcessor
-
-        try:
-            with quiet():
-                return GlmImageProcessor.from_pretrained(self.path.parent, local_files_only=True)
-        except Exception as error:  # whatever a wrong file makes transformers raise
-            raise InputError(f"{self.path.parent} is no processor ({one_line(str(error), 200)})") from None
-
-    def request(self, prompt: str, raster: Raster) -> list[int]:
-        """The tokens of a prompt for a size, up to where the first code is drawn."""
-        content = [{"role": "user", "content": [{"type": "text", "text": prompt}]}]
-        size = {"target_h": raster.rows * PATCH, "target_w": raster.columns * PATCH}
-        with quiet():
-            encoded = self._processor.apply_chat_template(content, tokenize=True, return_dict=True, **size)
-        ids: list[int] = torch.as_tensor(encoded["input_ids"]).flatten().tolist()
-        return ids
-
-
-class GlmImage(OneVocabulary):
-    """Its `generate` draws any token anywhere until one ends the sequence, with positions on two grids."""
+    Rotations of codes depend on where their prompt ends, so prompts are padded to all slots. A shape has a third part, for prompts
+    that show pictures: the table of their own slots and the codes, as bytes.
+    """
 
     class_name, model_type = "GlmImageForConditionalGeneration", "glm_image"
     about = "the autoregressive part of GLM-Image in transformers' layout"
     any_size = True
-    unused = ("visual",)
-    vq = None
+    unit = True
+    unguided = "GLM-Image draws codes without guidance, which its diffusion decoder has"
     without_pixels = (
         'GLM-Image\'s codes become a picture in its diffusion decoder: draw with output_type="codes", and give '
         "pipe.target.prior(result.codes) to diffusers' GlmImagePipeline as prior_token_ids"
     )
 
-    def __init__(self, model: Any):
-        config = model.config.text_config
-        self.table = torch.zeros(0, 3, dtype=torch.int64)
-        super().__init__(
-            model, model.model.language_model, range(config.vision_vocab_size), positions=self._positions
-        )
+    table: Tensor  # [n, 3] the positions of codes, less that of the first
+    ahead = 0  # entries of the table that are of the prompt's last slots
 
-    def draw_size(self, source: Source, size: object) -> None:
+    def __init__(self, model: Any):
+        super().__init__(model, model.model.language_model, range(model.config.text_config.vision_vocab_size))
+        names, config = ("temperature", "top_k", "top_p"), model.generation_config
+        found = {name: value for name in names if (value := getattr(config, name, None))}
+        self.recommended = {"cfg": 1.0, **found}
+
+    def draw_size(self, source: Source, size: str | None) -> None:
         """Codes are those of the codebook alone."""
         self.codes = self.codes[: self.model.config.vq_config.num_embeddings]
-        self.table = self.raster_of(source, None if size is None else str(size)).positions()
+        pictures = self.raster_of(source, size)
+        grids = torch.tensor([[1, one.rows, one.columns] for one in (pictures, pictures.small)])
+        start = torch.full((1, 1), self.model.config.image_start_token_id)
+        _, self.table = self.places(start, grids)
         super().draw_size(source, size)
-
-    def raster_of(self, source: Source, size: str | None) -> TwoPictures:
-        """A small picture and a large one."""
-        return TwoPictures.sized(size or str(source.config.get("size") or SIZE))
-
-    @property
-    def defaults(self) -> Mapping[str, Any]:  # type: ignore[override]
-        """How its generation_config.json samples."""
-        config = self.model.generation_config
-        found = {name: getattr(config, name, None) for name in ("temperature", "top_k", "top_p")}
-        return {"cfg": 1.0} | {name: value for name, value in found.items() if value}
 
     @property
     def stride(self) -> int:
-        """The rotations of codes depend on where the prompt ends, so that all prompts are padded alike."""
+        """All slots."""
         return self.slots
 
-    def text_of(self, folder: Path) -> Text:  # type: ignore[override]
-        """Its processor."""
-        return PromptText(folder)
+    def positions(self, slot: Tensor) -> Tensor:
+        """Slots [R, N] -> [3, R, N]."""
+        at, table = slot - self.slots + self.ahead, self.table.to(slot.device)
+        found = table[at.clamp(min=0, max=len(table) - 1)] + self.slots
+        return found.where((at >= 0)[..., None], slot[..., None]).permute(2, 0, 1)
+
+    def _lay_out(self, raster: Raster, slots: int, table: bytes = b"") -> None:
+        if table:
+            self.table = torch.frombuffer(bytearray(table), dtype=torch.int64).view(-1, 3).to(self.device)
+            self.ahead = slots
+        super()._lay_out(raster, slots)
+
+    def places(self, ids: Tensor, grids: Tensor, *more: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The positions, as of `table`, of the first of prompts [B, T] and of n new tokens, [T, 3] and [n, 3]. InputError where samples differ."""
+        # it keeps the positions, which another thread's call may be using
+        model = replica(self.model.model)
+        before, _ = model.get_rope_index(ids, grids, *more)
+        after = model._cached_decode_position_ids
+        first = after[:, :1, :1]
+        if bool((after - first != after[:1] - first[:1]).any()):
+            raise InputError("pictures of one batch must have one size; draw others in a call of their own")
+        return (before[:, 0] - first[0]).t(), (after[0] - first[0]).t().contiguous()
+
+    def raster_of(self, source: Source, size: str | None) -> TwoPictures:
+        """A small picture and a large one of the same shape."""
+        large = Raster.of(size or SIZE, PATCH, False, MOST)
+        ratio = large.rows / large.columns
+        small = Raster(int(sqrt(ratio) * SMALL), int(sqrt(1 / ratio) * SMALL))
+        if not small.length:
+            raise InputError(f"size {size} is too narrow: its small picture would have no codes")
+        return TwoPictures(large.rows, large.columns, small=small)
+
+    @property
+    def large(self) -> Raster:
+        """The large picture's."""
+        assert self.raster is not None
+        return Raster(self.raster.rows, self.raster.columns)
 
     def conditional(self, text: str) -> list[int]:
-        """The prompt and the sizes of both pictures."""
-        assert isinstance(self.text, PromptText) and self.raster is not None
-        return self.text.request(text, self.raster)
+        """The prompt and the sizes of both pictures; after pictures that it shows, of the large one."""
+        ids = text.tokens if isinstance(text, Depicted) else self._request(text)["input_ids"][0].tolist()
+        return list(ids)
 
-    def unconditional(self, text: str | None) -> list[int]:
-        """An empty prompt."""
-        return self.conditional("")
+    @cached_property
+    def _processor(self) -> Any:
+        """The processor beside the tokenizer. InputError."""
+        from transformers import GlmImageProcessor
 
-    def prompt(self, conditions: Sequence[str | None], branches: int) -> Prompt:
-        """InputError where `Pipeline` asks for guidance."""
-        if branches > 1 and self.raster is not None:
+        path = self.text.path
+        if not path.is_file():
             raise InputError(
-                "cfg above 1 is not supported: GLM-Image draws codes without guidance, which its diffusion decoder has"
+                f"{path} is missing: copy the folder `{PROCESSOR}` of the model's repository there."
             )
-        return super().prompt(conditions, branches)
+        with quiet(), wrong_file(f"{path} cannot be opened"):
+            return GlmImageProcessor.from_pretrained(path.parent, local_files_only=True)
+
+    def _request(self, text: str, pictures: Sequence[Any] = ()) -> Any:
+        content = [{"type": "image", "image": one} for one in pictures] + [{"type": "text", "text": text}]
+        size = {"target_h": self.large.rows * PATCH, "target_w": self.large.columns * PATCH}
+        call = {"tokenize": True, "return_dict": True, "return_tensors": "pt", **size}
+        with quiet():
+            return self._processor.apply_chat_template([{"role": "user", "content": content}], **call)
+
+    def depicted(self, prompt: str, pictures: Sequence[Any], own_shape: bool = True) -> Depicted:
+        """Pictures as codes, of the sizes that the processor gives them; the large picture is drawn alone."""
+        try:
+            found = self._request(prompt, pictures).to(self.device)
+        except ValueError as error:
+            raise InputError(f"the pictures cannot be shown: {one_line(str(error), 200)}") from None
+        ids, grids, made = found["input_ids"], found["image_grid_thw"], Depicted(prompt)
+        with torch.no_grad():
+            features = self.model.get_image_features(found["pixel_values"], grids[:-1]).pooler_output
+            made.pictures = [self.model.get_image_tokens([one]).view(one.shape[1:]) for one in features]
+        ids[ids == self.model.config.image_token_id] = torch.cat([grid.flatten() for grid in made.pictures])
+        made.tokens = ids[0].tolist()
+        self.room(self.large, len(made.tokens) - 1)
+        made.shape = self.large, len(made.tokens), torch.cat(self.places(ids, grids)).cpu().numpy().tobytes()
+        return made
 
     def prior(self, codes: Tensor) -> Tensor:
         """codes [B, length] -> `prior_token_ids` of diffusers' GlmImagePipeline: the large picture's, at twice its resolution."""
-        assert self.raster is not None
-        return self.raster.grid(codes).repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)
-
-    @property
-    def latents(self) -> Tensor:
-        """l2-normalised."""
-        return F.normalize(self.model.model.vqmodel.quantize.embedding.weight, dim=-1)
-
-    def decoded(self, grid: Tensor) -> Tensor:
-        """InputError that says how codes become pixels."""
-        raise InputError(self.without_pixels)
-
-    def reader(self) -> Reader:
-        """InputError: what reads pictures is another network."""
-        return Target.reader(self)
-
-    def save(self, folder: Path, store: Store) -> list[str]:
-        """InputError: its diffusion decoder needs the checkpoint as it is."""
-        return Target.save(self, folder, store)
+        grid = self.large.grid(codes[:, -self.large.length :])
+        return grid.repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)
 
     @staticmethod
     def asks_for_picture(arguments: Mapping[str, Any]) -> bool:
-        """It draws nothing else; only from text with drafts."""
+        """Every call without source pictures; drafts are for text alone."""
         return arguments.get("pixel_values") is None
 
     def format(self, call: Call) -> Format:
         """Any code anywhere, until a token ends the sequence."""
-        grids = call.more.get("image_grid_thw")
-        self.table = self._grid(call)
-        room = call.room if grids is None else min(call.room, len(self.table) + 1)
         if call.processors.allowed is not None:
             raise InputError("prefix_allowed_tokens_fn is not supported for GLM-Image; leave it out")
-        return Format.plain(room, 0 if grids is None else int(grids[0, 2]))
-
-    def _grid(self, call: Call) -> Tensor:
-        """The positions of new tokens, less those of the prompt, [n, 3]; InputError where samples differ."""
         grids = call.more.get("image_grid_thw")
         if grids is None:
-            return torch.arange(call.room, device=self.device)[:, None].expand(-1, 3)
-        # it keeps the positions, which another thread's call may be using
-        model = replica(self.model.model)
-        model.get_rope_index(call.ids, grids, call.more.get("images_per_sample"), call.mask)
-        lengths = torch.tensor([len(row) for row in token_rows(call.ids, call.mask)], device=self.device)
-        tables = model._cached_decode_position_ids - lengths[:, None, None]
-        if bool((tables != tables[:1]).any()):
-            raise InputError("pictures of one batch must have one size; draw others in a call of their own")
-        return tables[0].t().contiguous()
-
-    def _positions(self, position: Tensor) -> Tensor:
-        """Slots [R, N] -> positions [3, R, N]: a prompt's are its slots, a code's are on a grid after it."""
-        after = position - self.slots
-        table = self.table.to(position.device)
-        grid = table[after.clamp(min=0, max=len(table) - 1)] + self.slots
-        return grid.where((after >= 0)[..., None], position[..., None]).permute(2, 0, 1)
+            self.table = torch.arange(call.room, device=self.device)[:, None].expand(-1, 3)
+            return Format.plain(call.room)
+        _, self.table = self.places(call.ids, grids, call.more.get("images_per_sample"), call.mask)
+        return Format.plain(min(call.room, len(self.table) + 1), int(grids[0, 2]))

@@ -8,17 +8,16 @@ generation_inference.py, which draws with guidance 5).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isqrt
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from lanternpp.errors import InputError
 from lanternpp.models.transformers.adapter import TransformersTarget
 from lanternpp.models.transformers.call import MODE, Call, set_length, token_rows
-from lanternpp.models.transformers.format import Format, Raster
+from lanternpp.models.transformers.format import Format
 from lanternpp.nn.backend import backend
-from lanternpp.nn.sources import Source
 
 BEGIN, PAD, DRAW = "<｜begin▁of▁sentence｜>", "<｜▁pad▁｜>", "<begin_of_image>"  # noqa: RUF001
 TURN = "<|User|>: {prompt}\n\n<|Assistant|>:"
@@ -30,22 +29,14 @@ class Janus(TransformersTarget):
     class_name, model_type = "JanusForConditionalGeneration", "janus"
     about = "Janus and Janus-Pro in transformers' layout, as deepseek-community publishes them"
     guidance = 5.0
-    defaults = {"cfg": 5.0}  # noqa: RUF012
-    unused = ("vision_model", "aligner")
+    recommended = {"cfg": 5.0}  # noqa: RUF012
+    unit = True
 
     def __init__(self, model: Any):
         inner = model.model
         codes = range(inner.generation_embeddings.num_embeddings)
         super().__init__(model, inner.language_model, codes)
-        self.count = int(inner.vision_model.config.num_image_tokens)
-
-    def raster_of(self, source: Source, size: str | None) -> Raster:
-        """A square of one size."""
-        side = round(self.count**0.5)
-        pixels = side * self.pixels_per_code
-        if size not in (None, str(pixels), f"{pixels}x{pixels}"):
-            raise InputError(f"size {size} cannot be drawn; this model draws {pixels}x{pixels} pixels")
-        return Raster(side, side)
+        self.sides = (isqrt(inner.vision_model.config.num_image_tokens),)
 
     def conditional(self, text: str) -> list[int]:
         """The user's turn of the chat, and the start of the assistant's."""
@@ -59,41 +50,34 @@ class Janus(TransformersTarget):
 
     def embed(self, codes: Tensor) -> Tensor:
         """codes [R, N] -> [R, N, D]."""
-        embedded: Tensor = self.model.prepare_embeddings_for_image_generation(codes)
-        return embedded
+        return self.model.prepare_embeddings_for_image_generation(codes)
 
     def head(self, features: Tensor) -> Tensor:
         """features [..., D] -> logits [..., V]."""
-        logits: Tensor = self.model.model.generation_head(features)
-        return logits
-
-    @property
-    def latents(self) -> Tensor:
-        """l2-normalised."""
-        return F.normalize(self.vq.quantize.embedding.weight, dim=-1)
+        return self.model.model.generation_head(features)
 
     def decoded(self, grid: Tensor) -> Tensor:
-        """By `JanusVQVAE`."""
-        images: Tensor = self.vq.decode(grid.flatten(1))
-        return images
+        """Images by `JanusVQVAE`, which knows the grid."""
+        return super().decoded(grid.flatten(1))
+
+    def pack(self) -> None:
+        """Without the modules that no picture needs."""
+        self.model.model.vision_model = self.model.model.aligner = None
+        super().pack()
 
     def pack_head(self) -> None:
-        """The two layers of the head, and those that embed codes."""
+        """Prepack the two layers of the head, and the layers that embed codes."""
         for module in (self.model.model.generation_head, self.model.model.generation_aligner):
             backend().pack(module)
 
     @staticmethod
     def asks_for_picture(arguments: Mapping[str, Any]) -> bool:
-        """By the mode alone."""
+        """The mode alone decides."""
         return arguments.get(MODE) == "image"
 
     def adjust(self, arguments: dict[str, Any]) -> None:
         """Its pictures have one length, whatever the call says."""
         set_length(arguments, self.count)
-
-    def format(self, call: Call) -> Format:
-        """A square of codes."""
-        return Format.plain(self.count)
 
     def unconditional_rows(self, call: Call) -> list[list[int]]:
         """The prompt with every token except the begin of the text and of the image replaced by padding."""

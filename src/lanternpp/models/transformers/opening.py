@@ -1,36 +1,42 @@
-"""Checkpoints in transformers' layout: a model opened by its own class, and the tokenizer of its prompts."""
+"""Checkpoints in transformers' layout: a model opened by its own class, and the tokenizers of prompts."""
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping
+from base64 import b64decode
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
-from lanternpp.errors import InputError, one_line
-from lanternpp.models.text import quiet, reason
-from lanternpp.nn.shards import check_finite
+from lanternpp.errors import InputError
+from lanternpp.models.hub import quiet
+from lanternpp.nn.files import check_finite, listed, wrong_file
 from lanternpp.nn.sources import Source, blank
-from lanternpp.util.files import replacing
+from lanternpp.util.files import replacing, write_text
+from lanternpp.util.jsonfile import read_object, read_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-TOKENIZER = "tokenizer.json"
+TOKENIZER, PROCESSOR = "tokenizer.json", "processor"
 MOST_LAYERS, MOST_SIZE, MOST_STAGES = 512, 1 << 24, 64  # in a config.json
+# Qwen's: words, single digits, signs and spaces
+PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPARE = 1 << 24  # parameters that a model may have beyond those of its files, besides a quarter of them
 
 
 class Text:
-    """The tokenizer.json of a checkpoint folder, read when it is first used."""
+    """The tokenizer.json of a checkpoint, in its folder or in one called `processor`, read when it is first used."""
 
     def __init__(self, folder: Path):
-        self.path = folder / TOKENIZER
+        places = (folder, folder / PROCESSOR, folder.parent / PROCESSOR)
+        self.path = next(
+            (path for place in places if (path := place / TOKENIZER).is_file()), folder / TOKENIZER
+        )
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -38,16 +44,12 @@ class Text:
 
         if not self.path.is_file():
             raise InputError(f"{self.path} is missing: copy it there from the model's repository.")
-        try:
+        with wrong_file(f"{self.path} is no tokenizer"):
             return Tokenizer.from_file(str(self.path))
-        except Exception as error:  # the library raises no narrower one
-            raise InputError(
-                f"{self.path} is no tokenizer ({one_line(str(error), 200)}): fetch it again."
-            ) from None
 
     def save(self, folder: Path) -> None:
         """Copy it into another folder."""
-        with replacing(folder / TOKENIZER) as temporary:
+        with replacing(folder / self.path.name) as temporary:
             shutil.copyfile(self.path, temporary)
 
     def vocabulary(self) -> dict[str, int]:
@@ -66,80 +68,107 @@ class Text:
         return found
 
 
-def opened(source: Source, kind: str, config: Any, dtype: torch.dtype, lacking: tuple[str, ...] = ()) -> Any:
+class FirstToken(Text):
+    """A tokenizer whose files name the first token of every text."""
+
+    @property
+    def config(self) -> Path:
+        """The file that names it."""
+        return self.path.with_name("tokenizer_config.json")
+
+    @cached_property
+    def begin(self) -> str:
+        """The one that begins a text, or else the one that ends it, as its authors' tokenizer has it. InputError."""
+        config = read_object(self.config)
+        found = config.get("bos_token") or config.get("eos_token")
+        found = found.get("content") if isinstance(found, Mapping) else found
+        if not isinstance(found, str):
+            raise InputError(f"{self.config} names no bos_token and no eos_token: fetch it again.")
+        return found
+
+    def save(self, folder: Path) -> None:
+        """Both files."""
+        super().save(folder)
+        write_text(folder / self.config.name, read_text(self.config))
+
+
+class Ranks(Text):
+    """Pairs of bytes by their ranks, one in base64 a line; `special`: the tokens that come after them, in order."""
+
+    def __init__(self, path: Path, special: Sequence[str]):
+        self.path, self.special = path, special
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        from tokenizers import normalizers
+        from transformers.convert_slow_tokenizer import TikTokenConverter
+
+        lines = read_text(self.path, "copy it there from its authors' repository").splitlines()
+
+        class Converter(TikTokenConverter):
+            """The base class reads the file by tiktoken, which is not installed."""
+
+            @staticmethod
+            def load_tiktoken_bpe(tiktoken_url: str) -> dict[bytes, int]:
+                """The bytes of every token, and its rank."""
+                pairs = (line.split() for line in lines if line)
+                return {b64decode(token, validate=True): int(rank) for token, rank in pairs}
+
+        with wrong_file(f"{self.path} is no file of tiktoken"):
+            made: Tokenizer = Converter(None, PATTERN, extra_special_tokens=list(self.special)).converted()
+        made.normalizer = normalizers.NFC()
+        return made
+
+
+def opened(
+    source: Source, kind: str, fields: Mapping[str, Any], dtype: torch.dtype, lacking: tuple[str, ...] = ()
+) -> Any:
     """The model in a checkpoint, by the class of transformers called `kind`, on the CPU.
 
-    lacking: patterns of the beginnings of tensors' names that a checkpoint may lack, or have in other shapes. Raises InputError for a
-    config of which no network can be made, and for what is missing, misshaped or no finite number.
+    fields: of its config, whatever config.json says. lacking: patterns of the beginnings of tensors' names that a checkpoint may lack, or
+    have in other shapes. Raises InputError for a config of which no network can be made, and for what is missing, misshaped or no
+    finite number.
     """
     import transformers
+    from transformers.distributed import DistributedConfig
 
-    folder, made = folder_of(source), getattr(transformers, kind)
+    made = getattr(transformers, kind)
     check_sizes(source.config, source.path)
-    with quiet(), blank(source.path):
-        expected = count(attempt(source, lambda: made(config)))
-    given = sum(meta.numel() for meta in source.metas.values())
+    given = {name: value for name, value in source.config.items() if name != "dtype"} | dict(fields)
+    with quiet(), wrong_file(f"{source.path} cannot be opened"):
+        config = made.config_class.from_dict(given)
+        with blank():
+            expected = sum(x.numel() for x in made(config).parameters())
+    held = sum(meta.numel() for meta in source.metas.values())
     # of quantised weights several lie in one number
-    each = 10.0 if "quantization_config" in source.config else 1.25
-    if expected > each * given + SPARE:
+    most = 10.0 if "quantization_config" in source.config else 1.25
+    if expected > most * held + SPARE:
         raise InputError(
-            f"{source.path}: config.json asks for {expected:,} weights and the files hold {given:,}."
+            f"{source.path}: config.json asks for {expected:,} weights and the files hold {held:,}."
         )
-    options = {"local_files_only": True, "trust_remote_code": False, "weights_only": True}
-    with quiet():
-        model, found = attempt(
-            source,
-            lambda: made.from_pretrained(
-                folder,
-                config=config,
-                dtype=dtype,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-                **options,
-            ),
-        )
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False, "weights_only": True}
+    if source.given.get("tensor_parallel"):
+        options["distributed_config"] = DistributedConfig(tp_plan="auto")
+    options |= {
+        "ignore_mismatched_sizes": True,
+        "output_loading_info": True,
+        "config": config,
+        "dtype": dtype,
+    }
+    with quiet(), wrong_file(f"{source.path} cannot be opened"):
+        model, found = made.from_pretrained(source.folder, **options)
     wrong = {name: f"missing {name}" for name in sorted(found["missing_keys"])}
     for name, theirs, ours in sorted(found["mismatched_keys"]):
         wrong[name] = f"{name} is {tuple(theirs)} where {tuple(ours)} is expected"
-    faults = [fault for name, fault in wrong.items() if not any(re.match(each, name) for each in lacking)]
+    faults = [
+        fault for name, fault in wrong.items() if not any(re.match(pattern, name) for pattern in lacking)
+    ]
     if faults:
-        more = f", and {len(faults) - 10} more" if len(faults) > 10 else ""
-        raise InputError(f"{source.path} does not fit {kind}: {', '.join(faults[:10])}{more}.")
+        raise InputError(f"{source.path} does not fit {kind}: {listed(faults)}.")
     for name, weight in model.named_parameters():
         if type(weight.data) is torch.Tensor:
             check_finite(name, weight, source.path)
     return model.eval().requires_grad_(False)
-
-
-def attempt(source: Source, make: Any) -> Any:
-    """What `make` returns. InputError for whatever a wrong file makes transformers raise."""
-    try:
-        return make()
-    except InputError:
-        raise
-    except Exception as error:
-        raise InputError(
-            f"{source.path} cannot be opened ({type(error).__name__}: {one_line(reason(error), 300)})."
-        ) from None
-
-
-def config_of(source: Source, kind: str, **fields: Any) -> Any:
-    """config.json as the config of a class of transformers, with some fields set."""
-    import transformers
-
-    given = {name: value for name, value in source.config.items() if name != "dtype"}
-    with quiet():
-        return attempt(source, lambda: getattr(transformers, kind).config_class.from_dict(given | fields))
-
-
-def folder_of(source: Source) -> Path:
-    """The folder that a checkpoint lies in."""
-    return source.path if source.path.is_dir() else source.path.parent
-
-
-def count(module: nn.Module) -> int:
-    """The number of parameters."""
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def check_sizes(config: Any, where: Path, name: str = "") -> None:

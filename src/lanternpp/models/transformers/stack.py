@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.activations import GELUTanh, SiLUActivation
 
 from lanternpp.errors import InputError
-from lanternpp.nn.stack import HeadScale, Stack, StackLayer
+from lanternpp.nn.decoder import HeadScale, Stack, StackLayer
 
 BEFORE = {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 AFTER = {"attention_out_norm": "input_layernorm", "ffn_out_norm": "post_attention_layernorm"}
@@ -25,7 +25,7 @@ BOTH = {**BEFORE, "attention_out_norm": "post_self_attn_layernorm", "ffn_out_nor
 
 @dataclass(frozen=True)
 class _Form:
-    """Where a class of layers has its norms (field of `StackLayer`: module), and what differs from Llama's."""
+    """Where a class of layers has its norms (field of `StackLayer`: module), and its differences from Llama."""
 
     norms: Mapping[str, str]
     interleaved: bool = False  # rotation pairs neighbouring channels
@@ -92,6 +92,7 @@ def stack_of(body: nn.Module) -> Stack:
         _reject("they differ in their sizes, their gates or the epsilon of their norms")
     head_dim, hidden, scale, gate, eps = _numbers(layers[0], form)
     attention, norm = layers[0].self_attn, body.get_submodule("norm")
+    qk_norm = getattr(attention, "q_norm", None)
     if gate not in GATES:
         _reject(f"their gate is {gate.__name__}")
     if _eps(norm) != eps:
@@ -105,8 +106,8 @@ def stack_of(body: nn.Module) -> Stack:
         head_dim=head_dim,
         hidden=hidden,
         eps=eps,
-        qk_norm=_qk_kind(attention),
-        qk_eps=_eps(attention.q_norm) if hasattr(attention, "q_norm") else 1e-5,
+        qk_norm="none" if qk_norm is None else "layer" if isinstance(qk_norm, nn.LayerNorm) else "rms",
+        qk_eps=1e-5 if qk_norm is None else _eps(qk_norm),
         gate=GATES[gate],
         scale=None if scale == head_dim**-0.5 else scale,
         qk_order=_order(head_dim, _rotated(body), form.interleaved),
@@ -114,7 +115,7 @@ def stack_of(body: nn.Module) -> Stack:
 
 
 def rotary_table(body: nn.Module, head_dim: int, positions: Tensor) -> Tensor:
-    """The rotations of a model's `rotary_emb`, as `nn.rope` has them, [P, 2, head_dim] in float32.
+    """The rotations of a model's `rotary_emb`, for `rotate`, [P, 2, head_dim] in float32.
 
     positions: `position_ids` of one row, [1, P], or [3, 1, P] where the model has three of them. Channels are in the
     order of the stack's `qk_order`; those that the model does not rotate have cosine 1 and sine 0.
@@ -176,19 +177,15 @@ def _check_module(name: str, module: nn.Module) -> None:
 
 def _layer(layer: Any, form: _Form, head_dim: int) -> StackLayer:
     attention, mlp = layer.self_attn, layer.mlp
-    norms = {field: _scale(norm, form) for field, norm in _norms(form, layer).items()}
     fused = hasattr(mlp, "gate_up_proj")
     return StackLayer(
         qkv=(attention.q_proj, attention.k_proj, attention.v_proj),
         out=attention.o_proj,
         gate_up=(mlp.gate_up_proj,) if fused else (mlp.gate_proj, mlp.up_proj),
         down=mlp.down_proj,
-        attention_norm=norms.get("attention_norm"),
-        ffn_norm=norms.get("ffn_norm"),
-        attention_out_norm=norms.get("attention_out_norm"),
-        ffn_out_norm=norms.get("ffn_out_norm"),
         q_norm=_heads(attention, "q", head_dim),
         k_norm=_heads(attention, "k", head_dim),
+        **{field: _scale(norm, form) for field, norm in _norms(form, layer).items()},
     )
 
 
@@ -204,12 +201,6 @@ def _scale(norm: nn.Module, form: _Form) -> Tensor:
 
 def _eps(norm: Any) -> float:
     return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
-
-
-def _qk_kind(attention: nn.Module) -> Any:
-    if not hasattr(attention, "q_norm"):
-        return "none"
-    return "layer" if isinstance(attention.q_norm, nn.LayerNorm) else "rms"
 
 
 def _heads(attention: Any, part: str, head_dim: int) -> HeadScale | None:
@@ -240,9 +231,9 @@ def _rotated(body: nn.Module) -> int:
 
 
 def _order(head_dim: int, rotated: int, interleaved: bool) -> Tensor | None:
-    """`Stack.qk_order`: the pairs of rotation half against half, the channels that are not rotated behind them."""
+    """`Stack.qk_order`: the pairs of rotation half against half, the channels that are not rotated after them."""
     if rotated == head_dim and not interleaved:
         return None
-    turned, rest = torch.arange(rotated), torch.arange(rotated, head_dim).view(2, -1)
-    pairs = turned.view(-1, 2).T if interleaved else turned.view(2, -1)
+    first, rest = torch.arange(rotated), torch.arange(rotated, head_dim).view(2, -1)
+    pairs = first.view(-1, 2).T if interleaved else first.view(2, -1)
     return torch.cat((pairs, rest), 1).flatten()

@@ -1,119 +1,184 @@
-"""How published checkpoints name the parts of a VQGAN, and decoders and encoders read from among other tensors."""
+"""How published checkpoints name the parts of a VQGAN, decoders and encoders read from among other tensors, and folders of ours.
+
+LlamaGen's tokenizer (arXiv 2406.06525, section 2.1) is read from the files that its authors publish.
+"""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from lanternpp.errors import InputError
-from lanternpp.models.vq.encoder import VQGANEncoder
-from lanternpp.models.vq.vqgan import VQGAN, VQGANConfig
-from lanternpp.nn.sources import Rename, Source, blank
+from lanternpp.models.vq.vqgan import VQGAN, VQGANConfig, VQGANEncoder
+from lanternpp.nn.checkpoints import Store, config_as, save
+from lanternpp.nn.files import PICKLED, SAFE
+from lanternpp.nn.sources import SAME, Rename, Source, blank
 
 DRAWING = r"(decoder|post_quant_conv|quantize\.embedding)\."  # not what only encodes or trains
 READING = r"encoder\.|quant_conv\."
-PARAMETER = r"\.(weight|bias)"
+# A parameter of a layer, or of a layer within a norm of MoVQ's.
+PARAMETER = r"\.((?:norm_layer\.|conv_[yb]\.)?(?:weight|bias))"
+MOST_STAGES = 8
 
 
 @dataclass(frozen=True)
 class Names:
-    """What a layout calls the decoder's parts."""
+    """The names of the parts of a decoder and an encoder in a layout."""
 
     middle: tuple[str, str, str]
-    stage: str
+    up: str  # a stage of a decoder
+    down: str  # of an encoder
     block: str
     coarse_first: bool  # stage 0 of a decoder is the coarsest, not the finest; of an encoder it is the finest
+    unit: bool  # rows of the codebook are normalised when they are looked up
+
+    def stages(self, count: int) -> list[str]:
+        """A decoder's, the coarsest first."""
+        return [f"{self.up}.{i if self.coarse_first else count - 1 - i}" for i in range(count)]
 
 
-TAMING = Names(("mid.block_1", "mid.attn_1", "mid.block_2"), "up", "block", False)  # taming-transformers
-LLAMAGEN = Names(("mid.0", "mid.1", "mid.2"), "conv_blocks", "res", True)  # FoundationVision
+TAMING = Names(("mid.block_1", "mid.attn_1", "mid.block_2"), "up", "down", "block", False, False)
+"""taming-transformers, and what is derived from it: Chameleon's tokenizer, MoVQGAN, IBQ."""
+LLAMAGEN = Names(("mid.0", "mid.1", "mid.2"), "conv_blocks", "conv_blocks", "res", True, True)
+MARKS = {
+    "quantize.embedding.weight",
+    "post_quant_conv.weight",
+    "decoder.mid.1.proj_out.weight",
+}  # of LlamaGen's
 
 
-def rules(config: VQGANConfig, names: Names, prefix: str = "") -> list[Rename]:
-    """The names of a layout, below `prefix` (a regular expression), as a `VQGAN`'s."""
-    body = prefix + r"decoder\."
-    count = len(config.multiples)
-    blocks = {names.middle[0]: "middle.0", names.middle[2]: "middle.2"}
-    mixes = {names.middle[1]: "middle.1"}
+def shape_of(source: Source, names: Names, prefix: str = "") -> dict[str, Any]:
+    """Fields of a published tokenizer's `VQGANConfig`, from its tensors. InputError."""
+    shapes, body = source.shapes(), f"{prefix}decoder."
+    count = min(source.layers(re.escape(f"{body}{names.up}.")), MOST_STAGES + 1)
+    stages = [f"{body}{stage}" for stage in names.stages(max(count, 1))]
+    widths = [source.shape(f"{stage}.{names.block}.0.conv1.weight", 4)[0] for stage in reversed(stages)]
+    codes, dim = source.shape(f"{prefix}quantize.embedding.weight", 2)
+    return {
+        "codes": codes,
+        "dim": dim,
+        "channels": widths[0],
+        "multiples": tuple(width // widths[0] for width in widths),
+        "blocks": sum(f"{stages[0]}.{names.block}.{i}.conv1.weight" in shapes for i in range(9)),
+        "latent": source.shape(f"{prefix}post_quant_conv.weight", 4)[0],
+        "attention": f"{stages[0]}.attn.0.q.weight" in shapes,
+        "unit": names.unit,
+        "spatial": f"{body}{names.middle[0]}.norm1.conv_y.weight" in shapes,
+    }
+
+
+def rules(config: VQGANConfig, names: Names, prefix: str = "", encoder: bool = False) -> list[Rename]:
+    """The names of a layout, below `prefix` (a regular expression), as a `VQGAN`'s or a `VQGANEncoder`'s."""
+    body, count = prefix + (r"encoder\." if encoder else r"decoder\."), len(config.multiples)
+    width = config.channels * config.multiples[-1]
+    outside = ("quant_conv", "squeeze") if encoder else ("post_quant_conv", "expand")
+    stages = [f"{names.down}.{i}" for i in range(count)] if encoder else names.stages(count)
+    coarsest, resized = (count - 1, "down") if encoder else (0, "up")
     found = [
+        Rename(prefix + outside[0] + PARAMETER, rf"{outside[1]}.\1"),
         Rename(prefix + r"quantize\.embedding\.weight", "codebook"),
-        Rename(prefix + r"post_quant_conv" + PARAMETER, r"expand.\1"),
-        Rename(body + "conv_in" + PARAMETER, r"entry.\1"),
-        Rename(body + "norm_out" + PARAMETER, r"exit.0.\1"),
-        Rename(body + "conv_out" + PARAMETER, r"exit.2.\1"),
     ]
-    for i in range(count):
-        theirs = f"{names.stage}.{i if names.coarse_first else count - 1 - i}"
-        found.append(Rename(body + re.escape(f"{theirs}.upsample.conv") + PARAMETER, rf"stages.{i}.up.\1"))
-        for j in range(config.blocks):
-            blocks[f"{theirs}.{names.block}.{j}"] = f"stages.{i}.blocks.{j}"
-            if i == 0:
-                mixes[f"{theirs}.attn.{j}"] = f"stages.0.attention.{j}"
-    return found + _parts(body, blocks, mixes, config.channels * config.multiples[-1])
 
-
-def encoder_rules(config: VQGANConfig) -> list[Rename]:
-    """LlamaGen's names as a `VQGANEncoder`'s."""
-    body, names = r"encoder\.", LLAMAGEN
-    blocks = {names.middle[0]: "middle.0", names.middle[2]: "middle.2"}
-    mixes = {names.middle[1]: "middle.1"}
-    found = [
-        Rename("quant_conv" + PARAMETER, r"squeeze.\1"),
-        Rename(body + "conv_in" + PARAMETER, r"entry.\1"),
-        Rename(body + "norm_out" + PARAMETER, r"exit.0.\1"),
-        Rename(body + "conv_out" + PARAMETER, r"exit.2.\1"),
-    ]
-    last = len(config.multiples) - 1
-    for i in range(last + 1):
-        theirs = f"{names.stage}.{i}"
-        found.append(
-            Rename(body + re.escape(f"{theirs}.downsample.conv") + PARAMETER, rf"stages.{i}.down.\1")
-        )
-        for j in range(config.blocks - 1):
-            blocks[f"{theirs}.{names.block}.{j}"] = f"stages.{i}.blocks.{j}"
-            if i == last:
-                mixes[f"{theirs}.attn.{j}"] = f"stages.{i}.attention.{j}"
-    return found + _parts(body, blocks, mixes, config.channels * config.multiples[-1])
-
-
-def _parts(body: str, blocks: dict[str, str], mixes: dict[str, str], width: int) -> list[Rename]:
-    """The residual blocks and the attentions, `width` channels wide, by their names and ours."""
-    found = []
-    for theirs, ours in blocks.items():
+    def layers(theirs: str, ours: str, **pairs: str) -> None:
         place = body + re.escape(theirs)
-        found.append(Rename(rf"{place}\.(norm1|conv1|norm2|conv2){PARAMETER}", rf"{ours}.\1.\2"))
-        found.append(Rename(rf"{place}\.nin_shortcut{PARAMETER}", rf"{ours}.beside.\1"))
-    for theirs, ours in mixes.items():
-        place = body + re.escape(theirs)
+        found.extend(Rename(place + name + PARAMETER, rf"{ours}{mine}.\1") for name, mine in pairs.items())
+
+    def block(theirs: str, ours: str) -> None:
+        same = {name: name for name in ("norm1", "conv1", "norm2", "conv2")}
+        layers(f"{theirs}.", f"{ours}.", **same, nin_shortcut="beside")
+
+    def attention(theirs: str, ours: str) -> None:
+        layers(f"{theirs}.", f"{ours}.", norm="norm", proj_out="out")
         for i, name in enumerate("qkv"):
-            part = (i * width, (i + 1) * width)
-            found.append(Rename(rf"{place}\.{name}{PARAMETER}", rf"{ours}.qkv.\1", part=part))
-        found.append(Rename(rf"{place}\.norm{PARAMETER}", rf"{ours}.norm.\1"))
-        found.append(Rename(rf"{place}\.proj_out{PARAMETER}", rf"{ours}.out.\1"))
+            pattern, part = body + re.escape(f"{theirs}.{name}") + PARAMETER, (i * width, (i + 1) * width)
+            found.append(Rename(pattern, rf"{ours}.qkv.\1", part=part))
+
+    layers("", "", conv_in="entry", norm_out="exit.0", conv_out="exit.2")
+    block(names.middle[0], "middle.0")
+    attention(names.middle[1], "middle.1")
+    block(names.middle[2], "middle.2")
+    for i, theirs in enumerate(stages):
+        layers(f"{theirs}.{resized}sample.", f"stages.{i}.", conv=resized)
+        for j in range(config.blocks - encoder):
+            block(f"{theirs}.{names.block}.{j}", f"stages.{i}.blocks.{j}")
+            if i == coarsest:
+                attention(f"{theirs}.attn.{j}", f"stages.{i}.attention.{j}")
     return found
 
 
-def read_vqgan(source: Source, config: VQGANConfig, prefix: str, dtype: torch.dtype) -> VQGAN:
-    """The decoder in taming-transformers' layout below `prefix` (a regular expression), its codebook in float32."""
+def read_vqgan(
+    source: Source,
+    dtype: torch.dtype,
+    names: Names = TAMING,
+    prefix: str = "",
+    device: torch.device | str = "cpu",
+    **fields: Any,
+) -> VQGAN:
+    """The decoder in a checkpoint of a layout, below `prefix`, or in a folder of ours; its codebook in float32. InputError.
+
+    fields: of its config, which its tensors or its config.json do not say.
+    """
+    ours = source.config.get("kind") == VQGAN.kind
+    shape = source.config if ours else shape_of(source, names, prefix)
+    config = config_as(VQGANConfig, shape | fields, source.path)
     with blank(source.path):
         vq = VQGAN(config)
-    others = [f"(?!{prefix}).*"] if prefix else []
-    source.fill(vq, rules(config, TAMING, prefix), dtype, [*others, f"{prefix}(?!{DRAWING}).*"])
+    below = re.escape(prefix)
+    skip = [f"(?!{below}).*", f"{below}(?!{DRAWING}).*"]
+    source.fill(vq, [SAME] if ours else rules(config, names, below), dtype, () if ours else skip, device)
+    if not ours and not prefix:
+        kind = dtype if names is LLAMAGEN else torch.float32
+        vq.encoder = partial(read_encoder, source, config, names, kind, device)
     return vq.prepare_for_inference()
 
 
 def read_encoder(
-    source: Source, config: VQGANConfig, dtype: torch.dtype, device: torch.device | str
+    source: Source, config: VQGANConfig, names: Names, dtype: torch.dtype, device: torch.device | str
 ) -> VQGANEncoder:
-    """The encoder in a checkpoint of LlamaGen's layout. InputError where there is none."""
-    if not any(re.fullmatch(r"encoder\.mid\..*", name) for name in source.metas):
+    """The encoder in a checkpoint of such a layout. InputError where there is none."""
+    if not any(name.startswith("encoder.mid.") for name in source.metas):
         raise InputError(
             f"{source.path} has no encoder, so it reads no pictures: use --self instead of --data, or its original."
         )
     with blank(source.path):
         encoder = VQGANEncoder(config)
-    source.fill(encoder, encoder_rules(config), dtype, [f"(?!({READING})).*"], device)
+    source.fill(encoder, rules(config, names, encoder=True), dtype, [f"(?!({READING})).*"], device)
     encoder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return encoder.eval().requires_grad_(False)
+
+
+def find_tokenizer(folder: Path, given: Path | None = None) -> Source:
+    """LlamaGen's tokenizer that is given, or the one in `folder`: its `tokenizer/`, or the file that is one.
+
+    Raises InputError that says what to put there.
+    """
+    sure = given or folder / "tokenizer"
+    files = (path for path in folder.iterdir() if path.suffix in (SAFE, *PICKLED))
+    named_first = sorted(files, key=lambda path: ("vq" not in path.name.lower(), path.name))
+    for path in [sure] if given or sure.is_dir() else named_first:
+        try:
+            source = Source.open(path)
+            if source.config.get("kind") == VQGAN.kind or source.metas.keys() >= MARKS:
+                return source
+        except InputError:
+            if path == sure:
+                raise
+    if given:
+        raise InputError(
+            f"{given} is no image tokenizer of LlamaGen's; name vq_ds16_c2i.pt or vq_ds16_t2i.pt"
+        )
+    raise InputError(
+        f"{folder} holds no image tokenizer; put vq_ds16_c2i.pt or vq_ds16_t2i.pt, from the authors of "
+        "LlamaGen, beside the target, or use lanternpp models convert TARGET OUT --vq FILE, where both may be hub ids"
+    )
+
+
+def save_tokenizer(vq: VQGAN, folder: Path, store: Store) -> None:
+    """Write a decoder as a tokenizer folder of ours."""
+    config = asdict(vq.config) | {"unit": False}  # its codebook is normalised, and would round anew
+    save(folder, {"kind": vq.kind, **config}, vq.state_dict(), store, ["codebook"])

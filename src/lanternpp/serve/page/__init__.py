@@ -4,6 +4,6 @@ The page is a few static files. It uses the server's API as any other client doe
 /v1/images/generations, and the server keeps nothing of it.
 """
 
-from lanternpp.serve.page.routes import FILES, router
+from lanternpp.serve.page.routes import FILES, routes
 
-__all__ = ["FILES", "router"]
+__all__ = ["FILES", "routes"]

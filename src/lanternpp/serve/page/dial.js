@@ -1,12 +1,12 @@
 /** A dial of the page: a number within a range, or a choice. */
 
-import { fresh } from "./side.js";
+import { fromTemplate } from "./side.js";
 
 export class Dial {
   /** row: its name, label, info, and range or choices, from /page/setup. */
   constructor(row) {
     this.row = row;
-    this.root = fresh(row.choices.length ? "choice" : "number");
+    this.root = fromTemplate(row.choices.length ? "choice" : "number");
     this.root.id = `dial-${row.name}`;
     this.field = this.root.querySelector("select, input[type=number]");
     this.range = this.root.querySelector("input[type=range]");

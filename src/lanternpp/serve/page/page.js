@@ -2,7 +2,7 @@
 
 import { call, key } from "./api.js";
 import { Dial } from "./dial.js";
-import { Side, fresh } from "./side.js";
+import { Side, fromTemplate } from "./side.js";
 
 const IMAGES = "v1/images/generations";
 const MAX_SHOTS = 24; // pictures that the session keeps
@@ -47,7 +47,7 @@ function build() {
   byId("examples").replaceChildren(...(setup.examples.length > 1 ? setup.examples.map(chip) : []));
   byId("method").replaceChildren(...Object.keys(setup.methods).map((name) => new Option(name)));
   byId("method").value = setup.method;
-  byId("sides").replaceChildren(fresh("panel"), fresh("panel"));
+  byId("sides").replaceChildren(fromTemplate("panel"), fromTemplate("panel"));
   const [base, side] = byId("sides").children;
   [base.id, side.id] = ["base", "side"];
   const hooks = { changed: lead, warned: note, finished: keep };
@@ -176,7 +176,7 @@ function note(warnings) {
 
 /** Add a finished picture to those of the session. */
 function keep(prompt, { image, facts, seed }) {
-  const shot = fresh("shot");
+  const shot = fromTemplate("shot");
   const words = prompt.toLowerCase().match(/[\p{L}\p{N}]+/gu) ?? [];
   const start = words.join("-").slice(0, 48).replace(/-$/, "");
   const name = `${start}-${facts.method.replaceAll("+", "p")}-${seed}.png`;

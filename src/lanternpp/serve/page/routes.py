@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter
-from fastapi.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from lanternpp.accept import RULES
 from lanternpp.api.options import BASELINE, EVERY, METHODS, Dial, SamplingDials, Settings, dials, names
 from lanternpp.api.pipeline import Pipeline
+from lanternpp.api.results import grid
 from lanternpp.api.settings import dials_read
 from lanternpp.errors import InputError
 from lanternpp.evaluation.prompts import PROMPTS, read_prompts
-from lanternpp.models.base import Target
 from lanternpp.serve.config import ServerConfig
-from lanternpp.serve.pictures import picture_size
+from lanternpp.serve.request_mapping import picture_size
 from lanternpp.trees import TREES
 
 FOLDER = Path(__file__).parent
@@ -37,32 +36,17 @@ POLICY = (  # scripts and styles only from files of the server; pictures from it
 EXAMPLES = 5  # prompts
 
 DIALS = tuple(dial for dial in dials(*EVERY) if dial.label)
-WITHOUT_DIALS = tuple(
-    name for name, rule in RULES.items() if getattr(rule, "dials", None) == frozenset()
-)  # rules
+# Rules without dials.
+WITHOUT_DIALS = tuple(name for name, rule in RULES.items() if getattr(rule, "dials", None) == frozenset())
 
 
-def router(pipe: Pipeline, config: ServerConfig) -> APIRouter:
+def routes(pipe: Pipeline, config: ServerConfig) -> list[Route]:
     """The routes of the page for a model; /page/setup is what it shows, as JSON."""
-    routes, shown = APIRouter(include_in_schema=False), setup(pipe, config)
-
-    @routes.get("/page/setup")
-    async def describe() -> JSONResponse:
-        return JSONResponse(shown)
-
-    for path, (name, kind) in FILES.items():
-        routes.get(path)(_answering((FOLDER / name).read_bytes(), kind))
-    return routes
-
-
-def _answering(content: bytes, kind: str) -> Callable[[], Response]:
-    """A route that answers with a file."""
     headers = {"Content-Security-Policy": POLICY, "Cache-Control": "no-cache"}
-
-    def answer() -> Response:
-        return Response(content, media_type=kind, headers=headers)
-
-    return answer
+    answers: dict[str, Response] = {"/page/setup": JSONResponse(setup(pipe, config))}
+    for path, (name, kind) in FILES.items():
+        answers[path] = Response((FOLDER / name).read_bytes(), media_type=kind, headers=headers)
+    return [Route(path, answer, methods=["GET"]) for path, answer in answers.items()]
 
 
 def setup(pipe: Pipeline, config: ServerConfig) -> dict[str, Any]:
@@ -140,13 +124,6 @@ def _value(dial: Dial, settings: Settings) -> float | str | None:
     value = getattr(settings, dial.name)
     known = choices(dial)
     return None if known and value not in known else value
-
-
-def grid(target: Target, size: tuple[int, int]) -> tuple[int, int]:
-    """Columns and rows of codes in a picture of this size in pixels, without the codes that only end a row."""
-    rows = target.length // target.width
-    width, height = size
-    return min(target.width, round(rows * width / height)), rows
 
 
 def examples(pipe: Pipeline) -> list[str]:

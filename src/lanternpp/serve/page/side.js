@@ -4,7 +4,7 @@ import { events } from "./api.js";
 
 const sum = (numbers) => numbers.reduce((all, one) => all + one, 0);
 const mean = (numbers) => sum(numbers) / numbers.length;
-export const fresh = (id) => document.getElementById(id).content.firstElementChild.cloneNode(true);
+export const fromTemplate = (id) => document.getElementById(id).content.firstElementChild.cloneNode(true);
 
 /** An object URL for a picture in base64; it must be revoked to free its memory. */
 function address(base64, type) {
@@ -54,7 +54,7 @@ export class Side {
     this.one("progress").setAttribute("aria-label", `${this.title}: codes decided`);
     for (const { facts, image } of this.pictures) if (!facts) URL.revokeObjectURL(image.src);
     this.pictures = Array.from({ length: count }, (_, i) => {
-      const frame = fresh("picture");
+      const frame = fromTemplate("picture");
       frame.style.aspectRatio = `${columns} / ${rows}`;
       frame.querySelector("svg").setAttribute("viewBox", `0 0 ${columns} ${rows}`);
       return { frame, image: frame.querySelector("img"), seed: seed + i, accepted: [], seconds: 0 };
@@ -122,12 +122,12 @@ export class Side {
 
   figures() {
     const passes = sum(this.pictures.map((picture) => picture.accepted.length));
-    const spent = this.pictures.map((picture) => picture.facts?.tv_cost).filter((value) => value !== undefined);
+    const costs = this.pictures.map((picture) => picture.facts?.tv_cost).filter((value) => value !== undefined);
     const shown = [
       passes && this.seconds.toFixed(2),
       passes && (this.decided / passes).toFixed(2),
       passes && (passes / this.pictures.length).toFixed(0),
-      spent.length && mean(spent).toFixed(1),
+      costs.length && mean(costs).toFixed(1),
     ];
     this.panel.querySelectorAll("dd").forEach((cell, i) => (cell.textContent = shown[i] || "–"));
     const bar = this.one("progress");

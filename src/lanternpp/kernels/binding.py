@@ -1,0 +1,108 @@
+"""The structures of `csrc`, each declared once, and calls of the kernels that read them."""
+
+from __future__ import annotations
+
+import re
+import threading
+from ctypes import CDLL, Structure, addressof, byref, c_char_p, c_double, c_float, c_int64, c_void_p, sizeof
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+BLOCK_N = 32  # outputs of a block of weights
+K_ALIGN = 64  # inputs are padded to a multiple of this
+LANES = 16  # floats of a vector; gate and up alternate by so many outputs
+
+# A structure, the kernel that takes it, and its fields in the order of C: `x` is an integer, `x:f` a float, `x:d` a double,
+# `x:Linear` a structure, `x*` a pointer to what is read, of a tensor a contiguous copy where it is not, and `x&` one to the
+# tensor itself, which is written, or read again in later calls.
+DECLARED = """
+Scratch: memory& bytes
+Linear: weight& scale& bias& inputs outputs
+Packing pack_linear: row* given* weight& scale& blocks inputs width
+LinearCall linear: layer* x* out& rows pitch branches out_is_float guidance:d
+Layer: attention_norm* ffn_norm* attention_out_norm* ffn_out_norm* qk_norm* qk_bias* wqkv:Linear wo:Linear w13:Linear w2:Linear
+Shape: layers dim heads kv_heads head_dim hidden qk_kind gate_kind norm* eps:f qk_eps:f scale:f
+Pass decode: shape* layers* rows nodes slots x* rotation* slot* mask* kv& out& parts part*
+Sampling: temperature:d top_k top_p:d
+Rows row_probs: rows codes sampling:Sampling logits* probs&
+Children draw_children: rows codes each count q* u* drawn&
+DraftLayers: fc:Linear hint:Linear down:Linear head_up:Linear head:Linear queries* confidence* confidence_up* query_count dim aux
+ confidence_bias:d eps:f
+Chain sample_chain: layers* batch levels codes sampling:Sampling features* query* prev* bias* u* probs& drawn& survival&
+ min_survival:d
+Node: begin:d end:d tail:d parent depth
+Verification verify: joint batch nodes codes ranks levels near optimal sampling:Sampling logits* q* drawn* children* order* u*
+ last* limit* table* node& distribution& path& following& kept& bonus&
+QueryInputs drafter_inputs: layers* batch known queries stride next_embeds* features* hints* out&
+Network: shape* layers* rotary& positions slots kv& start& used& rotation& slot& mask&
+Drafter: decoder:Network layers* waiting& next_embeds& features& hints& prev& all_hints& x& out& level_features& query& u&
+Step run_step: first last batch branches levels length width guidance:d target:Network head* embed& parts part* seed& passes& count&
+ decided& accepted& root& root_count& x& features& guided& drafter* verification:Verification
+"""
+
+
+_own = threading.local()  # scratch memory of each thread
+
+
+class Struct(Structure):
+    """A structure with fields by name; what a pointer points to is kept alive: a tensor, a structure or an array."""
+
+    _fields_: ClassVar[Any] = ()
+    kernel: ClassVar[str] = ""
+    marks: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, *values: Any, **fields: Any):
+        super().__init__()
+        self.__dict__["alive"] = {}
+        for name, value in (*zip(self.marks, values, strict=False), *fields.items()):
+            setattr(self, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        mark = self.marks[name]
+        if isinstance(value, Tensor):
+            value = value.contiguous() if mark == "*" else value
+            assert value.is_contiguous() and value.device.type == "cpu", name
+        self.alive[name] = value
+        if isinstance(value, Tensor):
+            value = value.data_ptr()
+        elif mark and value is not None:
+            value = addressof(value)
+        super().__setattr__(name, value)
+
+    def run(self, library: CDLL) -> None:
+        """Call the kernel that takes this, with scratch memory of the calling thread, as much as it asks for."""
+        kernel, threads = getattr(library, self.kernel), torch.get_num_threads()
+        scratch = getattr(_own, "scratch", None) or structs.Scratch()
+        while size := kernel(byref(self), byref(scratch), threads):
+            scratch = _own.scratch = structs.Scratch(memory=torch.empty(size, dtype=torch.uint8), bytes=size)
+
+
+def _declared() -> SimpleNamespace:
+    kinds: dict[str, Any] = {"": c_int64, "f": c_float, "d": c_double}
+    for name, kernel, fields in re.findall(r"^(\w+) ?(\w*):(.*(?:\n .*)*)", DECLARED, re.MULTILINE):
+        found = re.findall(r"(\w+)([*&]?)(?::(\w+))?", fields)
+        content = {
+            "_fields_": [(x, c_void_p if mark else kinds[kind]) for x, mark, kind in found],
+            "kernel": kernel,
+        }
+        kinds[name] = type(name, (Struct,), content | {"marks": {x: mark for x, mark, _ in found}})
+    return SimpleNamespace(**{name: kind for name, kind in kinds.items() if len(name) > 1})
+
+
+structs = _declared()
+
+
+def bind(library: CDLL) -> None:
+    """Declare the functions of a library. AttributeError where one is missing, ValueError where a structure has another size."""
+    library.number_of.argtypes, library.number_of.restype = [c_char_p], c_int64
+    for name, struct in vars(structs).items():
+        there, here = library.number_of(name.encode()), sizeof(struct)
+        if there != here:
+            raise ValueError(f"its {name} has {there} bytes and not {here}")
+        if struct.kernel:
+            kernel = getattr(library, struct.kernel)
+            kernel.argtypes, kernel.restype = [c_void_p, c_void_p, c_int64], c_int64
+    library.prepare()

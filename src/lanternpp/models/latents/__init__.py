@@ -1,1 +1,0 @@
-"""Models of continuous latents: a mixture of Gaussians at every place, or a diffusion head."""

@@ -1,0 +1,53 @@
+"""Lumina-mGPT 2.0 (arXiv 2507.17801): Chameleon's layers, trained from scratch over Qwen2's words and MoVQGAN's codes of 8 px.
+
+A prompt is that of Lumina-mGPT after the tokenizer's own first token; codes are the tokens <MOVQGAN...>. The demo draws 768 px, 96 x 96
+codes, with guidance 4 and top-k 4096 (Alpha-VLLM/Lumina-mGPT-2.0, generate_examples/generate.py). The tokenizer is
+movqgan_270M.ckpt of ai-forever/MoVQGAN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lanternpp.models.transformers.adapter import TransformersTarget
+from lanternpp.models.transformers.beside import TokenizerBeside
+from lanternpp.models.transformers.chameleon import Chameleon
+from lanternpp.models.transformers.lumina import Lumina
+from lanternpp.models.transformers.opening import FirstToken, Text
+from lanternpp.nn.sources import Source
+
+CODE = "<MOVQGAN"  # a code's token begins with it
+
+
+class Lumina2(Lumina):
+    """A Lumina with another vocabulary and tokenizer."""
+
+    about = "Lumina-mGPT 2.0, as its authors publish it or in transformers' layout"
+    vq_files = ("movqgan_270M.ckpt", "movqgan_270M.safetensors", "movqgan/270M/movqgan_270M.ckpt")
+    vq_hub = "ai-forever/MoVQGAN/movqgan_270M.ckpt"
+    largest, step, pixels_per_code = 9216, 4, 8
+    recommended = {"cfg": 4.0, "top_k": 4096}  # noqa: RUF012
+    latents = TokenizerBeside.latents
+
+    @classmethod
+    def claims(cls, source: Source) -> bool:
+        """A Chameleon with codes of MoVQGAN in its vocabulary."""
+        return Chameleon.claims(source) and bool(cls.image_tokens(source.config.get("vocabulary_map") or {}))
+
+    @staticmethod
+    def image_tokens(words: Mapping[str, int]) -> list[int]:
+        """Their tokens lie in the order of the codes."""
+        return sorted(token for name, token in words.items() if name.startswith(CODE))
+
+    @staticmethod
+    def text_of(folder: Path) -> Text:
+        """A tokenizer that has no fixed first token."""
+        return FirstToken(folder)
+
+
+def adapter_of(model: Any) -> TransformersTarget:
+    """The adapter of a Chameleon that the user opened."""
+    drawn = Lumina2.image_tokens(model.model.vocabulary_mapping.vocab_map)
+    return Lumina2(model) if drawn else Chameleon(model)

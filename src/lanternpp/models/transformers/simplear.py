@@ -1,0 +1,73 @@
+"""SimpleAR (arXiv 2504.11455): Qwen2 over text and the codes of NVIDIA's Cosmos tokenizer, 64 x 64 of 64,000, 1024 px.
+
+A prompt is <|t2i|> "A highly realistic image of " text <|soi|>; the unconditional branch has a negative prompt in its place
+(wdrink/SimpleAR, generate.py, which draws squares of 256 to 1024 px with guidance 6). There any token may be drawn and tokens of
+text count as the first code; here they are never drawn. The decoder of Cosmos-1.0-Tokenizer-DV8x16x16 is published as TorchScript,
+which runs code: its weights are read from a safetensors file that users make of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lanternpp.errors import InputError
+from lanternpp.models.transformers.beside import LanguageModel
+from lanternpp.models.vq.cosmos import read_cosmos
+from lanternpp.models.vq.vqgan import VQGAN
+from lanternpp.nn.sources import Source
+
+BEGIN, DRAW = "<|t2i|>", "<|soi|>"
+REQUEST = "A highly realistic image of {prompt}"
+NEGATIVE = (
+    "An image of aerial view, overexposed, low quality, deformation, a poor composition, bad hands, bad teeth, bad eyes, "
+    "bad limbs, distortion"
+)
+
+
+def fsq_points(levels: Sequence[int]) -> Tensor:
+    """[prod(levels), C] the codes of finite scalar quantisation (arXiv 2309.15505); the first number changes fastest."""
+    axes = [(torch.arange(n) - n // 2) / (n // 2) for n in reversed(levels)]
+    return torch.cartesian_prod(*axes).view(-1, len(levels)).flip(1)
+
+
+class SimpleAR(LanguageModel):
+    """A Qwen2 with 64,000 more tokens, which have no codebook: near codes are near points on the quantiser's grid."""
+
+    class_name, model_type = "Qwen2ForCausalLM", "qwen2"
+    about = "SimpleAR 0.5B and 1.5B, a Qwen2ForCausalLM of 215672 tokens"
+    any_size = True
+    recommended = {"cfg": 6.0}  # noqa: RUF012
+    draws_after, text_tokens, levels = DRAW, 151_672, (8, 8, 8, 5, 5, 5)
+    sizes = ("1024", "768", "512", "256")
+    vq_files = ("vq_cosmos.safetensors",)
+
+    def tokenizer_in(self, source: Source, dtype: torch.dtype) -> VQGAN:
+        """The decoder of NVIDIA's weights, or of a folder of ours."""
+        return read_cosmos(source, fsq_points(self.levels), dtype)
+
+    def _found(self, folder: Path) -> Path:
+        try:
+            return super()._found(folder)
+        except InputError as error:
+            raise InputError(f"{error}; docs/models.md says how to make it of Cosmos' decoder.jit") from None
+
+    def conditional(self, text: str) -> list[int]:
+        """The prompt, and the words that precede every prompt."""
+        return self._request(REQUEST.format(prompt=text))
+
+    def unconditional(self, text: str | None) -> list[int]:
+        """The negative prompt."""
+        return self._request(NEGATIVE)
+
+    def _request(self, words: str) -> list[int]:
+        return [self.text.id(BEGIN), *self.text.ids(words), self.text.id(DRAW)]
+
+    @cached_property
+    def latents(self) -> Tensor:
+        """Points of the grid, in the order of the codes."""
+        return fsq_points(self.levels).to(self.device)

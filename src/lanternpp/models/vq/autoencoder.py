@@ -1,0 +1,298 @@
+"""Our tokenizers, from their folders: convolutional autoencoders (VQGAN, arXiv 2012.09841) of codes or of continuous latents.
+
+Codes are those of a codebook (VQ-VAE, 1711.00937) on the unit sphere (ViT-VQGAN, 2110.04627, section 3.2). For latents every place
+has a Gaussian over C channels, held to a standard normal distribution by the Kullback-Leibler divergence under a small weight
+(1312.6114; the KL-regularised autoencoder of 2112.10752, section 3.1).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lanternpp.errors import InputError
+from lanternpp.models.vq.codes import Reader, argmax, hashes
+from lanternpp.models.vq.vqgan import Attention, Residual, norm
+from lanternpp.nn import checkpoints
+from lanternpp.nn.checkpoints import Codes, StageBlocks, Stages, Width, config_as
+from lanternpp.nn.sources import SAME, Source, blank
+from lanternpp.util.schema import Between
+
+M = TypeVar("M", bound=nn.Module)
+A = TypeVar("A", bound="Autoencoder")
+KIND = "kl"  # a config's `kind`, where the tokenizer is one of latents
+MAX_LOG_VAR = 10.0  # of a latent, above and below 0
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """The shape of encoder and decoder. Stages run from fine to coarse, each half as wide and high as the last."""
+
+    size: Annotated[int, Between(1, 1 << 12)] = 128  # pixels of an image's side
+    dim: Width = 8  # C, of a latent
+    channels: Stages = (32, 128, 256)  # at 1/2, 1/4, 1/8 of the size
+    encoder_blocks: StageBlocks = (1, 1, 2)
+    decoder_blocks: StageBlocks = (1, 2, 3)
+    thin: Width = 16  # channels of the decoder's last stage, at full size
+
+    def __post_init__(self) -> None:
+        if len({len(self.channels), len(self.encoder_blocks), len(self.decoder_blocks)}) != 1:
+            raise InputError("channels, encoder_blocks and decoder_blocks need one entry per stage each.")
+        if self.size % self.down:
+            raise InputError(f"size {self.size} is not a multiple of {self.down}, the tokenizer's reduction.")
+
+    @property
+    def down(self) -> int:
+        """Pixels of an image's side per code."""
+        return 1 << len(self.channels)
+
+    @property
+    def grid(self) -> int:
+        """Codes of an image's side."""
+        return self.size // self.down
+
+
+@dataclass(frozen=True)
+class VQConfig(Stacks):
+    """The shape of a tokenizer of codes."""
+
+    codes: Codes = 4096  # V
+    commitment: Annotated[float, Between(0, 1000)] = 0.25
+
+
+@dataclass(frozen=True)
+class KLConfig(Stacks):
+    """The shape of a tokenizer of latents."""
+
+    dim: Width = 16
+    kl: Annotated[float, Between(0, 1000)] = 1e-3  # weight of the divergence, in nats a number
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """The part of a config that says which class reads the rest."""
+
+    kind: Literal["vq", "kl"] = "vq"
+
+
+def groups(channels: int) -> int:
+    """The groups of a normalisation, of 16 channels each."""
+    return max(channels // 16, 1)
+
+
+def block(channels: int) -> Residual:
+    """A residual block that starts as the identity."""
+    made = Residual(channels, channels, groups=groups(channels))
+    nn.init.zeros_(made.conv2.weight)
+    return made
+
+
+def attention(channels: int) -> Attention:
+    """Self-attention for the coarsest stage, in heads of 64 channels; it starts as the identity."""
+    made = Attention(channels, groups=groups(channels), heads=max(channels // 64, 1))
+    nn.init.zeros_(made.out.weight)
+    return made
+
+
+def upsample(inputs: int, outputs: int) -> nn.Module:
+    """Twice the size by repetition, then 3x3: [B, inputs, H, W] -> [B, outputs, 2H, 2W]."""
+    twice, conv = nn.Upsample(scale_factor=2.0, mode="nearest"), nn.Conv2d(inputs, outputs, 3, padding=1)
+    return nn.Sequential(OrderedDict(twice=twice, conv=conv))
+
+
+def encoder(config: Stacks, outputs: int) -> nn.Sequential:
+    """Images [B, 3, H, W] -> [B, outputs, H/down, W/down], latents that are not yet normalised, or their moments."""
+    first, last = config.channels[0], config.channels[-1]
+    layers: list[nn.Module] = [nn.PixelUnshuffle(2), nn.Conv2d(12, first, 3, padding=1)]
+    inputs = first
+    for stage, (channels, blocks) in enumerate(zip(config.channels, config.encoder_blocks, strict=True)):
+        if stage:
+            layers.append(nn.Conv2d(inputs, channels, 3, stride=2, padding=1))
+        layers += [block(channels) for _ in range(blocks)]
+        inputs = channels
+    layers += [attention(last), norm(last, groups=groups(last)), nn.SiLU(), nn.Conv2d(last, outputs, 1)]
+    return nn.Sequential(*layers)
+
+
+def decoder(config: Stacks) -> nn.Sequential:
+    """Latents [B, C, H/down, W/down] -> images [B, 3, H, W], not clamped."""
+    last, thin = config.channels[-1], config.thin
+    layers: list[nn.Module] = [nn.Conv2d(config.dim, last, 3, padding=1), attention(last)]
+    stages = list(zip(config.channels, config.decoder_blocks, strict=True))[::-1]
+    for (channels, blocks), (below, _) in zip(stages, [*stages[1:], (thin, 1)], strict=True):
+        layers += [*(block(channels) for _ in range(blocks)), upsample(channels, below)]
+    layers += [block(thin), norm(thin, groups=groups(thin)), nn.SiLU(), nn.Conv2d(thin, 3, 3, padding=1)]
+    return nn.Sequential(*layers)
+
+
+class Autoencoder(nn.Module):
+    """An encoder and a decoder, which a tokenizer makes, with what lies between them."""
+
+    config_class: ClassVar[type[Stacks]]
+    about: ClassVar[str]  # what it is, for a message where the other kind is needed
+    encoder: nn.Sequential
+    decoder: nn.Sequential
+    vocab = 0  # V, of a tokenizer of codes
+
+    def __init__(self, config: Stacks):
+        super().__init__()
+        self.config = config
+        self.channels, self.length = config.dim, config.grid**2
+
+    def encode(self, images: Tensor) -> Tensor:
+        """Images [B, 3, H, W] in [-1, 1] -> codes [B, length] int64, or moments of latents [B, length, 2 C] float32."""
+        raise NotImplementedError
+
+    def decoder_input(self, found: Tensor) -> Tensor:
+        """The result of `encode` -> latents [B, length, C] that the decoder reads."""
+        raise NotImplementedError
+
+    def reader(self) -> Reader:
+        """The encoder for trainings, pictures to codes or to moments of latents; convolutions are laid out channels last."""
+        key = hashes(channels_last(self).encoder)
+        key += hashes(self.get_buffer("quantiser.codebook")) if self.vocab else ()
+        found = self.config.size, self.length, self.vocab, key, self.encode, next(self.parameters()).device
+        return Reader(*found) if self.vocab else Reader(*found, torch.float16, (2 * self.channels,))
+
+    def encoded(self, images: Tensor) -> Tensor:
+        """Images [B, 3, H, W] -> the encoder's output at every place, [B, length, outputs]."""
+        images = images.contiguous(memory_format=torch.channels_last)
+        return self.encoder(images).flatten(2).transpose(1, 2)
+
+    def read(self, images: Tensor) -> Tensor:
+        """As `encoded`; InputError where images are not [B, 3, size, size]."""
+        size = self.config.size
+        if images.ndim != 4 or tuple(images.shape[1:]) != (3, size, size):
+            raise InputError(f"images are {tuple(images.shape)}; it reads [B, 3, {size}, {size}].")
+        return self.encoded(images.to(self.dtype))
+
+    def render(self, latents: Tensor) -> Tensor:
+        """Latents [B, length, C] -> images [B, 3, H, W], not clamped."""
+        grid = self.config.grid
+        x = latents.transpose(1, 2).unflatten(2, (grid, grid))
+        return self.decoder(x.contiguous(memory_format=torch.channels_last)).float()
+
+    @torch.no_grad()
+    def decode(self, codes: Tensor) -> Tensor:
+        """Codes [B, length], or latents [B, length, C], -> images [B, 3, H, W] in [-1, 1], float32."""
+        things, shape = ("codes", [self.length]) if self.vocab else ("latents", [self.length, self.channels])
+        if list(codes.shape[1:]) != shape:
+            raise InputError(f"{things} are {tuple(codes.shape)}; it draws from [B, {str(shape)[1:]}.")
+        latents = self.decoder_input(codes) if self.vocab else codes
+        return self.render(latents.to(self.dtype)).clamp(-1, 1)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the convolutions."""
+        return next(self.decoder.parameters()).dtype
+
+
+class Quantiser(nn.Module):
+    """The nearest row of an l2-normalised codebook."""
+
+    codebook: Tensor  # [V, C], unit rows
+
+    def __init__(self, codes: int, dim: int):
+        super().__init__()
+        codebook = F.normalize(nn.init.normal_(torch.empty(codes, dim)), dim=-1)
+        self.register_buffer("codebook", codebook)
+
+    def nearest(self, latents: Tensor) -> Tensor:
+        """latents [..., C] -> codes [...], the rows of least distance."""
+        flat = F.normalize(latents.float(), dim=-1).flatten(0, -2)
+        rows = 32768 if flat.is_cuda else 64  # few enough for a CPU's scores to stay in its cache
+        with torch.autocast(flat.device.type, enabled=False):
+            parts = [argmax(part @ self.codebook.t()) for part in flat.split(rows)]
+        return torch.cat(parts).view(latents.shape[:-1])
+
+
+class VQ(Autoencoder):
+    """Images in [-1, 1] <-> codes in raster order."""
+
+    config_class = VQConfig
+    about = f"a tokenizer of codes: for latents, train one with `python recipes/nature/tokenizer.py --kind {KIND}`."
+    config: VQConfig
+    quantiser_class: type[Quantiser] = Quantiser
+
+    def __init__(self, config: VQConfig):
+        super().__init__(config)
+        self.vocab = config.codes
+        self.encoder = encoder(config, config.dim)
+        self.quantiser = self.quantiser_class(config.codes, config.dim)
+        self.decoder = decoder(config)
+
+    @property
+    def codebook(self) -> Tensor:
+        """[V, C], unit rows."""
+        return self.quantiser.codebook
+
+    @torch.no_grad()
+    def encode(self, images: Tensor) -> Tensor:
+        """Images [B, 3, H, W] in [-1, 1] -> codes [B, length], int64."""
+        return self.quantiser.nearest(self.read(images))
+
+    def decoder_input(self, found: Tensor) -> Tensor:
+        """The code vectors of codes [B, length]: [B, length, C]."""
+        return self.codebook[found]
+
+
+class KL(Autoencoder):
+    """Images in [-1, 1] <-> latents in raster order. `encode` gives moments of a place: C means, then C log variances."""
+
+    config_class = KLConfig
+    about = "a tokenizer of continuous latents and has no codes: a target over it has --head mixture or diffusion."
+    config: KLConfig
+
+    def __init__(self, config: KLConfig):
+        super().__init__(config)
+        self.encoder, self.decoder = encoder(config, 2 * config.dim), decoder(config)
+
+    @torch.no_grad()
+    def encode(self, images: Tensor) -> Tensor:
+        """Images [B, 3, H, W] in [-1, 1] -> moments [B, length, 2 C], float32."""
+        return clamped(self.read(images))
+
+    def decoder_input(self, found: Tensor) -> Tensor:
+        """Latents drawn from moments [B, length, 2 C]: [B, length, C]."""
+        return sampled(found)
+
+
+def clamped(moments: Tensor) -> Tensor:
+    """The encoder's output [..., 2 C] as moments, float32: log variances within `MAX_LOG_VAR`."""
+    mean, log_var = moments.float().chunk(2, -1)
+    return torch.cat((mean, log_var.clamp(-MAX_LOG_VAR, MAX_LOG_VAR)), -1)
+
+
+def sampled(moments: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Moments [..., 2 C] -> latents [..., C], drawn."""
+    mean, log_var = moments.float().chunk(2, -1)
+    noise = torch.randn(mean.shape, generator=generator).to(mean.device)
+    return mean + (log_var / 2).exp() * noise
+
+
+def channels_last(module: M) -> M:
+    """The same module with its convolutions laid out channels last, as CPUs and tensor cores prefer."""
+    module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return module
+
+
+def read_tokenizer(folder: Path, dtype: torch.dtype = torch.float32, *, kind: type[A]) -> A:
+    """The tokenizer in `folder`, which must be a `kind` of `Autoencoder`, on the CPU; its convolutions in `dtype`, a codebook in float32. InputError."""
+    given = checkpoints.load_config(folder)
+    found: type[Autoencoder] = KL if config_as(_Kind, given, folder).kind == KIND else VQ
+    if not issubclass(found, kind):
+        raise InputError(f"{folder} is {found.about}")
+    with blank(folder):
+        made = found(config_as(found.config_class, given, folder))
+    Source.open(folder / checkpoints.WEIGHTS).fill(made, [SAME], dtype)
+    return made.eval().requires_grad_(False)
+
+
+read_vq, read_kl = partial(read_tokenizer, kind=VQ), partial(read_tokenizer, kind=KL)

@@ -1,0 +1,218 @@
+"""On a GPU a step of every method stays on the device, and the host waits for it only where a test here says so."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import latents
+from helpers.documents import DOCS
+from helpers.fake_cuda import DEVICE, Answer, HostReadError, Watch, fake_cuda, moved
+from helpers.steps import JOINT, PROPOSERS, RULES, of_method, parts
+from torch import Tensor
+
+from lanternpp.accept.base import Acceptance
+from lanternpp.accept.exact import Cspd, Exact
+from lanternpp.api.options import METHODS
+from lanternpp.drafters.diffusion import DiffusionDrafter
+from lanternpp.engine.batching import ContinuousBatch
+from lanternpp.engine.decode import Engine, engine_class
+from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.observers import AcceptanceByRank
+from lanternpp.engine.sampling import Sampling
+from lanternpp.models.latents import ContinuousTarget, DiffusionTarget
+from lanternpp.proposers.no_draft import NoDraft
+from lanternpp.proposers.trajectories import TrajectoryProposer
+from lanternpp.proposers.tree import TreeProposer
+from lanternpp.trees.shapes import chain
+from lanternpp.trees.static import StaticTree
+
+OnGpu = Callable[..., Engine]
+NONE_LEFT: Mapping[str, Answer] = {"draw_residual": lambda left, undecided: left[:0]}
+
+
+@pytest.fixture
+def on_gpu() -> Iterator[OnGpu]:
+    """Makes an engine on a fake GPU, which the test has from then on, and takes a step, which makes what is made once."""
+    with ExitStack() as stack:
+
+        def make(target: Any, proposer: Any, rule: Any, *rest: Any, answers: Any = None) -> Engine:
+            mode = stack.enter_context(fake_cuda())
+            of_making = {"check_codes": lambda differ: False}
+            with Watch(of_making | (answers or {}), strict=False):
+                made = engine_class(target)(*(moved(part, mode) for part in (target, proposer, rule)), *rest)
+                made.step()
+            return made
+
+        yield make
+
+
+def watched(engine: Engine, answers: Mapping[str, Answer] | None = None) -> Counter[str]:
+    """The host reads of a step, by the function that reads."""
+    with Watch(answers) as watch:
+        engine.step()
+    assert engine.codes.device == DEVICE and watch.launched.total() > 50
+    return watch.reads
+
+
+@pytest.mark.parametrize(
+    ("drafts", "rule", "sampling", "cfg"),
+    [
+        *((drafts, "exact", "warped", 3.0) for drafts in PROPOSERS),
+        *((drafts, "exact", "greedy", 1.0) for drafts in ("none", "eagle2", "parallel", "jacobi siblings")),
+        *(("tree", rule, "T=1", 3.0) for rule in RULES if rule != "exact"),
+        ("eagle2", "lantern++ optimal", "warped", 3.0),
+    ],
+)
+def test_a_step_reads_nothing_back(on_gpu: OnGpu, drafts: str, rule: str, sampling: str, cfg: float) -> None:
+    made = on_gpu(*parts(drafts, rule, sampling, cfg, measure_tv=True))
+    made.observers.append(AcceptanceByRank(made.target.length))
+    with Watch(strict=False):
+        made.step()
+    assert not watched(made)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "verify", "rule"),
+    [*((*joint, "exact") for joint in JOINT), *(("tree", "traversal", rule) for rule in RULES)],
+)
+def test_joint_verification_reads_nothing_back(on_gpu: OnGpu, drafts: str, verify: str, rule: str) -> None:
+    assert not watched(on_gpu(*parts(drafts, rule, "warped", measure_tv=True, verify=verify)))
+
+
+def mixtures(drafted: bool, rule: Acceptance) -> tuple[Any, ...]:
+    target = latents.tiny(ContinuousTarget, "latent_out", components=3)
+    proposer = TreeProposer(latents.eagle(target), StaticTree(chain(2))) if drafted else NoDraft()
+    return target, proposer, rule, Sampling(0.9), Guidance(2.0), 2
+
+
+def diffusion(drafted: bool, rule: Acceptance) -> tuple[Any, ...]:
+    target = latents.tiny(
+        DiffusionTarget, "denoiser", denoiser_width=16, denoiser_blocks=1, denoising_steps=3
+    )
+    drafter = latents.eagle(target, DiffusionDrafter, channels=2, denoiser_width=8)
+    proposer = TrajectoryProposer(drafter, StaticTree(chain(2))) if drafted else NoDraft()
+    return target, proposer, rule, Sampling(0.9), Guidance(2.0), 2
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize("kind", [mixtures, diffusion])
+def test_latents_are_read_once_for_each_block_of_draws(on_gpu: OnGpu, kind: Any, drafted: bool) -> None:
+    made = on_gpu(*kind(drafted, Exact()), answers=NONE_LEFT)
+    assert watched(made, NONE_LEFT) == {"draw_residual": 1}
+    twice = iter((lambda left: left[:1], lambda left: left[:0]))
+    assert watched(made, {"draw_residual": lambda left, undecided: next(twice)(left)}) == {"draw_residual": 2}
+
+
+def test_the_published_rule_of_latents_reads_nothing_back(on_gpu: OnGpu) -> None:
+    assert not watched(on_gpu(*diffusion(True, Cspd())))
+
+
+def test_chains_that_end_early_are_read_once(on_gpu: OnGpu) -> None:
+    target, proposer, *rest = parts("parallel", verify="block")
+    proposer.min_survival = 0.5
+    answers = {"_ended": lambda longest: 2}
+    assert watched(on_gpu(target, proposer, *rest, answers=answers), answers) == {"_ended": 1}
+
+
+def test_a_batch_is_read_once_a_step(on_gpu: OnGpu) -> None:
+    answers = {"decided": lambda count: 1}
+    made = on_gpu(*parts())
+    with Watch(answers, strict=False):
+        batch = ContinuousBatch(made)
+    with Watch(answers) as watch:
+        batch.step()
+    assert watch.reads == {"decided": 1} and batch.counts == [1, 1]
+
+
+def launches(on_gpu: OnGpu, method: str, layers: int = 1) -> int:
+    """The operations that a step starts on the device."""
+    made = on_gpu(*of_method(method, layers))
+    with Watch() as watch:
+        made.step()
+    return watch.launched.total()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_page_has_the_launches_of_a_step(on_gpu: OnGpu, method: str) -> None:
+    found = launches(on_gpu, method)
+    said = f"`{method}` {found:,}"
+    page = " ".join((DOCS / "performance.md").read_text().split())
+    assert re.search(rf"{re.escape(said)}[,.] ", page), f"the page lacks {said}"
+
+
+def test_the_page_has_the_launches_of_a_layer(on_gpu: OnGpu) -> None:
+    page, two = (DOCS / "performance.md").read_text(), launches(on_gpu, "ar", layers=2)
+    found = re.search(r"each further layer\s+adds\s+(\d+)\):\s+`ar`\s+(\d+),", page)
+    assert found and two == sum(map(int, found.groups()))
+
+
+@pytest.mark.parametrize("drafts", ["eagle2", "parallel", "jacobi rows"])
+def test_masks_need_no_copy_for_the_attention_of_a_gpu(
+    on_gpu: OnGpu, drafts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, masks = on_gpu(*parts(drafts)), []
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, enable_gqa: bool = False) -> Tensor:
+        masks.append(mask)
+        assert not enable_gqa and q.shape[1] == k.shape[1]
+        return torch.empty_like(q)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    made.step()
+    assert masks and all(mask.stride(i) % 16 == 0 for mask in masks for i in range(3))
+
+
+FAULTS: dict[str, Callable[[Tensor], Any]] = {
+    "a number": lambda p: p / float(p.sum()),
+    "a condition": lambda p: p if p.sum() > 0 else -p,
+    "a list": lambda p: p * p.sum(-1).tolist()[0],
+    "a mask as index": lambda p: p[p > 0],
+    "where something is": lambda p: p.nonzero(),
+    "a copy": lambda p: p.cpu(),
+    "a tensor of the host": lambda p: p + torch.zeros(p.shape[-1]),
+    "a table that is made anew": lambda p: p + torch.tensor([0.0] * p.shape[-1], device=p.device),
+    "an index of the host": lambda p: p[torch.arange(len(p))],
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_step_that_waits_for_the_host_is_noticed(
+    on_gpu: OnGpu, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = on_gpu(*parts())
+
+    def relax(self: Exact, p: Tensor, code: Tensor) -> Tensor:
+        FAULTS[fault](p)
+        return p
+
+    monkeypatch.setattr(Exact, "relax", relax)
+    with pytest.raises(HostReadError):
+        watched(made)
+
+
+def test_a_step_of_the_host_is_noticed() -> None:
+    """A CPU may leave early, and does."""
+    made = Engine(*parts())
+    with Watch(), pytest.raises(HostReadError):
+        made.step()
+
+
+@pytest.mark.parametrize("drafts", PROPOSERS)
+def test_everything_a_step_makes_stays_on_its_device_and_in_its_place(on_gpu: OnGpu, drafts: str) -> None:
+    made = on_gpu(*parts(drafts))
+    holders = [made, made.cache, made.proposer, made.noise]
+    holders += [made.proposer.cache] if hasattr(made.proposer, "cache") else []
+    names = [(h, n) for h in holders for n in dir(h) if torch.is_tensor(getattr(h, n, None))]
+    before = [getattr(h, n) for h, n in names]
+    made.step()
+    assert len(before) > 10
+    for (holder, name), tensor in zip(names, before, strict=True):
+        assert tensor.device == DEVICE, name
+        assert getattr(holder, name) is tensor, f"{name} is replaced, which a CUDA graph would not see"

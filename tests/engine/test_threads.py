@@ -1,0 +1,107 @@
+"""Threads are given up while other work takes the cores, and taken again when it ends."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lanternpp.engine import threads
+from lanternpp.engine.threads import AdaptiveThreads
+
+IN_C: Any = SimpleNamespace(native=object())
+IN_PYTORCH: Any = SimpleNamespace(native=None)
+Run = Callable[[float, float], None]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """A function after which the thread has run for so many seconds more, and waited for so many; it has four threads."""
+    monkeypatch.setattr(threads, "SCHEDSTAT", tmp_path / "schedstat")
+    monkeypatch.setattr(threads, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(threads, "contention", threads.ContentionState())
+    total = [0.0, 0.0]
+
+    def run(ran: float, waited: float) -> None:
+        total[0] += ran
+        total[1] += waited
+        threads.SCHEDSTAT.write_text(f"{total[0] * 1e9:.0f} {total[1] * 1e9:.0f} 17\n")
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    run(5, 5)  # before the context
+    yield run
+    torch.set_num_threads(before)
+
+
+def test_threads_are_halved_while_the_cores_are_wanted_and_doubled_when_they_are_free(run: Run):
+    busy, free = (0.1, 0.1), (0.5, 0.0)
+    phases = [(0.1, 0.01), busy, busy, busy, free, free, free, free, free, free]
+    counts = []
+    with AdaptiveThreads(IN_C) as fitted, pytest.warns(UserWarning, match="so 1 of 4 threads draw") as caught:
+        for ran, waited in phases:
+            run(ran, waited)
+            fitted.update()
+            counts.append(torch.get_num_threads())
+    assert counts == [4, 2, 1, 1, 1, 1, 2, 2, 2, 4]
+    assert len(caught) == 1
+
+
+def test_short_waits_are_no_reason_for_a_warning(run: Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(threads, "PERSISTENT", (3, 0.0))
+    with AdaptiveThreads(IN_C) as fitted, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(5):
+            run(0.1, 0.1)
+            fitted.update()
+        assert torch.get_num_threads() == 1
+
+
+@pytest.mark.filterwarnings("ignore:other work")
+def test_beside_lasting_work_more_threads_are_tried_less_and_less_often(run: Run):
+    tried = []
+    with AdaptiveThreads(IN_C) as fitted:
+        for moment in range(800):  # it is alone until more threads are tried, which then wait
+            run(0.05, 0.05 if torch.get_num_threads() > 1 else 0)
+            fitted.update()
+            if torch.get_num_threads() == 2 and moment > 2:
+                tried.append(0.05 * moment)
+    gaps = [later - sooner for sooner, later in pairwise(tried)]
+    assert gaps[0] < 3 and gaps == pytest.approx(sorted(gaps)) and gaps[-1] > 8
+
+
+@pytest.mark.filterwarnings("ignore:other work")
+def test_the_next_drawing_begins_with_as_many_threads_as_the_last_one_had(run: Run):
+    for _ in range(2):
+        with AdaptiveThreads(IN_C) as fitted:
+            before = torch.get_num_threads()
+            run(0.1, 0.1)
+            fitted.update()
+        assert torch.get_num_threads() == 4
+    assert before == 2
+
+
+def test_passes_that_pytorch_computes_keep_their_threads(run: Run):
+    with AdaptiveThreads(IN_PYTORCH) as fitted, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(0.1, 0.1)
+        fitted.update()
+        assert torch.get_num_threads() == 4
+
+
+@pytest.mark.filterwarnings("ignore:other work")
+def test_a_context_in_another_one_leaves_the_threads_alone(run: Run):
+    with AdaptiveThreads(IN_C) as outer:
+        run(0.1, 0.1)
+        outer.update()
+        with AdaptiveThreads(IN_C) as inner:
+            run(0.1, 0.1)
+            inner.update()
+            assert torch.get_num_threads() == 2
+        assert torch.get_num_threads() == 2

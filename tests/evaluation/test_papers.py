@@ -1,0 +1,49 @@
+"""Published settings: every method of every paper can be drawn, with the paper's draft whatever a model's defaults say."""
+
+from __future__ import annotations
+
+import pytest
+
+from lanternpp.api.options import AUTO, BASELINE
+from lanternpp.api.settings import resolve
+from lanternpp.evaluation.papers import PAPERS, Paper
+from lanternpp.evaluation.race import parse_methods
+from lanternpp.trees import build_tree
+
+OTHERS = {  # a model's own
+    "cfg": 5.0,
+    "methods": {
+        "eagle2": {"proposer": "parallel", "tree": "chain-7"},
+        "lantern": {"tree": "chain-7", "delta": 0.3},
+        "lantern++": {"proposer": "parallel", "tree": "chain-7", "neighbours": 10, "lam": 3.0},
+        "jacobi": {"window": 7, "alternatives": 2, "coupling": "maximal", "verify": "block"},
+    },
+}
+
+
+@pytest.mark.parametrize("paper", PAPERS.values(), ids=PAPERS)
+def test_a_paper_has_its_own_draft_and_sampling_on_a_model_with_other_defaults(paper: Paper) -> None:
+    plain, *drafting = [paper.entry(entry) for entry in parse_methods(paper.methods)]
+    assert plain.method == BASELINE and drafting
+    for entry in drafting:
+        given = {"fit": False, **paper.sampling, **entry.overrides}
+        settings = resolve(entry.method, OTHERS, given)
+        assert settings == resolve(entry.method, {}, given), "the model's defaults change nothing"
+        assert settings.verify == "token" and not settings.fit and settings.cfg == paper.sampling["cfg"]
+
+
+def test_the_trees_have_as_many_nodes_as_the_papers_say() -> None:
+    settings = {
+        entry.label: resolve(entry.method, {}, paper.entry(entry).overrides)
+        for paper in PAPERS.values()
+        for entry in parse_methods(paper.methods)
+    }
+    sizes = {label: build_tree(each.tree).size for label, each in settings.items() if each.tree}
+    assert sizes["eagle2 tree=eagle2-58"] == sizes["lantern tree=eagle2-58 k=1000 delta=0.4"] == 59
+    assert sizes["lantern++ k=5 lambda=20"] == 58 and sizes["eagle"] == 26  # with the root
+    assert settings["jacobi alternatives=0 window_rows=1"].window == 16
+
+
+def test_plain_decoding_and_auto_stay_as_they_are() -> None:
+    for entry in parse_methods(f"{BASELINE}, {AUTO}"):
+        assert PAPERS["sjd-lumina"].entry(entry) == entry

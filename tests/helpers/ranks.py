@@ -1,0 +1,73 @@
+"""Run by torchrun: every process draws with its share of tiny models, and writes a file of the results."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen2ForCausalLM
+from transformers.distributed import DistributedConfig
+
+import lanternpp
+from helpers.processes import SECONDS
+from lanternpp import InputError, Pipeline
+
+METHODS = ("ar", "eagle", "parallel", "jacobi-coupled", "lantern-jacobi")
+
+
+def drawn(pipe: Pipeline) -> dict[str, Any]:
+    """Codes of a guided batch, passes and a sum of the pixels, by several methods, greedy and sampled."""
+    found = {}
+    for method in METHODS:
+        dials = {"neighbours": 8} if method.startswith("lantern") else {}
+        for temperature in (0.0, 1.0):
+            given = {"method": method, "cfg": 2.0, "temperature": temperature, "seed": 3, **dials}
+            result = pipe(["a red tulip", "the red sea"], **given)
+            pixels = sum(map(sum, (image.tobytes() for image in result.images)))
+            found[f"{method} {temperature}"] = [result.codes.tolist(), result.stats.passes, pixels]
+    return found
+
+
+def in_place(folder: Path, rank: int, arguments: dict[str, Any]) -> list[list[int]]:
+    """Tokens that a model of the user's draws, whose processes have other states of torch's generator."""
+    config = DistributedConfig(tp_plan="auto")
+    model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float64, distributed_config=config)
+    lanternpp.accelerate(model)
+    torch.manual_seed(rank)
+    prompts = torch.tensor([[2, 6, 7, 3], [2, 8, 9, 3]])
+    codes: list[list[int]] = model.generate(prompts, **arguments).tolist()
+    return codes
+
+
+def refused(make: Callable[[], Any]) -> str:
+    """The sentence of its InputError."""
+    try:
+        make()
+    except InputError as error:
+        return str(error)
+    return "nothing was wrong"
+
+
+def main(place: Path) -> None:
+    """`drawn`: folders of models that are divided; `refused`: of those that cannot be; `simplear`: one for `in_place`."""
+    signal.alarm(SECONDS)  # a process that waits for another one in vain ends
+    rank = int(os.environ["RANK"])
+
+    def opened(folder: Path) -> Pipeline:
+        return Pipeline.from_pretrained(folder, device="cpu", dtype="float64", tensor_parallel=True)
+
+    results: dict[str, Any] = {path.name: drawn(opened(path)) for path in (place / "drawn").iterdir()}
+    results |= {path.name: refused(lambda p=path: opened(p)) for path in (place / "refused").iterdir()}
+    asked = {"generation_mode": "image", "do_sample": True, "guidance_scale": 2.0}
+    results["in place"] = in_place(place / "drawn" / "simplear", rank, asked)
+    (place / f"{rank}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,41 @@
+"""A model that transformers divides among processes, by the tensor parallel plan of its class."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers import ranks
+from helpers.families import PUBLISHED, with_drafters, write_chameleon, write_janus
+from helpers.models import write_model
+from helpers.processes import python
+
+from lanternpp import InputError, Pipeline
+
+
+def test_processes_draw_together_what_one_draws_alone(tmp_path: Path) -> None:
+    for name in ("emu3.5", "simplear", "liquid", "janus"):
+        PUBLISHED[name](tmp_path / "drawn" / name)
+        with_drafters(tmp_path / "drawn" / name)
+    write_chameleon(tmp_path / "refused" / "without a plan")
+    write_model(tmp_path / "refused" / "ours")
+    write_janus(tmp_path / "refused" / "one head", num_key_value_heads=1)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    done = python(*torchrun, "-m", ranks.__name__, tmp_path, cwd=Path(ranks.__file__).parents[1])
+    assert done.returncode == 0, done.stderr
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    for folder in (tmp_path / "drawn").iterdir():
+        alone = ranks.drawn(Pipeline.from_pretrained(folder, device="cpu", dtype="float64"))
+        assert first[folder.name] == alone, folder.name
+    assert "has no `tp_plan`" in first["without a plan"]
+    assert first["ours"].startswith("ours is not run by transformers, which divides models")
+    assert "1 heads of keys and values do not divide among 2 processes" in first["one head"]
+
+
+def test_one_process_has_nothing_to_share() -> None:
+    with pytest.raises(InputError, match="start the script with torchrun --nproc-per-node 2"):
+        Pipeline.from_pretrained("nature-128", tensor_parallel=True)
+    with pytest.raises(InputError, match="dtype int8 does not go with tensor_parallel"):
+        Pipeline.from_pretrained("nature-128", dtype="int8", tensor_parallel=True)

@@ -1,0 +1,55 @@
+"""The table of codebook neighbours, and the file that keeps it for the next run."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from lanternpp.models.vq import codes as module
+from lanternpp.models.vq.codes import neighbours
+from lanternpp.util.progress import progress_bar
+
+BOOK = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
+
+
+def test_the_nearest_come_first_and_are_read_from_the_file_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = neighbours(BOOK, 4, tmp_path / "new")
+    far = torch.cdist(BOOK, BOOK).fill_diagonal_(float("inf"))
+    assert torch.equal(table, far.argsort(-1)[:, :4].int())
+    monkeypatch.delattr(torch, "cdist")
+    assert torch.equal(neighbours(BOOK, 4, tmp_path / "new"), table)
+
+
+@pytest.mark.parametrize("damage", [b"", b"half a file", None])
+def test_a_damaged_file_is_made_again(damage: bytes | None, tmp_path: Path) -> None:
+    table = neighbours(BOOK, 4, tmp_path)
+    (file,) = tmp_path.iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-8] if damage is None else damage)
+    assert torch.equal(neighbours(BOOK, 4, tmp_path), table)
+    assert file.read_bytes() == whole
+
+
+def test_a_full_disk_costs_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(tensors: object, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(module, "save_file", full)
+    with pytest.warns(UserWarning, match="the disk is full"):
+        table = neighbours(BOOK, 4, tmp_path)
+    assert torch.equal(table, neighbours(BOOK, 4)) and not list(tmp_path.iterdir())
+
+
+def test_a_large_table_has_a_progress_bar_below_that_of_its_verb(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(module, "LARGE", 1)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    with progress_bar("drawing"):
+        neighbours(BOOK, 7)
+    shown = capsys.readouterr().err
+    assert "drawing" in shown and "codebook neighbours" in shown

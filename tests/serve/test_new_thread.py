@@ -1,0 +1,95 @@
+"""Only the thread that draws keeps threads of OpenMP; everything else that computes ends with what it computed."""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from helpers.processes import SECONDS, killed_late, python
+from helpers.served import IMAGES, client_of
+
+from lanternpp import Pipeline
+from lanternpp.serve.new_thread import run_in_new_thread
+from lanternpp.serve.request_mapping import half_drawn
+
+LEFT = """
+import os, time, torch
+from lanternpp.serve.new_thread import run_in_new_thread
+def threads(): return len(os.listdir("/proc/self/task"))
+def compute(): torch.rand(10**6).exp(); return threads()
+before = threads()
+inside = run_in_new_thread(compute)
+end = time.monotonic() + 60  # a thread's own end takes a moment
+while threads() > before and time.monotonic() < end: time.sleep(0.01)
+print(before, inside, threads(), compute())
+"""
+
+
+ENDLESS = """
+import signal, torch
+from lanternpp.serve.new_thread import run_in_new_thread
+signal.signal(signal.SIGINT, signal.default_int_handler)
+def endless():
+    try:
+        print("begun", flush=True)
+        while True: torch.rand(10**6).exp()
+    finally: print("ended")
+try: run_in_new_thread(endless)
+except KeyboardInterrupt: print("interrupted")
+"""
+
+
+def test_it_returns_raises_and_knows_the_context() -> None:
+    name = contextvars.ContextVar("name", default="nobody")
+    name.set("somebody")
+    ran, got = run_in_new_thread(lambda more: (threading.current_thread(), name.get() + more), more="!")
+    assert got == "somebody!" and ran is not threading.current_thread() and not ran.is_alive()
+    with pytest.raises(ZeroDivisionError):
+        run_in_new_thread(lambda: 1 / 0)
+
+
+def test_it_leaves_no_thread_of_openmp() -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "3"}
+    said = python("-c", LEFT, env=environment, check=True).stdout
+    before, inside, after, without = map(int, said.split())
+    assert inside > before + 1 and after == before, said
+    assert without > before, said  # what it spares
+
+
+def test_an_interrupt_ends_what_is_aside_and_the_program_does_not_abort() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ENDLESS], stdout=subprocess.PIPE, text=True)
+    with killed_late(process):
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=SECONDS)[0] == "ended\ninterrupted\n"
+    assert process.returncode == 0
+
+
+def test_a_server_computes_in_threads_that_end(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are read, and previews drawn, in threads that end; pictures in the one that stays."""
+    threads: dict[str, set[threading.Thread]] = {"prompt": set(), "images": set()}
+
+    def watch(owner: object, name: str) -> None:
+        call = getattr(owner, name)
+
+        def noted(*args: object, **options: object) -> object:
+            threads[name].add(threading.current_thread())
+            return call(*args, **options)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    watch(pipe.target, "prompt")
+    watch(pipe, "images")
+    with client_of(pipe) as http:
+        body = {"prompt": "red tulip", "stream": True, "partial_images": 2}
+        assert "completed" in http.post(IMAGES, json=body).text
+        half_drawn(pipe.target, torch.arange(5))
+        assert all(threads.values())
+        left = {name: {each.name for each in seen if each.is_alive()} for name, seen in threads.items()}
+        assert left == {"prompt": set(), "images": {"lanternpp-batcher"}}
