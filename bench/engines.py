@@ -258,18 +258,13 @@ def table(result: dict[str, Any]) -> str:
             f"| {shape}, {weights / 1e6:,.0f} M weights | {' | '.join(f'{n} rows' for n in rows)} | GB |"
         )
         lines.append(f"|---|{'--:|' * (len(rows) + 1)}")
-        bounds: dict[int, list[float]] = {}
-        for engine, (label, size, _) in ENGINES.items():
+        for engine, (label, _, _) in ENGINES.items():
             own = [cells.get((shape, engine, count)) for count in rows]
             if not any(own):
                 continue
             texts = [f"{milliseconds(c['ms'])} x{c['ms'] / c['roofline_ms']:.1f}" if c else "" for c in own]
             memory = next(cell["memory_gb"] for cell in own if cell)
             lines.append(f"| {label} | {' | '.join(texts)} | {memory:.1f} |")
-            bounds[size] = [cell["roofline_ms"] if cell else 0 for cell in own]
-        for size, name in ((2, "bf16"), (1, "int8")):
-            if size in bounds:
-                lines.append(f"| roofline, {name} | {' | '.join(map(milliseconds, bounds[size]))} | |")
         lines.append("")
     if result["rounding"]:
         lines += [

@@ -37,6 +37,11 @@ def test_a_copy_without_kernels_draws_after_one_changed_line(tmp_path: Path) -> 
     assert (done.returncode, done.stdout) == (0, "[(128, 128), (128, 128)]\n"), done.stderr
 
 
+def test_a_gpu_needs_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LANTERNPP_KERNELS", "no such kind")  # an error where kernels are loaded
+    assert backend.backend(torch.device("cuda")) is backend.PYTORCH
+
+
 def test_one_switch_turns_the_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LANTERNPP_KERNELS", "0")
     used, x = backend.backend(), torch.zeros(1, 64)

@@ -69,6 +69,19 @@ def test_the_queue_is_bounded_and_takes_all_or_none(slow):
         rejects("4 pictures do not fit the queue of 3", batcher.submit_all, seeds(1, 2, 3, 4))
 
 
+def test_a_picture_in_the_queue_takes_one_place_of_it(slow):
+    with batcher_of(slow, slots=1, queue=2) as batcher:
+        batcher.submit(spec(1))
+        until(lambda: batcher.load.queued == 0 and batcher.load.running == 1)
+        with batcher.reserve(1) as submit:
+            submit(seeds(2))
+            batcher.submit(spec(3))  # from another request, before this one has answered
+            with pytest.raises(Full):
+                batcher.submit(spec(4))
+        with pytest.raises(Full):
+            batcher.submit(spec(4))
+
+
 def test_a_deadline_holds_in_the_queue_and_in_a_slot(slow):
     with batcher_of(slow, slots=1) as batcher:
         running = batcher.submit(spec(1, deadline=0.5))

@@ -91,7 +91,7 @@ class Engines:
             model = self._model_for(settings)
             target = model.target.shaped(shape)
             proposer = build_proposer(settings, partial(model.network, shape=shape))
-            used = backend()
+            used = backend(self.model.device)
             rule = build_rule(settings, self._table)
             if type(rule) not in RULES.values():
                 like = next(target.parameters())

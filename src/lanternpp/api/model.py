@@ -128,10 +128,10 @@ def placed(
     """
     on, name = pick_device(str(device)), str(dtype).removeprefix("torch.")
     kind, half = pick_dtype(name, on), torch.empty(0, dtype=torch.bfloat16, device=on)
-    if kind == torch.float32 and name in ("auto", INT8) and backend().packs(half):
+    if kind == torch.float32 and name in ("auto", INT8) and backend(on).packs(half):
         kind = torch.bfloat16
     codes = name == "auto" and latent_family(folder) is None
-    return on, kind, name == INT8 or (codes and backend().packs(torch.empty(0, dtype=kind, device=on)))
+    return on, kind, name == INT8 or (codes and backend(on).packs(torch.empty(0, dtype=kind, device=on)))
 
 
 def pack_target(target: Target) -> None:
@@ -139,7 +139,7 @@ def pack_target(target: Target) -> None:
 
     On a CPU without products of bfloat16 the VQ decoder is converted to float32, in which PyTorch is faster there.
     """
-    used = backend()
+    used = backend(next(target.parameters()).device)
     target.pack()
     target.native_head = used.head(target.head_linear)
     vq: object = getattr(target, "vq", None)
@@ -226,7 +226,7 @@ class Model:
             )
         self.effect: Effect | None = None
         self._networks: dict[str, Drafter | Target] = {}
-        if self.int8 and not (self.packed and backend().packs(self._like)):
+        if self.int8 and not (self.packed and backend(self.device).packs(self._like)):
             require()
 
     @classmethod
@@ -280,7 +280,7 @@ class Model:
         """Have blocks packed as soon as they are read, where the backend does that, and 8 bits kept where it computes from them."""
         if not self.packed:
             return
-        used = backend()
+        used = backend(self.device)
         if used.packs(self._like):
             source.pack, source.packing = partial(used.pack, int8=int8), INT8 if int8 else "bfloat16"
         source.int8 = used.gemm_dtype(self._like) != self.dtype or (int8 and source.pack is not None)

@@ -85,7 +85,7 @@ class ParallelDrafter(QueryDrafter):
     def pack(self, target: Target) -> None:
         """Prepare for passes over few rows; the codes of a chain are then drawn in C, where the target's head is linear."""
         if all(getattr(type(self), name) is getattr(ParallelDrafter, name) for name in ("inputs", "combine")):
-            self.native = backend().drafter(self, target)
+            self.native = backend(next(self.parameters()).device).drafter(self, target)
         super().pack(target)
 
     def forward(

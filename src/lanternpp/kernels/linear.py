@@ -37,6 +37,7 @@ class LargePages:
         size = -(-nbytes // ALIGNED) * ALIGNED
         with self.lock:
             if size > len(self.room):
+                trim_heap()
                 length, private = -(-max(size, ROOM) // PAGE) * PAGE, getattr(mmap, "MAP_PRIVATE", None)
                 # Windows has no such flags, and Linux alone has large pages, but not every kernel of it.
                 pages = mmap.mmap(-1, length, *([private | mmap.MAP_ANONYMOUS] if private else []))
@@ -49,6 +50,13 @@ class LargePages:
     def put(self, tensor: Tensor) -> Tensor:
         """A contiguous copy of a tensor."""
         return self.empty(tensor.shape, tensor.dtype).copy_(tensor)
+
+
+def trim_heap() -> None:
+    """Give freed memory back to the system. glibc keeps tensors of up to 32 MB, so weights that are packed and freed stay in memory."""
+    # Other C libraries have no such function, and Windows no such list of symbols.
+    with contextlib.suppress(AttributeError, TypeError):
+        CDLL(None).malloc_trim(0)
 
 
 PAGES = LargePages()

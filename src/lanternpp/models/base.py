@@ -196,7 +196,7 @@ class Target(nn.Module, ABC):
 
     def pack(self) -> None:
         """Prepack weights, on devices where that helps; for inference only."""
-        backend().pack(self)
+        backend(next(self.parameters()).device).pack(self)
 
     def states(self, prompt: Tensor, codes: Tensor) -> Tensor:
         """prompt [B, T, D], codes [B, length] -> features of every slot, [B, T + length - 1, D], causal."""

@@ -118,9 +118,12 @@ class Backend:
 
 
 PYTORCH = Backend()
+CPU = torch.device("cpu")
 
 
-def backend() -> Backend:
-    """The backend in use."""
+def backend(device: torch.device = CPU) -> Backend:
+    """The backend for a device: PyTorch on all but CPUs."""
+    if device.type != "cpu":
+        return PYTORCH
     found: Backend = imported("backend", BACKEND)()
     return found
