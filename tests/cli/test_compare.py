@@ -23,6 +23,7 @@ class FakePipeline:
 
     model = SimpleNamespace(effect=None)
     target = Target
+    device, compiled = SimpleNamespace(type="cpu"), True
 
     def __init__(self, seconds: dict[str, list[float]]):
         self.seconds, self.calls, self.turn = seconds, [], {name: count() for name in seconds}
@@ -33,7 +34,14 @@ class FakePipeline:
         self.calls.append(options | {"method": method})
         seconds = self.seconds[method][next(self.turn[method])]
         passes = {"ar": 256}.get(method, 64) * n
-        shared = {"cfg": 2.5, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "batch_size": n, "compile": True}
+        shared = {
+            "cfg": 2.5,
+            "temperature": 1.0,
+            "top_k": 0,
+            "top_p": 1.0,
+            "batch_size": n,
+            "compile": self.compiled,
+        }
         shared |= {"dtype": "bfloat16", "device": "cpu", "window": None}
         shared |= {"fit": method != "ar", "tree": None if method == "ar" else "chain-6"}
         figures = (256 * n, passes, 256 * n / passes, seconds, seconds / n, [], shared, {})
@@ -102,6 +110,22 @@ def test_the_table_has_every_figure_and_says_what_was_drafted_and_what_bounds_th
     said = ("speed-up", "codes / pass", "a chain of 6, fitted to this CPU", "3 runs", PROMPT, BOUND)
     for text in (*said, "4.50", "2.00", "256", "64", "4.00", "2.25x", "20.00"):
         assert text in out
+
+
+@pytest.mark.parametrize(
+    ("device", "compiled", "options", "said"),
+    [
+        ("cuda", False, (), True),
+        ("cuda", True, (), False),
+        ("cuda", False, ("--no-compile",), False),
+        ("cpu", False, (), False),
+    ],
+)
+def test_a_gpu_whose_steps_are_not_compiled_is_told_how(
+    device: str, compiled: bool, options: tuple[str, ...], said: bool, fake, run
+) -> None:
+    fake.device, fake.compiled = SimpleNamespace(type=device), compiled
+    assert ("`lanternpp models warm`" in run("compare", PROMPT, *options).err) is said
 
 
 def test_real_pictures_beside_those_of_plain_ar(run, model, elsewhere: Path) -> None:

@@ -73,6 +73,7 @@ def compare(
         return
     show(prompt, rows, bound)
     print(str(path))
+    opt.advise(pipe, stats.settings, options)
 
 
 def race(

@@ -120,6 +120,7 @@ def generate(
         print(json.dumps(stats.to_json() | {"file": str(path)}))
     else:
         print(f"{path}: {', '.join(figures(stats.to_json()))}")
+    opt.advise(pipe, stats.settings, options)
     return None
 
 
