@@ -1,6 +1,6 @@
 """What there is to measure on a GPU, in one command and one file: `make gpu`, or
 
-    python bench/gpu.py [--model nature-128] [--random XL] [--batch-sizes 1,4,16] [-n 3] [--dtype auto] [--out gpu.md]
+    python bench/gpu.py [--model nature-128] [--random XL] [--batch-sizes 1,8] [-n 2] [--dtype auto] [--compile] [--out gpu.md]
 
 The tests marked `gpu`, then races and profiles of two models: --model, which needs an EAGLE drafter and a parallel one, and one of
 random weights in LlamaGen's shape. The costs of its steps are those of trained weights, while its acceptance, and so its speed-ups,
@@ -43,11 +43,14 @@ def main() -> None:
     )
     parser.add_argument("--model", default="nature-128")
     parser.add_argument("--random", default="XL", choices=SIZES)
-    parser.add_argument("--batch-sizes", default="1,4,16")
-    parser.add_argument("-n", default="3", help="turns of each method at each size")
+    parser.add_argument("--batch-sizes", default="1,8")
+    parser.add_argument("-n", default="2", help="turns of each method at each size")
     parser.add_argument("--prompts", help="of --model, one per line; default: its own")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument(
+        "--compile", action="store_true", help="compiled steps; each method takes half a minute"
+    )
     parser.add_argument("--tests", default="tests")
     parser.add_argument("--out", type=Path, default=Path("gpu.md"))
     given = parser.parse_args()
@@ -85,6 +88,7 @@ def main() -> None:
                 folder,
             ]
             asked += ["--prompts", prompts] if prompts else []
+            asked += ["--compile"] if given.compile else []
             status, told, errors = run(
                 "lanternpp",
                 "bench",
