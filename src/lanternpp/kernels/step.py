@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from ctypes import c_double
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lanternpp.engine.cache import Cache
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.verify.choose import TOKEN
-from lanternpp.kernels.binding import structs
+from lanternpp.kernels.binding import LANES, structs
 from lanternpp.kernels.decoder import KernelDecoder
 from lanternpp.kernels.drafter import KernelDrafter
 from lanternpp.kernels.linear import takes
@@ -36,11 +37,18 @@ def verification(
     work.path, work.following = torch.empty(2, batch, levels + 1, dtype=torch.int64)
     work.kept, work.bonus = torch.empty(2, batch, dtype=torch.int64)
     if table is not None:
-        work.near, work.table = table.shape[1], table
+        work.near, work.table = table.shape[1], by_lanes(table) if joint else table
     if joint:
         work.node = torch.empty(batch, nodes, 5, dtype=torch.float64)
         work.distribution = torch.empty(batch, nodes, vocab)
     return work
+
+
+@lru_cache(4)
+def by_lanes(table: Tensor) -> Tensor:
+    """Neighbours [V, k] as `Verification` of verify.c has them, [up to V / LANES, k, LANES]."""
+    padded = F.pad(table.int(), (0, 0, 0, -len(table) % LANES))
+    return padded.view(-1, LANES, table.shape[1]).transpose(1, 2).contiguous()
 
 
 @torch.inference_mode()

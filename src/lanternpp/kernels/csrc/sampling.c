@@ -116,15 +116,12 @@ static void keep_largest(float *x, int64_t size, double limit, int counted, void
     double sum = counted ? (double)count_above((const bits32 *)x, size, least) : sum_above(x, size, least);
     for (int64_t i = 0; i < size; i += LANES) {
         const f32x16 some = *(const f32x16 *)(x + i);
-        const i32x16 equal = (i32x16)some == least;
-        int any = 0;
-        for (int j = 0; j < LANES; j++) any |= equal[j];
         *(f32x16 *)(x + i) = (f32x16)((i32x16)some & ((i32x16)some >= least));
-        for (int j = 0; any && j < LANES; j++)
-            if (equal[j]) {
-                if (sum < limit) sum += counted ? 1 : some[j];
-                else x[i + j] = 0;
-            }
+        for (unsigned equal = bits_of((i32x16)some == least); equal; equal &= equal - 1) {
+            const int j = __builtin_ctz(equal);
+            if (sum < limit) sum += counted ? 1 : some[j];
+            else x[i + j] = 0;
+        }
     }
 }
 

@@ -54,6 +54,17 @@ static inline f32x16 widen_all(const bf16 *x) {
 #endif
 }
 
+/* The bits of the lanes in which a mask is set. */
+static inline unsigned bits_of(i32x16 mask) {
+#ifdef __AVX512F__
+    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
+#else
+    unsigned bits = 0;
+    for (int i = 0; i < LANES; i++) bits |= (unsigned)(mask[i] & 1) << i;
+    return bits;
+#endif
+}
+
 /* 0 or 1 in each lane, of LANES bytes. */
 static inline i32x16 widen_flags(const uint8_t *x) {
 #ifdef __AVX512F__

@@ -27,7 +27,7 @@ typedef struct {
     const double *u;         /* [batch, levels, ranks] uniform token by token, [batch] for the others */
     const double *last;      /* [batch] uniform, of the code after the path */
     const double *limit;     /* [levels, 2]: neighbours give at most limit[0] + limit[1] p(y) */
-    const int32_t *table;    /* [codes, near] neighbours, nearest first */
+    const int32_t *table;    /* neighbours, nearest first: [codes, near] token by token, [codes / LANES, near, LANES] with the last block padded for the others */
     Node *node;              /* [batch, nodes], not token by token, nor is the next */
     float *distribution;     /* [batch, nodes, codes] */
     int64_t *path;           /* [batch, levels + 1] */
@@ -35,29 +35,50 @@ typedef struct {
     int64_t *kept, *bonus;   /* [batch] */
 } Verification;
 
-/* The mass that code y is accepted with, min(q(y), p(y) + what its neighbours give).
+/* x at LANES places. */
+static inline f32x16 gather(const float *x, const int32_t *place) {
+#ifdef __AVX512F__
+    return (f32x16)_mm512_i32gather_ps(_mm512_loadu_si512(place), x, 4);
+#else
+    f32x16 found;
+    for (int i = 0; i < LANES; i++) found[i] = x[place[i]];
+    return found;
+#endif
+}
 
-   The longest prefix of its neighbours moves whose mass is at most the limit; a code of probability 1 never moves. Codes are taken one by one, as
-   the drafter offers few of a large codebook. */
-static inline float accepted(const float *p, int64_t y, float q, float limit, const int32_t *neighbours, int64_t near) {
-    float total = 0, moved = 0;
-    for (int64_t n = 0; n < near && p[y] + moved < q; n++) { /* beyond q(y) the value does not matter */
-        const float mass = p[neighbours[n]];
+/* The mass that each of LANES codes y is accepted with, min(q(y), p(y) + what its neighbours give); all is p of all codes.
+
+   The longest prefix of its neighbours moves whose mass is at most the limit; a code of probability 1 never moves. */
+static inline f32x16 accepted(const float *all, f32x16 p, f32x16 q, f32x16 limit, const int32_t *table, int64_t near) {
+    f32x16 total = {0}, moved = {0};
+    i32x16 open = p < q; /* beyond q(y) the value does not matter */
+    int64_t n = 0;
+    for (; n < near && __builtin_popcount(bits_of(open)) > 2; n++, table += LANES) {
+        const f32x16 mass = gather(all, table);
         total += mass;
-        if (!(mass < 1 && total <= limit)) break;
-        moved = total;
+        const i32x16 moves = open & (mass < 1) & (total <= limit);
+        moved = (f32x16)(((i32x16)total & moves) | ((i32x16)moved & ~moves));
+        open = moves & (p + moved < q);
     }
-    return p[y] + moved < q ? p[y] + moved : q;
+    for (unsigned lanes = bits_of(open); n < near && lanes; lanes &= lanes - 1) { /* one by one, as a gather takes as long for two lanes as for all */
+        const int i = __builtin_ctz(lanes);
+        float sum = total[i], given;
+        for (int64_t m = n; m < near && p[i] + moved[i] < q[i]; m++, moved[i] = sum)
+            if ((given = all[table[(m - n) * LANES + i]]) >= 1 || (sum += given) > limit[i]) break;
+    }
+    const f32x16 mass = p + moved;
+    const i32x16 less = mass < q;
+    return (f32x16)(((i32x16)mass & less) | ((i32x16)q & ~less));
 }
 
 /* The distribution of verifying one child drawn from q with the optimal residual; p, q and distribution [codes up to a multiple of LANES], 0 at the end. */
 static void distribution_of_row(const Verification *v, const float *p, const float *q, const double *limit, float *distribution) {
     const float fixed = (float)limit[0], share_of_p = (float)limit[1];
+    const int32_t *table = v->table;
     doubles kept = {0}, rest = {0};
-    for (int64_t y = 0; y < v->codes; y++) distribution[y] = accepted(p, y, q[y], fixed + share_of_p * p[y], v->table + y * v->near, v->near);
-    for (int64_t y = v->codes; y < up_to(LANES, v->codes); y++) distribution[y] = 0;
-    for (int64_t y = 0; y < v->codes; y += LANES) {
-        const f32x16 some = *(const f32x16 *)(p + y), mass = *(const f32x16 *)(distribution + y);
+    for (int64_t y = 0; y < v->codes; y += LANES, table += LANES * v->near) {
+        const f32x16 some = *(const f32x16 *)(p + y), mass = accepted(p, some, *(const f32x16 *)(q + y), fixed + share_of_p * some, table, v->near);
+        *(f32x16 *)(distribution + y) = mass;
         const f32x16 more = (f32x16)((i32x16)(some - mass) & (some > mass));
         const f32x8 *kept_by_halves = (const f32x8 *)&mass, *rest_by_halves = (const f32x8 *)&more;
         for (int i = 0; i < 2; i++) {
