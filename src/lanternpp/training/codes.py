@@ -40,12 +40,13 @@ MIN_PICTURES = 100  # training pictures, where the user does not say how many
 class Split:
     """One split: codes [M, variants, length] uint16, or moments [M, variants, length, 2 C] float16; M captions and labels.
 
-    A label is "" where there is none.
+    A label is "" where there is none. runs: the M runs that were recorded, where the training is on these.
     """
 
     codes: Tensor
     texts: tuple[str, ...]
     labels: tuple[str, ...] = ()
+    runs: tuple[Any, ...] = ()
 
     @classmethod
     def of(cls, shards: Sequence[Shard]) -> Self:
@@ -75,6 +76,7 @@ class Codes:
     train: Split
     val: Split
     data: dict[str, Any]  # for the provenance; "codes" is the key
+    begin: Any = None  # the drafter with whose weights a training begins
 
     @classmethod
     def of(cls, train: Split, val: Split, key: str, **facts: Any) -> Self:

@@ -28,7 +28,7 @@ class CaptionPrompts:
     """The prompts of a split, padded on the left to one length; a caption that the target cannot follow becomes the null prompt."""
 
     def __init__(self, target: Target, split: Split):
-        self.target = target
+        self.target, self.split = target, split
         known: dict[str | None, tuple[int, bool]] = {}  # slots, and whether some are padding
         target.cache_prompts(len(set(split.texts)))
         for text in (None, *dict.fromkeys(split.texts)):
@@ -53,7 +53,6 @@ class CaptionPrompts:
         texts = [self.texts[i] for i in index.tolist()]
         embeds, start = self._prompt(texts, branches if drop is None else 2)
         if drop is not None:
-            assert branches == 1
             (embeds, other), (start, begins) = embeds.chunk(2), start.chunk(2)
             dropped = drop.to(embeds.device)
             embeds = torch.where(dropped[:, None, None], other, embeds)
