@@ -8,12 +8,12 @@ import torch
 from helpers.classifiers import CPU, splashes, write_classifier
 from helpers.refusals import rejects
 
+from classifier import write_reference
 from lanternpp.evaluation.classifier import (
     ClassifierConfig,
     has_classifier,
     read_classifier,
     read_reference,
-    write_reference,
 )
 from lanternpp.evaluation.features import ClassifierFeatures, extract
 

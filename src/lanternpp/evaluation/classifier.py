@@ -6,8 +6,6 @@ caption, so that its features also describe colours, skies and backgrounds, whic
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +13,6 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import save as serialise
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
@@ -133,13 +130,6 @@ class Reference:
     features: Tensor
     texts: tuple[str, ...] = ()
     name: str = ""
-
-
-def write_reference(folder: Path, classifier: nn.Module, features: Tensor, texts: Sequence[str]) -> None:
-    """`folder`/classifier/reference.safetensors: features in 16 bits, captions, and which classifier they are of."""
-    note = {"classifier": fingerprint(classifier), "texts": json.dumps(list(texts))}
-    with files.replacing(folder / CLASSIFIER / REFERENCE) as temporary:
-        temporary.write_bytes(serialise({"features": features.half().cpu().contiguous()}, metadata=note))
 
 
 def read_reference(folder: Path, classifier: nn.Module) -> Reference:

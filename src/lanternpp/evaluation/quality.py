@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,10 +18,10 @@ from lanternpp.evaluation.distances import NEAREST, frechet, gaussian, precision
 from lanternpp.evaluation.features import EXTRACTORS, ClassifierFeatures, Extractor, extract
 from lanternpp.evaluation.pictures import Gallery, reference_folder
 from lanternpp.util.devices import pick_device
+from lanternpp.util.progress import Progress
 from lanternpp.util.registry import find, importable
 
 LEAST = NEAREST + 1  # pictures: precision and recall need that many neighbours of each, and itself
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
