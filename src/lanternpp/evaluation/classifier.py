@@ -21,8 +21,7 @@ from lanternpp.nn.checkpoints import StageBlocks, Stages, Width, Words, config_a
 from lanternpp.nn.files import check_finite, wrong_file
 from lanternpp.nn.sources import SAME, Source, blank
 from lanternpp.util import files
-from lanternpp.util.jsonfile import parse_json
-from lanternpp.util.schema import Between, checked
+from lanternpp.util.schema import Between
 
 CLASSIFIER = "classifier"  # the part of a model folder
 REFERENCE = "reference.safetensors"
@@ -123,17 +122,8 @@ def fingerprint(classifier: nn.Module) -> str:
     return files.digest(f"{name} {checkpoints.checksum(tensor)}" for name, tensor in tensors)
 
 
-@dataclass(frozen=True)
-class Reference:
-    """Features of reference pictures [M, F], their captions where they have some, and their name."""
-
-    features: Tensor
-    texts: tuple[str, ...] = ()
-    name: str = ""
-
-
-def read_reference(folder: Path, classifier: nn.Module) -> Reference:
-    """The reference that lies beside a classifier. Raises InputError where it is missing or another classifier's."""
+def read_reference(folder: Path, classifier: nn.Module) -> Tensor:
+    """The features [M, F] that lie beside a classifier. Raises InputError where they are missing or another classifier's."""
     path = folder / CLASSIFIER / REFERENCE
     if not path.is_file():
         raise InputError(f"{path} is missing; give --reference DIR, a folder of pictures to compare with")
@@ -141,7 +131,6 @@ def read_reference(folder: Path, classifier: nn.Module) -> Reference:
         with safe_open(path, framework="pt") as file:
             note, features = file.metadata() or {}, file.get_tensor("features").float()
         check_finite("features", features, path)
-        texts = checked("texts", parse_json(note.get("texts", "[]"), str(path)), tuple[str, ...])
     if note.get("classifier") != fingerprint(classifier):
         raise InputError(f"{path} was made by other weights than {path.parent}'s; give --reference DIR")
-    return Reference(features, texts)
+    return features

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from lanternpp.errors import InputError
-from lanternpp.evaluation.classifier import Reference, has_classifier, read_reference
+from lanternpp.evaluation.classifier import has_classifier, read_reference
 from lanternpp.evaluation.clip import Clip
 from lanternpp.evaluation.distances import NEAREST, frechet, gaussian, precision_recall, standard_error
 from lanternpp.evaluation.features import EXTRACTORS, ClassifierFeatures, Extractor, extract
@@ -38,7 +38,8 @@ class Quality:
 
     features: str | None  # the name of the extractor
     extractor: Extractor | None
-    against: Reference | None
+    reference: Tensor | None  # features [N, F] that are compared with
+    reference_name: str | None
     classifier: ClassifierFeatures | None
     clip: Clip | None
 
@@ -65,19 +66,18 @@ class Quality:
         classifier = ClassifierFeatures(folder, on) if has_classifier(folder) else None
         scorer = Clip.open(clip, on) if clip else None
         if classifier is None and features is None and reference is None and scorer is not None:
-            return cls(None, None, None, None, scorer)
+            return cls(None, None, None, None, None, scorer)
         name = features or "classifier"
         kind = find("features", importable(name), EXTRACTORS)
         extractor = classifier if classifier and kind is ClassifierFeatures else kind.open(folder, on)
         if reference is not None:
             gallery = Gallery.read(reference_folder(reference), LEAST)
-            texts = tuple(prompt for prompt in gallery.prompts if prompt)
-            against = Reference(extract(extractor, gallery, progress), texts, str(gallery.folder))
+            against, called = extract(extractor, gallery, progress), str(gallery.folder)
         elif classifier is not None and extractor is classifier:
-            against = replace(read_reference(folder, classifier.classifier), name=f"{folder.name}'s own")
+            against, called = read_reference(folder, classifier.classifier), f"{folder.name}'s own"
         else:
             raise InputError(f"features {name} need --reference DIR, a folder of pictures to compare with")
-        return cls(name, extractor, against, classifier, scorer)
+        return cls(name, extractor, against, called, classifier, scorer)
 
     def measure(
         self,
@@ -98,9 +98,9 @@ class Quality:
             )
         figures: dict[str, float] = {}
         features: Tensor | None = None
-        if self.extractor and self.against:
+        if self.extractor and self.reference is not None:
             features = extract(self.extractor, images, progress)
-            figures |= compare(features, self.against.features)
+            figures |= compare(features, self.reference)
         if self.classifier:
             labels = self.classifier.classifier.config.labels
             named = {i: label_of(prompt, labels) for i, prompt in enumerate(prompts) if prompt}

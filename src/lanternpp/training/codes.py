@@ -216,23 +216,19 @@ class PictureCodes:
         ]
 
 
-@dataclass(frozen=True)
-class PromptSplit:
-    """Prompts to train with and others to validate with."""
-
-    train: tuple[str, ...]
-    val: tuple[str, ...]
-
-    @classmethod
-    def of(cls, texts: tuple[str, ...]) -> PromptSplit:
-        """One of every ten prompts held out, and the last one at least; a single prompt serves for both."""
-        if len(texts) == 1:
-            return cls(texts, texts)
-        held_out = texts[HELD_OUT - 1 :: HELD_OUT] or texts[-1:]
-        return cls(tuple(text for text in texts if text not in held_out), held_out)
+Prompts = tuple[tuple[str, ...], tuple[str, ...]]
+"""Prompts to train with, and others to validate with."""
 
 
-def choose_prompts(teacher: Teacher, prompts: Path | None, data: Path | None) -> PromptSplit:
+def hold_out(texts: tuple[str, ...]) -> Prompts:
+    """One of every ten prompts held out, and the last one at least; a single prompt serves for both."""
+    if len(texts) == 1:
+        return texts, texts
+    held_out = texts[HELD_OUT - 1 :: HELD_OUT] or texts[-1:]
+    return tuple(text for text in texts if text not in held_out), held_out
+
+
+def choose_prompts(teacher: Teacher, prompts: Path | None, data: Path | None) -> Prompts:
     """The prompts of a file, else the captions of `data`, else the model's own, else all conditions that the target knows.
 
     InputError where there are none, or the file has one that the target cannot follow.
@@ -244,14 +240,14 @@ def choose_prompts(teacher: Teacher, prompts: Path | None, data: Path | None) ->
             raise InputError(
                 f"the target can follow none of the captions of {data}: give it other --prompts."
             )
-        return PromptSplit(train, val)
+        return train, val
     if prompts is not None or (place / PROMPTS).is_file():
         listed = tuple(dict.fromkeys(read_prompts(prompts, place)))
         for text in listed:
             target.check(text)
-        return PromptSplit.of(listed)
+        return hold_out(listed)
     if target.conditions:
-        return PromptSplit.of(tuple(target.conditions))
+        return hold_out(tuple(target.conditions))
     raise InputError(
         "--self needs prompts: give --prompts FILE with one a line, or --data DIR with captions."
     )
@@ -273,13 +269,14 @@ class OwnCodes:
     count None: a picture of every prompt, and no fewer than 100. The last pictures, of other prompts, validate.
     """
 
-    def __init__(self, teacher: Teacher, prompts: PromptSplit, count: int | None, batch: int, seed: int):
+    def __init__(self, teacher: Teacher, prompts: Prompts, count: int | None, batch: int, seed: int):
         check_codes("target", teacher.target.vocab)
-        self.teacher, self.prompts, self.batch, self.seed = teacher, prompts, batch, seed
-        count = count or max(len(prompts.train), MIN_PICTURES)
+        self.teacher, self.batch, self.seed, (train, val) = teacher, batch, seed, prompts
+        self.prompts = len(train)
+        count = count or max(len(train), MIN_PICTURES)
         self.held_out = min(max(count // HELD_OUT, MIN_HELD_OUT), MAX_HELD_OUT)
-        self.texts = [prompts.train[i % len(prompts.train)] for i in range(count)]
-        self.texts += [prompts.val[i % len(prompts.val)] for i in range(self.held_out)]
+        self.texts = [train[i % len(train)] for i in range(count)]
+        self.texts += [val[i % len(val)] for i in range(self.held_out)]
         drawn = f"{Guidance(teacher.cfg)} {teacher.sampling} {seed} {batch}"
         self.key = digest([teacher.origin, *self.texts, drawn])
 
@@ -290,7 +287,7 @@ class OwnCodes:
         contents = "codes of the target's own pictures"
         material = Material(folder, count, self.batch * 4, self._draw, contents, size).build()
         drawn, last = Split.of(list(material.read())), count - self.held_out
-        facts: dict[str, Any] = {"self": True, "prompts": len(self.prompts.train), "cfg": self.teacher.cfg}
+        facts: dict[str, Any] = {"self": True, "prompts": self.prompts, "cfg": self.teacher.cfg}
         facts["sampling"] = asdict(self.teacher.sampling)
         return Codes.of(drawn.at(range(last)), drawn.at(range(last, count)), self.key, **facts)
 

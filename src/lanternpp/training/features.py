@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -129,8 +128,8 @@ class FeatureCache:
             [teacher.origin, name, str(like.dtype), str(captions.slots), str(self.each), *split.texts]
         )
         where, contents = teacher.store / f"features-{key}", "the features of all pictures"
-        self.paths = Material(where, len(split), self.each, self._compute, contents, size).build().paths
-        self._files: dict[int, Any] = {}
+        paths = Material(where, len(split), self.each, self._compute, contents, size).build().paths
+        self.files = [safe_open(path, framework="pt") for path in paths]
 
     def __call__(self, index: Tensor, variant: Tensor, branches: int, drop: Tensor | None = None) -> Tensor:
         """Of pictures index [B] in variants [B]: [branches * B, S, D] on the CPU; unconditional where drop [B]."""
@@ -142,11 +141,8 @@ class FeatureCache:
 
     def _one(self, index: int, variant: int) -> Tensor:
         number, place = divmod(index, self.each)
-        if number not in self._files:
-            self._files[number] = safe_open(self.paths[number], framework="pt").__enter__()
-        piece = self._files[number].get_slice("features")
-        found: Tensor = piece[place : place + 1, variant : variant + 1][0, 0]
-        return found
+        piece = self.files[number].get_slice("features")
+        return piece[place : place + 1, variant : variant + 1][0, 0]
 
     def _compute(self, parts: Sequence[range], done: Done) -> Iterator[Shard]:
         dtype = next(self.target.parameters()).dtype

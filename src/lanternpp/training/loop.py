@@ -84,15 +84,11 @@ class Team:
         if self.accelerator is None:
             return numbers
         tensor = torch.tensor(numbers, dtype=torch.float32, device=self.accelerator.device)
-        reduced: list[float] = self.accelerator.reduce(tensor, how).tolist()
-        return reduced
+        return self.accelerator.reduce(tensor, how).tolist()
 
     def leader_first(self) -> AbstractContextManager[None]:
         """The first process runs the block first; the others then find its results on disk."""
-        found: AbstractContextManager[None] = (
-            nullcontext() if self.accelerator is None else self.accelerator.main_process_first()
-        )
-        return found
+        return nullcontext() if self.accelerator is None else self.accelerator.main_process_first()
 
     def device(self, name: str) -> torch.device:
         """A device by name, or the process's own GPU where the team computes on GPUs."""
@@ -106,8 +102,7 @@ class Team:
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
         """bfloat16 where the launch asks for it or the device multiplies in it; else float32."""
         if self.accelerator is not None and self.accelerator.mixed_precision != "no":
-            asked: AbstractContextManager[object] = self.accelerator.autocast()
-            return asked
+            return self.accelerator.autocast()
         dtype = compute_dtype(device)
         return torch.autocast(device.type, dtype) if dtype is torch.bfloat16 else nullcontext()
 

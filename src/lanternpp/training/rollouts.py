@@ -153,7 +153,7 @@ class Runs(OwnCodes):
             for tensors, facts in material.build().read()
             for i, text in enumerate(facts["texts"])
         ]
-        facts = self.facts | {"prompts": len(self.prompts.train)}
+        facts = self.facts | {"prompts": self.prompts}
         train, val = (split_of(part) for part in (runs[: -self.held_out], runs[-self.held_out :]))
         return Codes(train, val, facts, self.begin)
 
@@ -188,8 +188,7 @@ class RolloutTask(ParallelTask):
 
     def make(self) -> ParallelDrafter:
         """A copy of the drafter that it begins with."""
-        begin: ParallelDrafter = copy.deepcopy(self.codes.begin)
-        return begin
+        return copy.deepcopy(self.codes.begin)
 
     def batch(
         self,
