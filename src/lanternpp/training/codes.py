@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -100,19 +100,17 @@ class Sampler:
     """
 
     def __init__(self, count: int, variants: int, batch: int, seed: int):
-        self.count, self.batch, self.seed = count, min(batch, count), seed
+        self.batch, self.seed = min(batch, count), seed
         self.per_epoch = count // self.batch
         order = torch.rand(count, variants, generator=generator(seed, count, variants))
         self.variant_order = order.argsort(1)
-        self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
+        # one epoch's is kept
+        self.order = lru_cache(1)(lambda epoch: torch.randperm(count, generator=generator(seed, epoch, 0)))
 
     def __call__(self, step: int) -> tuple[Tensor, Tensor, torch.Generator]:
         """(pictures [B], their variants [B], generator) of a step."""
         epoch, place = divmod(step, self.per_epoch)
-        if epoch != self._epoch:
-            self._order = torch.randperm(self.count, generator=generator(self.seed, epoch, 0))
-            self._epoch = epoch
-        index = self._order[place * self.batch :][: self.batch]
+        index = self.order(epoch)[place * self.batch :][: self.batch]
         variant = self.variant_order[index, epoch % self.variant_order.shape[1]]
         return index, variant, generator(self.seed, step, 1)
 

@@ -69,10 +69,6 @@ class TrainingOptions:
         parts += [seconds / 60 / self.minutes] if self.minutes else []
         return min(max(parts), 1.0)
 
-    def affords(self, checking: float, seconds: float) -> bool:
-        """Whether there is time for a check: with a budget in minutes, all but the last take a quarter of it at most."""
-        return self.minutes is None or 4 * checking <= seconds
-
 
 @dataclass(frozen=True)
 class DrafterSettings:

@@ -90,12 +90,6 @@ class DraftBatch:
     hints: Tensor | None = None  # [B, S - 1 + A * (levels - 1), D]
     rows: Tensor | None = None  # [R, S, D] the features before guidance, where drafts are measured exactly
 
-    def level_slots(self, levels: int) -> tuple[Tensor, Tensor]:
-        """[B, A, levels]: the slots that decide the codes of drafts, and 1.0 where they are in the picture, else 0.0."""
-        level = torch.arange(levels, device=self.anchors.device)
-        slots, last = self.anchors[..., None] + 1 + level, self.features.shape[1] - 1
-        return slots.clamp(max=last), (slots <= last).float()
-
 
 def gather_slots(x: Tensor, slot: Tensor) -> Tensor:
     """x [B, S, D] at slots [B, A, L] -> [B, A, L, D]; slots beyond the last are the last."""
@@ -190,7 +184,10 @@ class ParallelTask(DrafterTask):
         confidence: the loss of predicting the accepted codes, which moves the layer that predicts alone. firsts [B, n]: slots
         after which the first level alone counts too.
         """
-        level_slots, in_picture = batch.level_slots(self.hparams.levels)
+        # [B, A, levels]: the slots that decide the codes of drafts, of which some may lie beyond the picture's last
+        slots = batch.anchors[..., None] + 1 + torch.arange(self.hparams.levels, device=batch.anchors.device)
+        last = batch.features.shape[1] - 1
+        level_slots, in_picture = slots.clamp(max=last), (slots <= last).float()
         first_level, features = self.level_features(drafter, batch, noise)
         features = self.conditioned(drafter, batch, features)
         p, log_q = self.distributions(batch, level_slots.flatten(1), features.flatten(1, 2))
