@@ -115,7 +115,6 @@ def test_what_is_kept_is_predicted_and_nothing_else_changes(ready: Path) -> None
         ({"lr": 0.0}, "--lr 0.0"),
         ({"muon_lr": 2.0}, "--muon-lr 2.0"),
         ({"layers": 0}, "--layers 0"),
-        ({"rounds": 2}, "--rounds is for drafters of --kind eagle"),
     ],
 )
 def test_a_setting_that_is_wrong_is_named(setting: dict[str, Any], said: str) -> None:
