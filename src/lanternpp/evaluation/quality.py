@@ -100,7 +100,10 @@ class Quality:
         features: Tensor | None = None
         if self.extractor and self.reference is not None:
             features = extract(self.extractor, images, progress)
-            figures |= compare(features, self.reference)
+            against = gaussian(self.reference)
+            figures["frechet"] = frechet(gaussian(features), against)
+            figures["frechet_spread"] = standard_error(features, against)
+            figures["precision"], figures["recall"] = precision_recall(features, self.reference)
         if self.classifier:
             labels = self.classifier.classifier.config.labels
             named = {i: label_of(prompt, labels) for i, prompt in enumerate(prompts) if prompt}
@@ -112,18 +115,6 @@ class Quality:
                 figures["prompt_accuracy"] = right.double().mean().item()
         score = self.clip.score(images, prompts, progress) if self.clip else None
         return figures | ({} if score is None else {"clip": score})
-
-
-def compare(features: Tensor, reference: Tensor) -> dict[str, float]:
-    """The figures of features [M, F] against others [N, F]."""
-    against = gaussian(reference)
-    precision, recall = precision_recall(features, reference)
-    return {
-        "frechet": frechet(gaussian(features), against),
-        "frechet_spread": standard_error(features, against),
-        "precision": precision,
-        "recall": recall,
-    }
 
 
 def label_of(prompt: str, labels: Sequence[str]) -> int | None:
