@@ -190,19 +190,19 @@ class Tuner:
         folder = self.folder / RACE / digest([str(sorted(found.overrides.items())), str(n), *prompts])
         return report.rows(race.run(folder, resume=True, progress=progress), race.describe(), {})
 
-    def report(self, found: Candidate, race: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """All that a tuning found, as one JSON object. race: rows of figures, or none.
+    def chosen(self, found: Candidate) -> dict[str, Any]:
+        """What becomes the method's default: the draft, and the dials that were asked for or chosen."""
+        values = {**self.given, **found.overrides}
+        read = dials_read(self.settings.proposer, self.settings.accept)
+        return {name: values[name] for name in CHOSEN if name in read and values.get(name) is not None}
 
-        settings: what becomes the method's default: the draft, and the dials that were asked for or chosen.
-        """
-        values, read = self.given | found.overrides, dials_read(self.settings.proposer, self.settings.accept)
+    def report(self, found: Candidate, race: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """All that a tuning found, as one JSON object. race: rows of figures, or none."""
         kept = ("speedup", "codes_per_pass", "seconds_per_image", "tv_cost", "images")
         return {
             "method": self.method,
             "model": self.pipe.name,
-            "settings": {
-                name: values[name] for name in CHOSEN if name in read and values.get(name) is not None
-            },
+            "settings": self.chosen(found),
             "speedup": found.speedup,
             "measured": {row["method"]: {name: row[name] for name in kept} for row in race},
             "tried": [asdict(one) for one in self.tried()],
