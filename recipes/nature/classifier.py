@@ -5,6 +5,8 @@ python recipes/nature/classifier.py --data photos --model my-model --minutes 20
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +14,8 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from torch import Tensor
+from safetensors.torch import save as serialise
+from torch import Tensor, nn
 
 from common import Data, Limit, Model, Training, fraction, options_of, script, tokenizer_of
 from labelled import LabelledPictures, augment, label_pictures, vocabulary
@@ -21,9 +24,10 @@ from lanternpp.cli.options import verb
 from lanternpp.errors import InputError
 from lanternpp.evaluation.classifier import (
     CLASSIFIER,
+    REFERENCE,
     Classifier,
     ClassifierConfig,
-    write_reference,
+    fingerprint,
 )
 from lanternpp.evaluation.features import ClassifierFeatures, extract
 from lanternpp.evaluation.pictures import Gallery, Item
@@ -246,6 +250,13 @@ def write_features(model: Path, val: Pictures) -> None:
     features = ClassifierFeatures(model, torch.device("cpu"))
     photos = Gallery(model, [Item(path, None) for path in val.files])
     write_reference(model, features.classifier, extract(features, photos, batch=64), val.texts)
+
+
+def write_reference(folder: Path, classifier: nn.Module, features: Tensor, texts: Sequence[str]) -> None:
+    """`folder`/classifier/reference.safetensors: features in 16 bits, captions, and which classifier they are of."""
+    note = {"classifier": fingerprint(classifier), "texts": json.dumps(list(texts))}
+    with files.replacing(folder / CLASSIFIER / REFERENCE) as temporary:
+        temporary.write_bytes(serialise({"features": features.half().cpu().contiguous()}, metadata=note))
 
 
 @verb

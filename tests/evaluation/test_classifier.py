@@ -8,12 +8,12 @@ import torch
 from helpers.classifiers import CPU, splashes, write_classifier
 from helpers.refusals import rejects
 
+from classifier import write_reference
 from lanternpp.evaluation.classifier import (
     ClassifierConfig,
     has_classifier,
     read_classifier,
     read_reference,
-    write_reference,
 )
 from lanternpp.evaluation.features import ClassifierFeatures, extract
 
@@ -26,13 +26,12 @@ def test_features_do_not_depend_on_the_batch(tmp_path: Path) -> None:
     torch.testing.assert_close(one, many, rtol=1e-4, atol=1e-5)
 
 
-def test_the_reference_comes_back_with_its_captions(tmp_path: Path) -> None:
+def test_the_reference_comes_back(tmp_path: Path) -> None:
     classifier = read_classifier(write_classifier(tmp_path))
     features = torch.randn(6, 16)
     write_reference(tmp_path, classifier, features, ["a"] * 6)
     own = read_reference(tmp_path, classifier)
-    assert own.texts == ("a",) * 6
-    torch.testing.assert_close(own.features, features, rtol=1e-3, atol=1e-6)  # 16 bits
+    torch.testing.assert_close(own, features, rtol=1e-3, atol=1e-6)  # 16 bits
 
 
 def test_the_reference_of_other_weights_is_rejected(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import csv
 import pytest
 
 from lanternpp.evaluation import report
-from lanternpp.evaluation.race import Turn, by_picture
+from lanternpp.evaluation.race import Turn
 
 RUN = {
     "model": "toy",
@@ -84,7 +84,3 @@ def test_the_table_shows_what_was_measured_and_dashes_elsewhere() -> None:
     assert "Fréchet" in lines[0] and "CLIP" not in lines[0]
     assert "| - |" in lines[2] and "7.00 ± 0.50" in lines[3] and "2.00x" in lines[3]
     assert "3 pictures of 2 prompts" in lines[-1]
-
-
-def test_passes_are_given_back_to_their_pictures() -> None:
-    assert by_picture([1, 3, 1, 1, 2, 1], 4) == [[1, 3], [1, 1, 2], [1]]

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from PIL import Image
 
+from classifier import write_reference
 from lanternpp.evaluation.classifier import (
     CLASSIFIER,
     Classifier,
     ClassifierConfig,
     read_classifier,
-    write_reference,
 )
 from lanternpp.evaluation.features import ClassifierFeatures, extract
 from lanternpp.nn import checkpoints

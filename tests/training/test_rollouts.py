@@ -19,9 +19,10 @@ from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify.choose import VERIFIERS
 from lanternpp.errors import InputError
 from lanternpp.proposers.parallel import Parallel
+from lanternpp.training.codes import Codes
 from lanternpp.training.features import drafter_inputs
 from lanternpp.training.options import DrafterSettings
-from lanternpp.training.rollouts import Rollout, RolloutTask, RunCodes, grown, record, replay
+from lanternpp.training.rollouts import Rollout, RolloutTask, grown, record, replay, split_of
 from lanternpp.trees.shapes import chain
 from lanternpp.trees.static import StaticTree
 
@@ -70,9 +71,7 @@ def test_runs_are_those_of_the_rule_and_the_verifier_that_are_given(
 
 def test_hints_lie_where_the_rejected_nodes_were() -> None:
     features = torch.arange(2.0 * 4).view(2, 4, 1)  # two passes over three drafts
-    run = Rollout(
-        "x", torch.zeros(7, dtype=torch.int32), torch.tensor([2, 4]), features, torch.zeros(1, 1), 0
-    )
+    run = Rollout("x", torch.zeros(7, dtype=torch.int32), torch.tensor([2, 4]), features, torch.zeros(1, 1))
     known, anchors, hints = replay(run, 3)
     assert known[:, 0].tolist() == [
         0,
@@ -85,7 +84,7 @@ def test_hints_lie_where_the_rejected_nodes_were() -> None:
     ]  # the prompt, two of the first pass, four of the second
     assert anchors.tolist() == [0, 2]
     assert hints[1, :, 0].tolist() == [2, 3, 0]
-    short = Rollout("x", run.codes[:4], run.kept[:1], features[:1], run.prompt, 0)  # a picture of one pass
+    short = Rollout("x", run.codes[:4], run.kept[:1], features[:1], run.prompt)  # a picture of one pass
     assert replay(short, 3)[2].tolist() == [[[0.0]] * 3]
 
 
@@ -109,9 +108,9 @@ def test_training_drafts_as_the_engine_did(
     settings = settings_of(anchors=len(seen), noise=0.0, aux_layers=len(aux_layers))
     begin = grown(drafter, settings, target)
     made = RolloutTask(
-        settings, teacher_of(target), RunCodes.of_runs([run, run, run], 2, {"codes": "runs"}, begin)
+        settings, teacher_of(target), Codes(split_of([run]), split_of([run, run]), {"codes": "runs"}, begin)
     )
-    read = made.drafts(made.train, [run], torch.tensor([0]), torch.Generator())
+    read = made.batch(made.train, torch.tensor([0]), None, torch.Generator())
     assert read.hints is not None and read.hints.any() and read.start is not None and read.start[0] == 1
     with torch.no_grad():
         features = made.conditioned(drafter, read, made.level_features(drafter, read)[1])

@@ -17,7 +17,7 @@ from helpers.refusals import rejects
 from lanternpp import Pipeline
 from lanternpp.api.model import placed, read_target
 from lanternpp.training import codes
-from lanternpp.training.codes import OwnCodes, PromptSplit, choose_prompts
+from lanternpp.training.codes import OwnCodes, Prompts, choose_prompts, hold_out
 from lanternpp.training.drafter import train
 from lanternpp.training.eagle import EagleTask
 from lanternpp.training.options import DrafterSettings, TrainingData, TrainingOptions
@@ -26,7 +26,7 @@ from lanternpp.training.rollouts import RolloutTask
 from lanternpp.training.teacher import Teacher
 
 CPU = torch.device("cpu")
-WORDS = PromptSplit(("a red tulip", "red tulip"), ("tulip",))
+WORDS = ("a red tulip", "red tulip"), ("tulip",)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_codes_are_those_the_pipeline_draws_for_the_same_prompt_and_seed(model: 
     for i in range(2):
         one = pipe(found.train.texts[i], method="ar", seed=i, cfg=2.0, top_k=20, batch_size=1)
         assert torch.equal(one.codes[0], found.train.codes[i, 0].long())
-    assert found.train.texts == WORDS.train and set(found.val.texts) == set(WORDS.val)
+    assert found.train.texts == WORDS[0] and set(found.val.texts) == set(WORDS[1])
     assert len(found.val) == 4
 
 
@@ -81,14 +81,14 @@ def test_prompts_come_from_the_file_the_captions_the_model_or_the_classes(
     teacher = teacher_of(read_target(model, torch.float32))
     teacher.place = tmp_path
 
-    def chosen(prompts: Path | None = None, data: Path | None = None) -> PromptSplit:
+    def chosen(prompts: Path | None = None, data: Path | None = None) -> Prompts:
         return choose_prompts(teacher, prompts, data)
 
     rejects("--self needs prompts", chosen)
     (tmp_path / "prompts.txt").write_text("a red tulip\n")
-    assert chosen() == PromptSplit(("a red tulip",), ("a red tulip",))
+    assert chosen() == (("a red tulip",), ("a red tulip",))
     (tmp_path / "mine").write_text("tulip\nred tulip\n# no\ntulip\n")
-    assert chosen(tmp_path / "mine") == PromptSplit(("tulip",), ("red tulip",))
+    assert chosen(tmp_path / "mine") == (("tulip",), ("red tulip",))
     (tmp_path / "mine").write_text("tulip\na red dog\n")
     rejects("dog", chosen, tmp_path / "mine")
     for split in ("train", "val"):
@@ -96,8 +96,8 @@ def test_prompts_come_from_the_file_the_captions_the_model_or_the_classes(
     rejects("none of the captions", chosen, data=tmp_path / "data")
     write_llamagen(tmp_path / "c2i")
     teacher.target, teacher.place = read_target(tmp_path / "c2i", torch.float32), tmp_path / "c2i"
-    assert chosen() == PromptSplit(tuple("012345678"), ("9",))
-    assert PromptSplit.of(tuple("abcdefghijklmnopqrstu")).val == ("j", "t")
+    assert chosen() == (tuple("012345678"), ("9",))
+    assert hold_out(tuple("abcdefghijklmnopqrstu"))[1] == ("j", "t")
 
 
 FAMILIES: dict[str, Callable[[Path], Any]] = {

@@ -320,10 +320,9 @@ def show_folder(folder: Path, measured: QualityOptions, options: DrawOptions, as
         quality = Quality.for_model(model_folder(options.model), *given, progress)
     with progress_bar("measuring") as progress:
         figures = quality.measure(images, images.prompts, progress)
-    against = quality.against
     row = {"folder": str(folder), "images": len(images), "versions": versions(), **figures}
-    row |= {"features": quality.features, "reference": against and against.name}
-    row["reference_images"] = against and len(against.features)
+    row |= {"features": quality.features, "reference": quality.reference_name}
+    row["reference_images"] = None if quality.reference is None else len(quality.reference)
     if as_json:
         print(json.dumps(row))
         return

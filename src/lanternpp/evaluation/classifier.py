@@ -6,8 +6,6 @@ caption, so that its features also describe colours, skies and backgrounds, whic
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +13,6 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import save as serialise
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
@@ -24,8 +21,7 @@ from lanternpp.nn.checkpoints import StageBlocks, Stages, Width, Words, config_a
 from lanternpp.nn.files import check_finite, wrong_file
 from lanternpp.nn.sources import SAME, Source, blank
 from lanternpp.util import files
-from lanternpp.util.jsonfile import parse_json
-from lanternpp.util.schema import Between, checked
+from lanternpp.util.schema import Between
 
 CLASSIFIER = "classifier"  # the part of a model folder
 REFERENCE = "reference.safetensors"
@@ -126,24 +122,8 @@ def fingerprint(classifier: nn.Module) -> str:
     return files.digest(f"{name} {checkpoints.checksum(tensor)}" for name, tensor in tensors)
 
 
-@dataclass(frozen=True)
-class Reference:
-    """Features of reference pictures [M, F], their captions where they have some, and their name."""
-
-    features: Tensor
-    texts: tuple[str, ...] = ()
-    name: str = ""
-
-
-def write_reference(folder: Path, classifier: nn.Module, features: Tensor, texts: Sequence[str]) -> None:
-    """`folder`/classifier/reference.safetensors: features in 16 bits, captions, and which classifier they are of."""
-    note = {"classifier": fingerprint(classifier), "texts": json.dumps(list(texts))}
-    with files.replacing(folder / CLASSIFIER / REFERENCE) as temporary:
-        temporary.write_bytes(serialise({"features": features.half().cpu().contiguous()}, metadata=note))
-
-
-def read_reference(folder: Path, classifier: nn.Module) -> Reference:
-    """The reference that lies beside a classifier. Raises InputError where it is missing or another classifier's."""
+def read_reference(folder: Path, classifier: nn.Module) -> Tensor:
+    """The features [M, F] that lie beside a classifier. Raises InputError where they are missing or another classifier's."""
     path = folder / CLASSIFIER / REFERENCE
     if not path.is_file():
         raise InputError(f"{path} is missing; give --reference DIR, a folder of pictures to compare with")
@@ -151,7 +131,6 @@ def read_reference(folder: Path, classifier: nn.Module) -> Reference:
         with safe_open(path, framework="pt") as file:
             note, features = file.metadata() or {}, file.get_tensor("features").float()
         check_finite("features", features, path)
-        texts = checked("texts", parse_json(note.get("texts", "[]"), str(path)), tuple[str, ...])
     if note.get("classifier") != fingerprint(classifier):
         raise InputError(f"{path} was made by other weights than {path.parent}'s; give --reference DIR")
-    return Reference(features, texts)
+    return features

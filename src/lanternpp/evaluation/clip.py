@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from PIL import Image
 from lanternpp.errors import InputError
 from lanternpp.models.hub import quiet
 from lanternpp.nn.files import wrong_file
+from lanternpp.util.progress import Progress
 
 EXAMPLE = "openai/clip-vit-base-patch32"
 
@@ -43,7 +44,7 @@ class Clip:
         self,
         images: Sequence[Image.Image],
         prompts: Sequence[str | None],
-        progress: Callable[[int, int], None] | None = None,
+        progress: Progress | None = None,
         batch: int = 32,
     ) -> float | None:
         """100 x the mean cosine between a picture and its prompt, below 0 counted as 0 (equation 1, w = 100).

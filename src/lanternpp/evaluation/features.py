@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Self
@@ -16,6 +16,7 @@ from lanternpp.errors import InputError
 from lanternpp.evaluation.classifier import has_classifier, read_classifier
 from lanternpp.evaluation.pictures import squares
 from lanternpp.nn.files import wrong_file
+from lanternpp.util.progress import Progress
 
 
 class Extractor(ABC):
@@ -102,7 +103,7 @@ EXTRACTORS: dict[str, type[Extractor]] = {"classifier": ClassifierFeatures, "inc
 def extract(
     extractor: Extractor,
     images: Sequence[Image.Image],
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
     batch: int = 32,
 ) -> Tensor:
     """The features of pictures of any size, [M, F] float32 on the CPU."""

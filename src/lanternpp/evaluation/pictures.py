@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from lanternpp.errors import InputError
 from lanternpp.nn.files import listed
 from lanternpp.util import files
 from lanternpp.util.jsonfile import read_lines
+from lanternpp.util.progress import Progress
 
 SUFFIXES = frozenset((".webp", ".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff"))
 METADATA = "metadata.jsonl"
@@ -162,7 +163,7 @@ def squares(
     images: Sequence[Image.Image],
     side: int,
     batch: int,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Iterator[Tensor]:
     """Central squares in order, at most `batch` at a time: [B, 3, side, side] uint8."""
     for start in range(0, len(images), batch):

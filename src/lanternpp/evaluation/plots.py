@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -52,41 +53,37 @@ def throughput(table: Sequence[Mapping[str, Any]]) -> Any:
 
 def curves(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], x: str, y: str) -> Any:
     """Lines of (x, y) by their names."""
-    fig, axes = figure(x, y)
-    for i, (label, points) in enumerate(lines.items()):
-        axes.plot(*points, f"C{i % 10}.{'-' if i < 10 else '--'}", label=fill(label, 22))
-    axes.set_ylim(bottom=0)
-    return named(fig, axes)
+    with axes_of(x, y) as axes:
+        for i, (label, points) in enumerate(lines.items()):
+            axes.plot(*points, f"C{i % 10}.{'-' if i < 10 else '--'}", label=fill(label, 22))
+        axes.set_ylim(bottom=0)
+    return axes.figure
 
 
 def speed(table: Sequence[Mapping[str, Any]], cost: str) -> Any:
     """Cost against speed-up, a point per method."""
     better = "higher is better" if cost == "clip" else "lower is better"
-    fig, axes = figure("speed-up over plain AR", f"{HEADINGS[cost]} ({better})")
-    for i, row in enumerate(table):
-        if row.get(cost) is not None:
-            style = {"fmt": MARKS[i % len(MARKS)], "color": f"C{i % 10}", "alpha": 0.9, "capsize": 2}
-            point = row["speedup"], row[cost], row.get(f"{cost}_spread")
-            axes.errorbar(*point, **style, label=fill(row["method"], 22))
-    axes.axvline(1, color="grey", linewidth=0.8)
-    return named(fig, axes)
+    with axes_of("speed-up over plain AR", f"{HEADINGS[cost]} ({better})") as axes:
+        for i, row in enumerate(table):
+            if row.get(cost) is not None:
+                style = {"fmt": MARKS[i % len(MARKS)], "color": f"C{i % 10}", "alpha": 0.9, "capsize": 2}
+                point = row["speedup"], row[cost], row.get(f"{cost}_spread")
+                axes.errorbar(*point, **style, label=fill(row["method"], 22))
+        axes.axvline(1, color="grey", linewidth=0.8)
+    return axes.figure
 
 
-def figure(x: str, y: str) -> tuple[Any, Any]:
-    """An empty figure and its axes, drawn without a display."""
+@contextmanager
+def axes_of(x: str, y: str) -> Iterator[Any]:
+    """The axes of a new figure, drawn without a display; in the end the names of its lines are put beside it."""
     from matplotlib.figure import Figure
 
     fig = Figure(figsize=(7.5, 4.6), dpi=130, layout="constrained")
     axes = fig.add_subplot(xlabel=x, ylabel=y)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
-    return fig, axes
-
-
-def named(fig: Any, axes: Any) -> Any:
-    """The figure with the names of its lines beside it."""
+    yield axes
     fig.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
-    return fig
 
 
 def save(fig: Any, path: Path) -> Path:

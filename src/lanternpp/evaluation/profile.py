@@ -22,6 +22,7 @@ from lanternpp.engine.threads import AdaptiveThreads
 from lanternpp.evaluation.race import Race
 from lanternpp.evaluation.report import HEADINGS, cell
 from lanternpp.util.files import replacing, write_text
+from lanternpp.util.progress import Progress
 
 STEPS = 32  # the first ones of a picture; a whole one may have a million operations
 ROWS = 30  # of a table of operations
@@ -88,7 +89,7 @@ def profile_race(
     race: Race,
     table: Sequence[Mapping[str, Any]],
     folder: Path,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[list[str]]:
     """Write profile-METHOD.txt and profile-METHOD.json for every method; returns rows of COLUMNS.
 

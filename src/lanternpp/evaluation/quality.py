@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,16 +12,16 @@ from PIL import Image
 from torch import Tensor
 
 from lanternpp.errors import InputError
-from lanternpp.evaluation.classifier import Reference, has_classifier, read_reference
+from lanternpp.evaluation.classifier import has_classifier, read_reference
 from lanternpp.evaluation.clip import Clip
 from lanternpp.evaluation.distances import NEAREST, frechet, gaussian, precision_recall, standard_error
 from lanternpp.evaluation.features import EXTRACTORS, ClassifierFeatures, Extractor, extract
 from lanternpp.evaluation.pictures import Gallery, reference_folder
 from lanternpp.util.devices import pick_device
+from lanternpp.util.progress import Progress
 from lanternpp.util.registry import find, importable
 
 LEAST = NEAREST + 1  # pictures: precision and recall need that many neighbours of each, and itself
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class Quality:
 
     features: str | None  # the name of the extractor
     extractor: Extractor | None
-    against: Reference | None
+    reference: Tensor | None  # features [N, F] that are compared with
+    reference_name: str | None
     classifier: ClassifierFeatures | None
     clip: Clip | None
 
@@ -65,19 +66,18 @@ class Quality:
         classifier = ClassifierFeatures(folder, on) if has_classifier(folder) else None
         scorer = Clip.open(clip, on) if clip else None
         if classifier is None and features is None and reference is None and scorer is not None:
-            return cls(None, None, None, None, scorer)
+            return cls(None, None, None, None, None, scorer)
         name = features or "classifier"
         kind = find("features", importable(name), EXTRACTORS)
         extractor = classifier if classifier and kind is ClassifierFeatures else kind.open(folder, on)
         if reference is not None:
             gallery = Gallery.read(reference_folder(reference), LEAST)
-            texts = tuple(prompt for prompt in gallery.prompts if prompt)
-            against = Reference(extract(extractor, gallery, progress), texts, str(gallery.folder))
+            against, called = extract(extractor, gallery, progress), str(gallery.folder)
         elif classifier is not None and extractor is classifier:
-            against = replace(read_reference(folder, classifier.classifier), name=f"{folder.name}'s own")
+            against, called = read_reference(folder, classifier.classifier), f"{folder.name}'s own"
         else:
             raise InputError(f"features {name} need --reference DIR, a folder of pictures to compare with")
-        return cls(name, extractor, against, classifier, scorer)
+        return cls(name, extractor, against, called, classifier, scorer)
 
     def measure(
         self,
@@ -98,9 +98,12 @@ class Quality:
             )
         figures: dict[str, float] = {}
         features: Tensor | None = None
-        if self.extractor and self.against:
+        if self.extractor and self.reference is not None:
             features = extract(self.extractor, images, progress)
-            figures |= compare(features, self.against.features)
+            against = gaussian(self.reference)
+            figures["frechet"] = frechet(gaussian(features), against)
+            figures["frechet_spread"] = standard_error(features, against)
+            figures["precision"], figures["recall"] = precision_recall(features, self.reference)
         if self.classifier:
             labels = self.classifier.classifier.config.labels
             named = {i: label_of(prompt, labels) for i, prompt in enumerate(prompts) if prompt}
@@ -112,18 +115,6 @@ class Quality:
                 figures["prompt_accuracy"] = right.double().mean().item()
         score = self.clip.score(images, prompts, progress) if self.clip else None
         return figures | ({} if score is None else {"clip": score})
-
-
-def compare(features: Tensor, reference: Tensor) -> dict[str, float]:
-    """The figures of features [M, F] against others [N, F]."""
-    against = gaussian(reference)
-    precision, recall = precision_recall(features, reference)
-    return {
-        "frechet": frechet(gaussian(features), against),
-        "frechet_spread": standard_error(features, against),
-        "precision": precision,
-        "recall": recall,
-    }
 
 
 def label_of(prompt: str, labels: Sequence[str]) -> int | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
@@ -25,6 +25,7 @@ from lanternpp.engine.stopwatch import Stopwatch
 from lanternpp.errors import InputError
 from lanternpp.util.devices import device_name
 from lanternpp.util.jsonfile import differences, read_object, write_json
+from lanternpp.util.progress import Progress
 from lanternpp.util.runlog import Journal
 from lanternpp.util.schema import checked
 
@@ -149,16 +150,13 @@ class Race:
             for i in range(len(self.field)):
                 yield self.field[(place + i) % len(self.field)], prompt, self.seed + prompt * self.n + first
 
-    def draw(self, entry: Entry, prompt: int, seed: int) -> Result:
-        """The pictures of one turn, by the entry's engine."""
+    def draw(self, entry: Entry, prompt: int, seed: int) -> tuple[Request, Result]:
+        """The pictures of one turn, by the entry's engine; the request holds what was decided of each."""
         conditions, seeds = [self.prompts[prompt]] * self.turn, range(seed, seed + self.turn)
-        return self.pipe.draw(
-            self.engines[entry.label], Request(conditions, seeds, self.settings[entry.label])
-        )
+        request = Request(conditions, seeds, self.settings[entry.label])
+        return request, self.pipe.draw(self.engines[entry.label], request)
 
-    def run(
-        self, folder: Path, resume: bool = False, progress: Callable[[int, int], None] | None = None
-    ) -> list[Turn]:
+    def run(self, folder: Path, resume: bool = False, progress: Progress | None = None) -> list[Turn]:
         """Draw every turn that the folder lacks; returns all of them.
 
         progress is called between turns only, so that it takes no time of theirs.
@@ -180,7 +178,7 @@ class Race:
             # A warm-up: parts that are built on first use are not timed.
             self.draw(entry, prompt, seed)
             self._watches[entry.label] = Stopwatch(self.engines[entry.label])
-        result = self.draw(entry, prompt, seed)
+        request, result = self.draw(entry, prompt, seed)
         stats, tv_cost = result.stats, None
         phases = self._watches[entry.label].take(stats.seconds)
         if self.measure_tv and (seed - self.seed) % self.n == 0:
@@ -195,7 +193,7 @@ class Race:
         return {
             "seconds": stats.seconds,
             "phases": phases,
-            "accepted": by_picture(stats.accepted_per_pass, self.pipe.target.length),
+            "accepted": [request.found[place].accepted for place in range(self.turn)],
             "files": names,
             "tv_cost": tv_cost,
         }
@@ -204,16 +202,6 @@ class Race:
 def machine(pipe: Pipeline) -> dict[str, Any]:
     """Where seconds are measured."""
     return {"device": device_name(pipe.device), "dtype": pipe.dtype, "threads": torch.get_num_threads()}
-
-
-def by_picture(accepted: Sequence[int], length: int) -> list[list[int]]:
-    """Codes decided by each pass of several pictures, one list per picture of `length` codes."""
-    pictures: list[list[int]] = [[]]
-    for count in accepted:
-        if sum(pictures[-1]) == length:
-            pictures.append([])
-        pictures[-1].append(count)
-    return pictures
 
 
 def check_run(folder: Path, run: Mapping[str, Any], resume: bool) -> None:

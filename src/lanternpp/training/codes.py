@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -40,12 +40,13 @@ MIN_PICTURES = 100  # training pictures, where the user does not say how many
 class Split:
     """One split: codes [M, variants, length] uint16, or moments [M, variants, length, 2 C] float16; M captions and labels.
 
-    A label is "" where there is none.
+    A label is "" where there is none. runs: the M runs that were recorded, where the training is on these.
     """
 
     codes: Tensor
     texts: tuple[str, ...]
     labels: tuple[str, ...] = ()
+    runs: tuple[Any, ...] = ()
 
     @classmethod
     def of(cls, shards: Sequence[Shard]) -> Self:
@@ -75,6 +76,7 @@ class Codes:
     train: Split
     val: Split
     data: dict[str, Any]  # for the provenance; "codes" is the key
+    begin: Any = None  # the drafter with whose weights a training begins
 
     @classmethod
     def of(cls, train: Split, val: Split, key: str, **facts: Any) -> Self:
@@ -98,19 +100,17 @@ class Sampler:
     """
 
     def __init__(self, count: int, variants: int, batch: int, seed: int):
-        self.count, self.batch, self.seed = count, min(batch, count), seed
+        self.batch, self.seed = min(batch, count), seed
         self.per_epoch = count // self.batch
         order = torch.rand(count, variants, generator=generator(seed, count, variants))
         self.variant_order = order.argsort(1)
-        self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
+        # one epoch's is kept
+        self.order = lru_cache(1)(lambda epoch: torch.randperm(count, generator=generator(seed, epoch, 0)))
 
     def __call__(self, step: int) -> tuple[Tensor, Tensor, torch.Generator]:
         """(pictures [B], their variants [B], generator) of a step."""
         epoch, place = divmod(step, self.per_epoch)
-        if epoch != self._epoch:
-            self._order = torch.randperm(self.count, generator=generator(self.seed, epoch, 0))
-            self._epoch = epoch
-        index = self._order[place * self.batch :][: self.batch]
+        index = self.order(epoch)[place * self.batch :][: self.batch]
         variant = self.variant_order[index, epoch % self.variant_order.shape[1]]
         return index, variant, generator(self.seed, step, 1)
 
@@ -214,23 +214,19 @@ class PictureCodes:
         ]
 
 
-@dataclass(frozen=True)
-class PromptSplit:
-    """Prompts to train with and others to validate with."""
-
-    train: tuple[str, ...]
-    val: tuple[str, ...]
-
-    @classmethod
-    def of(cls, texts: tuple[str, ...]) -> PromptSplit:
-        """One of every ten prompts held out, and the last one at least; a single prompt serves for both."""
-        if len(texts) == 1:
-            return cls(texts, texts)
-        held_out = texts[HELD_OUT - 1 :: HELD_OUT] or texts[-1:]
-        return cls(tuple(text for text in texts if text not in held_out), held_out)
+Prompts = tuple[tuple[str, ...], tuple[str, ...]]
+"""Prompts to train with, and others to validate with."""
 
 
-def choose_prompts(teacher: Teacher, prompts: Path | None, data: Path | None) -> PromptSplit:
+def hold_out(texts: tuple[str, ...]) -> Prompts:
+    """One of every ten prompts held out, and the last one at least; a single prompt serves for both."""
+    if len(texts) == 1:
+        return texts, texts
+    held_out = texts[HELD_OUT - 1 :: HELD_OUT] or texts[-1:]
+    return tuple(text for text in texts if text not in held_out), held_out
+
+
+def choose_prompts(teacher: Teacher, prompts: Path | None, data: Path | None) -> Prompts:
     """The prompts of a file, else the captions of `data`, else the model's own, else all conditions that the target knows.
 
     InputError where there are none, or the file has one that the target cannot follow.
@@ -242,14 +238,14 @@ def choose_prompts(teacher: Teacher, prompts: Path | None, data: Path | None) ->
             raise InputError(
                 f"the target can follow none of the captions of {data}: give it other --prompts."
             )
-        return PromptSplit(train, val)
+        return train, val
     if prompts is not None or (place / PROMPTS).is_file():
         listed = tuple(dict.fromkeys(read_prompts(prompts, place)))
         for text in listed:
             target.check(text)
-        return PromptSplit.of(listed)
+        return hold_out(listed)
     if target.conditions:
-        return PromptSplit.of(tuple(target.conditions))
+        return hold_out(tuple(target.conditions))
     raise InputError(
         "--self needs prompts: give --prompts FILE with one a line, or --data DIR with captions."
     )
@@ -271,13 +267,14 @@ class OwnCodes:
     count None: a picture of every prompt, and no fewer than 100. The last pictures, of other prompts, validate.
     """
 
-    def __init__(self, teacher: Teacher, prompts: PromptSplit, count: int | None, batch: int, seed: int):
+    def __init__(self, teacher: Teacher, prompts: Prompts, count: int | None, batch: int, seed: int):
         check_codes("target", teacher.target.vocab)
-        self.teacher, self.prompts, self.batch, self.seed = teacher, prompts, batch, seed
-        count = count or max(len(prompts.train), MIN_PICTURES)
+        self.teacher, self.batch, self.seed, (train, val) = teacher, batch, seed, prompts
+        self.prompts = len(train)
+        count = count or max(len(train), MIN_PICTURES)
         self.held_out = min(max(count // HELD_OUT, MIN_HELD_OUT), MAX_HELD_OUT)
-        self.texts = [prompts.train[i % len(prompts.train)] for i in range(count)]
-        self.texts += [prompts.val[i % len(prompts.val)] for i in range(self.held_out)]
+        self.texts = [train[i % len(train)] for i in range(count)]
+        self.texts += [val[i % len(val)] for i in range(self.held_out)]
         drawn = f"{Guidance(teacher.cfg)} {teacher.sampling} {seed} {batch}"
         self.key = digest([teacher.origin, *self.texts, drawn])
 
@@ -288,7 +285,7 @@ class OwnCodes:
         contents = "codes of the target's own pictures"
         material = Material(folder, count, self.batch * 4, self._draw, contents, size).build()
         drawn, last = Split.of(list(material.read())), count - self.held_out
-        facts: dict[str, Any] = {"self": True, "prompts": len(self.prompts.train), "cfg": self.teacher.cfg}
+        facts: dict[str, Any] = {"self": True, "prompts": self.prompts, "cfg": self.teacher.cfg}
         facts["sampling"] = asdict(self.teacher.sampling)
         return Codes.of(drawn.at(range(last)), drawn.at(range(last, count)), self.key, **facts)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +27,7 @@ class CaptionPrompts:
     """The prompts of a split, padded on the left to one length; a caption that the target cannot follow becomes the null prompt."""
 
     def __init__(self, target: Target, split: Split):
-        self.target = target
+        self.target, self.split = target, split
         known: dict[str | None, tuple[int, bool]] = {}  # slots, and whether some are padding
         target.cache_prompts(len(set(split.texts)))
         for text in (None, *dict.fromkeys(split.texts)):
@@ -53,7 +52,6 @@ class CaptionPrompts:
         texts = [self.texts[i] for i in index.tolist()]
         embeds, start = self._prompt(texts, branches if drop is None else 2)
         if drop is not None:
-            assert branches == 1
             (embeds, other), (start, begins) = embeds.chunk(2), start.chunk(2)
             dropped = drop.to(embeds.device)
             embeds = torch.where(dropped[:, None, None], other, embeds)
@@ -130,41 +128,34 @@ class FeatureCache:
             [teacher.origin, name, str(like.dtype), str(captions.slots), str(self.each), *split.texts]
         )
         where, contents = teacher.store / f"features-{key}", "the features of all pictures"
-        self.paths = Material(where, len(split), self.each, self._compute, contents, size).build().paths
-        self._files: dict[int, Any] = {}
+        paths = Material(where, len(split), self.each, self._compute, contents, size).build().paths
+        self.files = [safe_open(path, framework="pt") for path in paths]
 
     def __call__(self, index: Tensor, variant: Tensor, branches: int, drop: Tensor | None = None) -> Tensor:
         """Of pictures index [B] in variants [B]: [branches * B, S, D] on the CPU; unconditional where drop [B]."""
-        rows = [self._one(i, v) for i, v in zip(index.tolist(), variant.tolist(), strict=True)]
+        rows = []
+        for i, v in zip(index.tolist(), variant.tolist(), strict=True):
+            number, place = divmod(i, self.each)
+            piece = self.files[number].get_slice("features")
+            rows.append(piece[place : place + 1, v : v + 1][0, 0])
         one, other = torch.stack(rows, 1)  # [B, S, D] twice
         if drop is not None:
             one = torch.where(drop[:, None, None], other, one)
         return torch.cat((one, other)) if branches == 2 else one
 
-    def _one(self, index: int, variant: int) -> Tensor:
-        number, place = divmod(index, self.each)
-        if number not in self._files:
-            self._files[number] = safe_open(self.paths[number], framework="pt").__enter__()
-        piece = self._files[number].get_slice("features")
-        found: Tensor = piece[place : place + 1, variant : variant + 1][0, 0]
-        return found
-
+    @torch.no_grad()
     def _compute(self, parts: Sequence[range], done: Done) -> Iterator[Shard]:
-        dtype = next(self.target.parameters()).dtype
+        device, dtype = self.target.decoder.rotary_table.device, next(self.target.parameters()).dtype
         for part in parts:
             features = []
             for index in torch.arange(part.start, part.stop).split(BATCH):
-                found = [self._features(index, v) for v in range(self.split.codes.shape[1])]
+                prompts, start = self.captions(index, 2)
+                found = []
+                for variant in range(self.split.codes.shape[1]):
+                    codes = self.split.pick(index, torch.full_like(index, variant)).to(device)
+                    with team().autocast(device):
+                        _, made = drafter_inputs(self.target, prompts, codes.repeat(2, 1), start)
+                    found.append(torch.stack(made.chunk(2), 1).cpu())  # [B, 2, S, D]
                 features.append(torch.stack(found, 1))
                 done(int(index[-1]) + 1 - part.start)
             yield {"features": torch.cat(features).to(dtype)}, {"pictures": len(part)}
-
-    @torch.no_grad()
-    def _features(self, index: Tensor, variant: int) -> Tensor:
-        """Of pictures index [B] in a variant: [B, 2, S, D] on the CPU."""
-        device = self.target.decoder.rotary_table.device
-        codes = self.split.pick(index, torch.full_like(index, variant)).to(device)
-        prompts, start = self.captions(index, 2)
-        with team().autocast(device):
-            _, features = drafter_inputs(self.target, prompts, codes.repeat(2, 1), start)
-        return torch.stack(features.chunk(2), 1).cpu()

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from lanternpp.api.results import versions
 from lanternpp.errors import InputError
@@ -74,9 +75,7 @@ class Team:
         if self.accelerator is None:
             return
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        flat = self.accelerator.reduce(torch.cat([x.flatten() for x in gradients]), "mean")
-        for x, part in zip(gradients, flat.split([x.numel() for x in gradients]), strict=True):
-            x.copy_(part.view_as(x))
+        vector_to_parameters(self.accelerator.reduce(parameters_to_vector(gradients), "mean"), gradients)
 
     def reduce(self, values: Iterable[float], how: str) -> list[float]:
         """The "mean" or the "sum" over the team of each of some numbers, in one exchange."""
@@ -84,15 +83,11 @@ class Team:
         if self.accelerator is None:
             return numbers
         tensor = torch.tensor(numbers, dtype=torch.float32, device=self.accelerator.device)
-        reduced: list[float] = self.accelerator.reduce(tensor, how).tolist()
-        return reduced
+        return self.accelerator.reduce(tensor, how).tolist()
 
     def leader_first(self) -> AbstractContextManager[None]:
         """The first process runs the block first; the others then find its results on disk."""
-        found: AbstractContextManager[None] = (
-            nullcontext() if self.accelerator is None else self.accelerator.main_process_first()
-        )
-        return found
+        return nullcontext() if self.accelerator is None else self.accelerator.main_process_first()
 
     def device(self, name: str) -> torch.device:
         """A device by name, or the process's own GPU where the team computes on GPUs."""
@@ -106,8 +101,7 @@ class Team:
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
         """bfloat16 where the launch asks for it or the device multiplies in it; else float32."""
         if self.accelerator is not None and self.accelerator.mixed_precision != "no":
-            asked: AbstractContextManager[object] = self.accelerator.autocast()
-            return asked
+            return self.accelerator.autocast()
         dtype = compute_dtype(device)
         return torch.autocast(device.type, dtype) if dtype is torch.bfloat16 else nullcontext()
 
@@ -157,9 +151,9 @@ def run(task: Task, options: TrainingOptions) -> bool:
                 state.sums, state.counted = {}, 0
             report.advance(state.seconds, progress, line, last=progress >= 1)
             validated = None
-            check = int(progress * options.checks) > state.checked and (
-                progress >= 1 or options.affords(checking, state.seconds)
-            )
+            # with a budget in minutes, all checks but the last take a quarter of it at most
+            affords = progress >= 1 or options.minutes is None or 4 * checking <= state.seconds
+            check = affords and int(progress * options.checks) > state.checked
             if check:
                 state.checked = int(progress * options.checks)
                 if leads:

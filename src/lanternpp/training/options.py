@@ -28,20 +28,16 @@ Seed = Annotated[int, Option("Seed of weights, data order and noise.", ge=0, le=
 Eagle, Parallel = partial(Option, group="EAGLE"), partial(Option, group="Parallel")
 
 
-def declared(options: Any) -> dict[str, Option]:
-    """The options that a dataclass declares, or its base class: a command line derives one from it."""
-    hints = [get_type_hints(kind, include_extras=True) for kind in type(options).__mro__[:-1]]
-    pairs = [(name, option_of(hint)) for each in hints for name, hint in each.items()]
-    return {name: option for name, option in pairs if option is not None}
-
-
 def check_options(options: Any, kind: Kind | None = None) -> None:
     """InputError where a field of a dataclass of options is out of its range, or given and of drafters of another kind."""
-    for name, option in declared(options).items():
-        value, called = getattr(options, name), "--" + name.replace("_", "-")
+    declaring = type(options).__mro__[-2]  # a command line derives a class of its own, with other annotations
+    for name, hint in get_type_hints(declaring, include_extras=True).items():
+        option, value, called = option_of(hint), getattr(options, name), "--" + name.replace("_", "-")
+        if option is None:
+            continue
         option.check(value, called)
         other = kind is not None and option.group.lower() not in ("", kind)
-        if other and value != getattr(type(options), name):
+        if other and value != getattr(declaring, name):
             raise InputError(f"{called} is for drafters of --kind {option.group.lower()}: leave it out.")
 
 
@@ -72,10 +68,6 @@ class TrainingOptions:
         parts = [step / self.steps] if self.steps else []
         parts += [seconds / 60 / self.minutes] if self.minutes else []
         return min(max(parts), 1.0)
-
-    def affords(self, checking: float, seconds: float) -> bool:
-        """Whether there is time for a check: with a budget in minutes, all but the last take a quarter of it at most."""
-        return self.minutes is None or 4 * checking <= seconds
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ accepted so far, as often as the target draws it, times exp(-max_{j < i} s_j).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,12 +90,6 @@ class DraftBatch:
     hints: Tensor | None = None  # [B, S - 1 + A * (levels - 1), D]
     rows: Tensor | None = None  # [R, S, D] the features before guidance, where drafts are measured exactly
 
-    def level_slots(self, levels: int) -> tuple[Tensor, Tensor]:
-        """[B, A, levels]: the slots that decide the codes of drafts, and 1.0 where they are in the picture, else 0.0."""
-        level = torch.arange(levels, device=self.anchors.device)
-        slots, last = self.anchors[..., None] + 1 + level, self.features.shape[1] - 1
-        return slots.clamp(max=last), (slots <= last).float()
-
 
 def gather_slots(x: Tensor, slot: Tensor) -> Tensor:
     """x [B, S, D] at slots [B, A, L] -> [B, A, L, D]; slots beyond the last are the last."""
@@ -109,6 +102,7 @@ class ParallelTask(DrafterTask):
 
     name = kind = "parallel"
     keep = "rejected"
+    check_pictures = 64
     model: ParallelDrafter
     average: ParallelDrafter
 
@@ -139,10 +133,23 @@ class ParallelTask(DrafterTask):
         matrices = [p for name, p in self.model.named_parameters() if p.dim() == 2 and name not in others]
         return muon_and_adamw(self.model, matrices, self.hparams.muon_lr, self.hparams.lr, decay=0.01)
 
-    def draft_batch(
-        self, captions: CaptionPrompts, index: Tensor, codes: Tensor, pick: Tensor, exact: bool = False
+    def anchors(self, length: int, generator: torch.Generator | None) -> Tensor:
+        """The codes of `length` after which a step drafts, [A], or a validation, for which there is no generator."""
+        if generator is not None:
+            return torch.randperm(length - 1, generator=generator)[: self.hparams.anchors].sort()[0]
+        places = max(length - self.hparams.levels, 3) - 2
+        return torch.arange(2, 2 + places, max(places // PLACES, 1))
+
+    def batch(
+        self,
+        captions: CaptionPrompts,
+        index: Tensor,
+        variant: Tensor | None = None,
+        generator: torch.Generator | None = None,
     ) -> DraftBatch:
-        """Inputs of pictures index [B] with codes [B, length], drafted after the codes pick [A]; exact: to be measured."""
+        """Inputs of pictures index [B] in variants [B]; without a generator those of a validation, to be measured exactly."""
+        codes = captions.split.pick(index, variant).to(self.device)
+        pick = self.anchors(codes.shape[1], generator)
         prompts, start = captions(index, self.guidance.branches)
         with torch.no_grad():
             rows = self.guidance.rows(codes)
@@ -151,26 +158,12 @@ class ParallelTask(DrafterTask):
             )
         anchors = (prompts.shape[1] - 1 + pick).to(self.device).expand(len(codes), -1)
         guided = self.guidance.merge(features)
-        last = features[..., : next_inputs.shape[-1]] if exact else None
+        last = features[..., : next_inputs.shape[-1]] if generator is None else None
         return DraftBatch(prompts, start, codes, next_inputs[: len(codes)], guided, anchors, rows=last)
-
-    def training_batch(self, index: Tensor, variant: Tensor, generator: torch.Generator) -> DraftBatch:
-        """The inputs of a training step."""
-        codes = self.codes.train.pick(index, variant).to(self.device)
-        pick = torch.randperm(codes.shape[1] - 1, generator=generator)[: self.hparams.anchors].sort()[0]
-        return self.draft_batch(self.train, index, codes, pick)
-
-    def validation_batches(self) -> Iterator[DraftBatch]:
-        """The inputs of a validation."""
-        for part in evenly_spaced(len(self.codes.val), 64).split(8):
-            codes = self.codes.val.pick(part).to(self.device)
-            places = max(codes.shape[1] - self.hparams.levels, 3) - 2
-            pick = torch.arange(2, 2 + places, max(places // PLACES, 1))
-            yield self.draft_batch(self.val, part, codes, pick, exact=True)
 
     def losses(self, index: Tensor, variant: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """`loss`, `confidence` and `accept`, as of `loss`."""
-        batch = self.training_batch(index, variant, generator)
+        batch = self.batch(self.train, index, variant, generator)
         last = batch.features[..., : batch.next_inputs.shape[-1]]
         noise = (torch.rand_like(last) - 0.5) * self.hparams.noise
         # Random slots of every picture after which the first level alone is learned.
@@ -191,7 +184,10 @@ class ParallelTask(DrafterTask):
         confidence: the loss of predicting the accepted codes, which moves the layer that predicts alone. firsts [B, n]: slots
         after which the first level alone counts too.
         """
-        level_slots, in_picture = batch.level_slots(self.hparams.levels)
+        # [B, A, levels]: the slots that decide the codes of drafts, of which some may lie beyond the picture's last
+        slots = batch.anchors[..., None] + 1 + torch.arange(self.hparams.levels, device=batch.anchors.device)
+        last = batch.features.shape[1] - 1
+        level_slots, in_picture = slots.clamp(max=last), (slots <= last).float()
         first_level, features = self.level_features(drafter, batch, noise)
         features = self.conditioned(drafter, batch, features)
         p, log_q = self.distributions(batch, level_slots.flatten(1), features.flatten(1, 2))
@@ -278,7 +274,8 @@ class ParallelTask(DrafterTask):
         each level after recorded codes.
         """
         found = []
-        for batch in self.validation_batches():
+        for part in evenly_spaced(len(self.codes.val), self.check_pictures).split(8):
+            batch = self.batch(self.val, part)
             with team().autocast(self.device):
                 figures = self.loss(self.average, batch)
             found.append(torch.stack([figures[name] for name in ("kept", "expected", "levels")]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from lanternpp.api.options import RuleDials, names
 from lanternpp.drafters.parallel import ParallelDrafter
 from lanternpp.engine.batching import drawing
-from lanternpp.engine.decode import Engine, FinishedSample
+from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.observers import Observer
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
 from lanternpp.nn.checkpoints import checksum_of
 from lanternpp.nn.sources import Source
-from lanternpp.training.codes import Codes, OwnCodes, Split, choose_prompts
+from lanternpp.training.codes import MAX_HELD_OUT, Codes, OwnCodes, Split, choose_prompts
 from lanternpp.training.features import CaptionPrompts, drafter_inputs, slot_inputs, spread_aux_layers
 from lanternpp.training.material import Done, Material, Shard
 from lanternpp.training.options import DrafterSettings, TrainingData
@@ -46,35 +46,30 @@ class Rollout:
     kept: Tensor  # [C] int16 codes decided by each pass after the prefill
     features: Tensor  # [C, N, (1 + aux) D] guided, of every node of each pass, in the target's own dtype
     prompt: Tensor  # [T, (1 + aux) D] guided
-    start: int  # the first slot of the conditional prompt
 
 
 class Recorder(Observer):
-    """Records the features of every pass, by slot of the batch."""
+    """Records the guided features of every pass, by slot of the batch."""
 
     def __init__(self, guidance: Guidance):
         self.guidance = guidance
-        self.passes: dict[int, list[tuple[int, Tensor]]] = {}
-        self.prompts: dict[int, tuple[Tensor, int]] = {}
+        self.passes: dict[
+            int, list[tuple[int, Tensor]]
+        ] = {}  # codes accepted, features; the prompt's come first
 
     def admitted(self, new: Admission) -> None:
         """Keep the features of its prompt."""
-        self.passes[new.slot] = []
-        features = self.guidance.merge(new.features)[0].to(new.features.dtype)
-        self.prompts[new.slot] = features, int(new.prompt.start[0])
+        self.passes[new.slot] = [(0, self._guided(new.features)[0])]
 
     def verified(self, output: TargetOutput, count: Tensor) -> None:
         """Keep the features of a draft, and how many of its codes were accepted."""
-        features = self.guidance.merge(output.features).to(output.features.dtype)
+        features = self._guided(output.features)
         for slot, kept in enumerate(output.verdict.kept.tolist()):
             if kept:
                 self.passes[slot].append((kept, features[slot].clone()))
 
-    def rollout(self, text: str | None, drawn: FinishedSample) -> Rollout:
-        """The run of a finished sample."""
-        kept, features = zip(*self.passes[drawn.slot], strict=True)
-        passes = torch.tensor(kept, dtype=torch.int16), torch.stack(features)
-        return Rollout(text, drawn.codes.to(torch.int32), *passes, *self.prompts[drawn.slot])
+    def _guided(self, features: Tensor) -> Tensor:
+        return self.guidance.merge(features).to(features.dtype)
 
 
 def record(engine: Engine, texts: Sequence[str | None], first: int = 0) -> Iterator[Rollout]:
@@ -82,7 +77,10 @@ def record(engine: Engine, texts: Sequence[str | None], first: int = 0) -> Itera
     recorder = Recorder(engine.guidance)
     engine.observers = [recorder]
     for index, drawn in drawing(engine, texts, range(first, first + len(texts))):
-        yield recorder.rollout(texts[index], drawn)
+        (_, prompt), *passes = recorder.passes[drawn.slot]
+        kept, features = zip(*passes, strict=True)
+        decided = torch.tensor(kept, dtype=torch.int16)
+        yield Rollout(texts[index], drawn.codes.to(torch.int32), decided, torch.stack(features), prompt)
 
 
 def replay(rollout: Rollout, levels: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -104,24 +102,10 @@ def replay(rollout: Rollout, levels: int) -> tuple[Tensor, Tensor, Tensor]:
     return features, anchors, hints
 
 
-@dataclass(frozen=True)
-class RunCodes(Codes):
-    """The codes of recorded runs, the runs to train and to validate on, and the drafter with which a training begins."""
-
-    runs: tuple[Sequence[Rollout], Sequence[Rollout]]
-    begin: ParallelDrafter
-
-    @classmethod
-    def of_runs(
-        cls, runs: Sequence[Rollout], held_out: int, data: dict[str, Any], begin: ParallelDrafter
-    ) -> Self:
-        """Of some runs, of which the last `held_out` validate."""
-        parts = runs[:-held_out], runs[-held_out:]
-        train, val = (
-            Split(torch.stack([run.codes for run in part])[:, None], tuple(run.text or "" for run in part))
-            for part in parts
-        )
-        return cls(train, val, data, parts, begin)
+def split_of(runs: Sequence[Rollout]) -> Split:
+    """Recorded runs as a split."""
+    codes = torch.stack([run.codes for run in runs])[:, None]
+    return Split(codes, tuple(run.text or "" for run in runs), runs=tuple(runs))
 
 
 class Runs(OwnCodes):
@@ -156,7 +140,7 @@ class Runs(OwnCodes):
         place = {} if source.data is None else {"folder": source.data.resolve().name}
         self.facts = {"codes": self.key, "runs": source.rollouts, "drafter": origin, **place}
 
-    def build(self) -> RunCodes:
+    def build(self) -> Codes:
         """The runs; missing ones are recorded now."""
         target, config = self.teacher.target, self.begin.config
         width = target.decoder.config.dim * (1 + len(config.aux_layers))
@@ -165,12 +149,13 @@ class Runs(OwnCodes):
         folder, contents = self.teacher.store / f"runs-{self.key}", "recorded runs of the target"
         material = Material(folder, len(self.texts), PART, self._draw, contents, room)
         runs = [
-            Rollout(text, **{name: tensors[f"{i} {name}"] for name in PARTS}, start=start)
+            Rollout(text, **{name: tensors[f"{i} {name}"] for name in PARTS})
             for tensors, facts in material.build().read()
-            for i, (text, start) in enumerate(zip(facts["texts"], facts["starts"], strict=True))
+            for i, text in enumerate(facts["texts"])
         ]
-        facts = self.facts | {"prompts": len(self.prompts.train)}
-        return RunCodes.of_runs(runs, self.held_out, facts, self.begin)
+        facts = self.facts | {"prompts": self.prompts}
+        train, val = (split_of(part) for part in (runs[: -self.held_out], runs[-self.held_out :]))
+        return Codes(train, val, facts, self.begin)
 
     def engine(self) -> Engine:
         """The engine that draws, with the packed drafter."""
@@ -181,18 +166,18 @@ class Runs(OwnCodes):
 
     def shard(self, engine: Engine, texts: Sequence[str], seeds: range, done: Done) -> Shard:
         """The runs of some texts."""
-        found = list[Rollout]()
-        for rollout in record(engine, texts, seeds.start):
-            found.append(rollout)
-            done(len(found))
-        tensors = {f"{i} {name}": getattr(x, name) for i, x in enumerate(found) for name in PARTS}
-        return tensors, {"texts": [x.text for x in found], "starts": [x.start for x in found]}
+        tensors, drawn = dict[str, Tensor](), list[str | None]()
+        for i, run in enumerate(record(engine, texts, seeds.start)):
+            tensors |= {f"{i} {name}": getattr(run, name) for name in PARTS}
+            drawn.append(run.text)
+            done(len(drawn))
+        return tensors, {"texts": drawn}
 
 
 class RolloutTask(ParallelTask):
     """A parallel drafter that goes on from the weights of another, on recorded runs of the target with it."""
 
-    codes: RunCodes
+    check_pictures = MAX_HELD_OUT
     found = ("cfg", "layers", "levels", "aux_layers", "condition_width")
 
     @classmethod
@@ -205,49 +190,35 @@ class RolloutTask(ParallelTask):
         """A copy of the drafter that it begins with."""
         return copy.deepcopy(self.codes.begin)
 
-    def training_batch(self, index: Tensor, variant: Tensor, generator: torch.Generator) -> DraftBatch:
-        """Some runs, and some of their passes."""
-        return self.drafts(self.train, self.codes.runs[0], index, generator)
-
-    def validation_batches(self) -> Iterator[DraftBatch]:
-        """The runs held out, passes spread over them."""
-        for part in torch.arange(len(self.codes.val)).split(8):
-            generator = torch.Generator().manual_seed(0)
-            yield self.drafts(self.val, self.codes.runs[1], part, generator, exact=True)
-
-    def drafts(
+    def batch(
         self,
         captions: CaptionPrompts,
-        rollouts: Sequence[Rollout],
         index: Tensor,
-        generator: torch.Generator,
-        exact: bool = False,
+        variant: Tensor | None = None,
+        generator: torch.Generator | None = None,
     ) -> DraftBatch:
-        """Runs index [B], and `anchors` passes of each; exact: to be measured, for which the target is run."""
+        """Runs index [B], and `anchors` passes of each."""
+        exact, generator = generator is None, generator or torch.Generator().manual_seed(0)
         prompts, start = captions(index, self.guidance.branches if exact else 1)
-        chosen = [rollouts[i] for i in index.tolist()]
-        codes = torch.stack([rollout.codes for rollout in chosen]).to(self.device, torch.int64)
+        codes = captions.split.pick(index).to(self.device)
         next_inputs = slot_inputs(self.target, prompts[: len(codes)], codes)[:, 1:]
-        features, anchors, hints = [], [], []
-        levels, most = self.hparams.levels, self.hparams.anchors
-        for rollout in chosen:
-            run_features, slots, run_hints = replay(rollout, levels)
-            run_hints = run_hints[..., : next_inputs.shape[-1]]
+        width, most, found = next_inputs.shape[-1], self.hparams.anchors, []
+        for i in index.tolist():
+            features, slots, hints = replay(captions.split.runs[i], self.hparams.levels)
+            hints = hints[..., :width]
             pick = torch.randint(len(slots), (most,), generator=generator)
             pick = torch.randperm(len(slots), generator=generator)[:most] if len(slots) >= most else pick
-            at_slots = run_hints.new_zeros(len(run_features) - 1, run_hints.shape[-1])
-            at_slots[slots] = run_hints[:, 0]
-            features.append(run_features)
-            anchors.append(slots[pick])
-            hints.append(torch.cat((at_slots, run_hints[pick, 1:].flatten(0, 1))))
-        run_features, slots, run_hints = (torch.stack(x).to(self.device) for x in (features, anchors, hints))
-        run_features = run_features if run_features.element_size() == 8 else run_features.float()
-        found = run_hints.to(next_inputs.dtype)
+            at_slots = hints.new_zeros(len(features) - 1, width)
+            at_slots[slots] = hints[:, 0]
+            found.append((features, slots[pick], torch.cat((at_slots, hints[pick, 1:].flatten(0, 1)))))
+        features, anchors, hints = (torch.stack(x).to(self.device) for x in zip(*found, strict=True))
+        features = features if features.element_size() == 8 else features.float()
         rows = None
         if exact:
             with torch.no_grad():
                 rows = drafter_inputs(self.target, prompts, self.guidance.rows(codes), start)[1]
-        return DraftBatch(prompts, start, codes, next_inputs, run_features, slots, found, rows)
+        hints = hints.to(next_inputs.dtype)
+        return DraftBatch(prompts, start, codes, next_inputs, features, anchors, hints, rows)
 
 
 def grown(drafter: ParallelDrafter, settings: DrafterSettings, target: Target) -> ParallelDrafter:
