@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from ctypes import byref
 
 import pytest
@@ -52,15 +52,6 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
     return Pipeline.from_pretrained(folder, device="cpu", dtype="bfloat16", tuned=False)
 
 
-@pytest.fixture
-def threads(batch: int) -> Iterator[None]:
-    """Two threads for one picture at a time and one for two."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(3 - batch)
-    yield
-    torch.set_num_threads(before)
-
-
 def engine_of(pipeline: Pipeline, method: str, batch: int, **dials: object) -> Engine:
     return pipeline.new_engine(pipeline.settings(method, batch_size=batch, **dials))  # type: ignore[arg-type]
 
@@ -86,9 +77,10 @@ def assert_same(found: list[FinishedSample], expected: list[FinishedSample]) -> 
     ],
 )
 def test_whole_pictures_are_those_of_steps_by_parts(
-    request: pytest.FixtureRequest, model: str, name: str, batch: int, threads: None
+    request: pytest.FixtureRequest, model: str, name: str, batch: int, threads: Callable[[int], None]
 ) -> None:
-    """Three pictures in a batch of two, so that one enters while another is drawn, and one slot is idle in the end."""
+    """Three pictures in a batch of two, so that one enters while another is drawn, and one slot is idle in the end; one by two threads."""
+    threads(3 - batch)
     pipe, (method, dials) = request.getfixturevalue(model), METHODS[name]
     prompts = PROMPTS if model == "pipeline" else ["a red tulip", "a tulip", "red tulip"]
     if model == "small":  # of fewer codes
