@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from helpers.models import write_model
 
 from lanternpp import Pipeline
 
+gc.disable()  # until all tests are collected: what is imported stays
 torch.set_num_threads(1)  # the tests' tensors are small: a second thread makes them ten times slower
 os.environ["LANTERNPP_FIT"] = "0"  # drafts would depend on this machine and on what was drawn before
 
@@ -43,6 +45,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU on this machine"))
+
+
+def pytest_collection_finish() -> None:
+    """From now on garbage is looked for among what tests make, and less often: half a million objects are there already."""
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
+    gc.enable()
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """`torch.set_num_threads`, until the end of the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -20,10 +20,9 @@ KEYS = {"model", "images", "codes_per_pass", "seconds", "seconds_per_image", "ve
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("cfg", [1, 3])
-def test_every_method_draws(method: str, cfg: int, run, model, elsewhere: Path) -> None:
-    stats = run("generate", PROMPT, "--model", model, "--method", method, "--cfg", cfg, "--json").json
-    assert stats.keys() >= KEYS and stats["method"] == method and stats["settings"]["cfg"] == cfg
+def test_every_method_draws(method: str, run, model, elsewhere: Path) -> None:
+    stats = run("generate", PROMPT, "--model", model, "--method", method, "--cfg", 3, "--json").json
+    assert stats.keys() >= KEYS and stats["method"] == method and stats["settings"]["cfg"] == 3
     assert stats["codes"] == 16 == sum(stats["accepted_per_pass"])
     assert stats["passes"] == len(stats["accepted_per_pass"])
     with Image.open(elsewhere / "out" / "a-photo-of-a-red-tulip-0.png") as image:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers.models import contents, write_model
-from helpers.processes import LANTERNPP, SECONDS, python, until
+from helpers.processes import LANTERNPP, SECONDS, behind, python, until
 from PIL import Image
 
 from lanternpp.cli import with_values
@@ -85,9 +85,8 @@ def test_a_killed_job_goes_on(run, elsewhere: Path) -> None:
     model = write_model(elsewhere / "longer", grid=8)
     (elsewhere / "many.txt").write_text("a tulip\nred tulip\n")
     args = ["--prompts", "many.txt", "--model", model, "-n", 20, "--batch-size", 2]
-    process = subprocess.Popen(
-        [*LANTERNPP, "generate", *map(str, args), "-o", "a"], stdout=subprocess.DEVNULL
-    )
+    command = [*LANTERNPP, "generate", *map(str, args), "-o", "a"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, preexec_fn=behind)
     until(lambda: len(list((elsewhere / "a").glob("*.png"))) > 2 or process.poll() is not None)
     assert process.poll() is None
     process.kill()

@@ -41,8 +41,14 @@ def drawn(outcome: object, n: int) -> dict[str, object]:
     return figures
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("kind", "prompt", "cfg"), [("t2i", "a red tulip", 7.5), ("c2i", "7", 4.0)])
+# A target of classes differs in its prompt.
+@pytest.mark.parametrize(
+    ("method", "kind", "prompt", "cfg"),
+    [
+        *((method, "t2i", "a red tulip", 7.5) for method in METHODS),
+        *((method, "c2i", "7", 4.0) for method in ("ar", "eagle", "parallel", "lantern-jacobi")),
+    ],
+)
 def test_every_method_draws(method: str, kind: str, prompt: str, cfg: float, run, models: Path) -> None:
     """The target is named by its file."""
     args = options(method, models / kind, models / f"{kind}-drafter")

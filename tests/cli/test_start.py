@@ -187,23 +187,6 @@ def test_models_says_what_each_method_draws_with_on_a_model(run, broken: Path) -
     run("models", "--model", "somebody/something").refused("is not on this machine")
 
 
-def test_an_engine_of_any_method_is_made_without_torchs_compiler() -> None:
-    """Seconds of imports that drawing needs nothing of."""
-    code = """
-import sys
-from lanternpp import Pipeline
-from lanternpp.api.options import METHODS
-from lanternpp.models.hub import PUBLISHED
-from lanternpp.trees import TREES
-pipe = Pipeline.from_pretrained("nature-128", device="cpu", tuned=False)
-for method in METHODS.keys() - {"independent"}:
-    pipe.new_engine(pipe.settings(method))
-sys.exit(", ".join({"torch._dynamo", "torch._inductor", "sympy"} & sys.modules.keys()))
-"""
-    done = python("-c", code)
-    assert done.stderr.strip() == ""
-
-
 def test_a_model_without_a_drafter_draws_without_a_word_on_methods(run, broken: Path) -> None:
     for kind in ("drafter", "parallel"):
         shutil.rmtree(broken / kind)

@@ -153,17 +153,6 @@ def test_an_idle_row_gives_no_nan():
     assert decoder(x, cache.nodes(tree.depth, tree.mask), cache).isfinite().all()
 
 
-def test_prefill_and_one_by_one_agree_with_the_causal_pass():
-    decoder = network()
-    torch.manual_seed(3)
-    x = torch.randn(ROWS, 12, 16).double()
-    cache = Cache(DEEP, ROWS, SLOTS, decoder.norm.weight)
-    memory = cache.rows(torch.arange(ROWS), torch.zeros(ROWS, dtype=torch.int64), 4)
-    first = decoder(x[:, :4], memory.nodes(), memory)
-    rest = line(decoder, cache, x[:, 4:])
-    assert torch.allclose(torch.cat((first, rest), 1), decoder.forward_sequence(x), atol=1e-12)
-
-
 @pytest.mark.parametrize("name", ["parallel", "tree", "independent"])
 def test_a_prompt_in_several_passes_draws_the_same(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     drawn = []

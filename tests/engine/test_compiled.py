@@ -29,7 +29,8 @@ BUSHY = [[0], [1], [0, 0]]
 # On a chain of the parallel drafter, LANTERN++ is verified as a block.
 CHAIN = {"proposer": "parallel", "tree": "chain-2", "residual": "optimal"}
 CASES = {name: (name, {}) for name in METHODS} | {"lantern++ parallel": ("lantern++", CHAIN)}
-PARTS = 5  # draft, pass, verification, commit, what the proposer observes
+PARTS_OF_DRAFTS = ("proposer", "coupling", "init", "alternatives", "window_rows")
+PARTS = ("propose", "_target_forward", "_verify", "_commit", "observe")
 
 
 def small(tree: str | None) -> Any:
@@ -37,8 +38,14 @@ def small(tree: str | None) -> Any:
     return tree and next((made for name, made in TREES.items() if tree.startswith(name)), BUSHY)
 
 
-# The methods of different drafts. No rule looks at a target, nor does verification or the commit.
-DRAFTS = {(row.dials["proposer"], str(small(row.dials.get("tree")))): name for name, row in METHODS.items()}
+def draft_of(method: str) -> str:
+    """What the draft of a method depends on."""
+    dials = METHODS[method].dials
+    return str([dials.get(name) for name in PARTS_OF_DRAFTS] + [small(dials.get("tree"))])
+
+
+# A method of each draft. Only verification looks at a rule, so that another method of the same draft has its graphs besides.
+DRAFTS = {draft_of(method): method for method in METHODS}
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +61,18 @@ def emu3(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
     write_emu3(folder)
     write_emu3(folder / "independent")
     return Pipeline.from_pretrained(with_drafters(folder), device="cpu", dtype="float64")
+
+
+def trace(engine: Engine, backend: Graphs, parts: Sequence[str] = PARTS) -> CompiledParts:
+    """Let these parts of an engine's steps be traced."""
+    traced = CompiledParts(engine, backend=backend)
+    engine.run = lambda part, *args: (traced if part.__name__ in parts else call)(part, *args)
+    return traced
+
+
+def call(part: Callable[..., Any], *args: Any) -> Any:
+    """The part as it is."""
+    return part(*args)
 
 
 def engine(pipe: Pipeline, method: str, **more: Any) -> Engine:
@@ -107,30 +126,41 @@ def nothing_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_every_part_of_a_step_is_one_graph_that_serves_all_steps(pipe: Pipeline, case: str) -> None:
     method, more = CASES[case]
     plain, traced = (engine(pipe, method, **more) for _ in range(2))
-    # Other methods have the operations of these, in other combinations, and a trace alone takes half as long.
-    graphs, seen = Graphs("aot_eager" if case in DRAFTS.values() else "eager"), []
-    traced.run = run = CompiledParts(traced, backend=graphs)
+    parts = PARTS if case in DRAFTS.values() else ("_verify",)
+    graphs, seen = Graphs("aot_eager"), []
+    run = trace(traced, graphs, parts)
     for _ in range(GUARDED + 3):
         plain.step()
         traced.step()
         seen.append(graphs.count)
     assert run.failed == graphs.faults == []
-    assert seen == [0] + [PARTS] * (GUARDED + 2)
+    assert seen == [0] + [len(parts)] * (GUARDED + 2)
     assert torch.equal(plain.codes, traced.codes) and torch.equal(plain.count, traced.count)
 
 
-# A pass over one node, a static tree, a tree that the drafter's probabilities shape, a chain, and a window of codes.
-@pytest.mark.parametrize("method", ["ar", "eagle", "ddd", "parallel", "jacobi"])
-def test_the_passes_of_a_model_of_transformers_are_one_graph(emu3: Pipeline, method: str) -> None:
-    plain, traced, graphs = engine(emu3, method), engine(emu3, method), Graphs()
-    parts = CompiledParts(traced, backend=graphs)
-    traced.run = lambda part, *args: (
-        part(*args) if part.__name__ in ("_verify", "_commit") else parts(part, *args)
-    )
+# A pass over one node, a static tree, a tree that the drafter's probabilities shape, a chain, and a window of codes. Verification
+# and the commit look at no target: they are traced of a lossless method and of a relaxed one.
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [
+        ("ar", {}),
+        ("eagle", {}),
+        ("ddd", {}),
+        ("jacobi", {}),
+        ("parallel", {}),
+        ("lantern++", CHAIN | {"neighbours": 8}),
+    ],
+)
+def test_the_passes_of_a_model_of_transformers_are_one_graph(
+    emu3: Pipeline, method: str, more: dict[str, Any]
+) -> None:
+    plain, traced, graphs = engine(emu3, method, **more), engine(emu3, method, **more), Graphs()
+    parts = PARTS if "parallel" in (method, *more.values()) else ("propose", "_target_forward", "observe")
+    run = trace(traced, graphs, parts)
     for _ in range(2):
         plain.step()
         traced.step()
-    assert parts.failed == graphs.faults == [] and graphs.count == PARTS - 2
+    assert run.failed == graphs.faults == [] and graphs.count == len(parts)
     assert torch.equal(plain.codes, traced.codes)
 
 

@@ -30,6 +30,11 @@ print(json.dumps([sys.modules["lanternpp"].__file__, ended]))
 """
 
 
+def behind() -> None:
+    """What a process calls first that a test stops in the middle: on a busy machine too, the test is there before its work is done."""
+    os.nice(5)
+
+
 def python(*args: object, **options: object) -> subprocess.CompletedProcess[str]:
     """Python, run with these arguments to its end; what it printed. options: those of `subprocess.run`."""
     command = [sys.executable, *map(str, args)]

@@ -18,13 +18,14 @@ import lanternpp
 from helpers.processes import SECONDS
 from lanternpp import InputError, Pipeline
 
-METHODS = ("ar", "eagle", "parallel", "jacobi-coupled", "lantern-jacobi")
+METHODS = ("eagle", "jacobi-coupled", "lantern-jacobi")
 
 
 def drawn(pipe: Pipeline) -> dict[str, Any]:
-    """Codes of a guided batch, passes and a sum of the pixels, by several methods, greedy and sampled."""
+    """Codes of a guided batch, passes and a sum of the pixels, greedy and sampled: by the parallel drafter, for the layers that a
+    family divides, and of SimpleAR by several methods."""
     found = {}
-    for method in METHODS:
+    for method in ("parallel", *(METHODS if pipe.name == "simplear" else ())):
         dials = {"neighbours": 8} if method.startswith("lantern") else {}
         for temperature in (0.0, 1.0):
             given = {"method": method, "cfg": 2.0, "temperature": temperature, "seed": 3, **dials}

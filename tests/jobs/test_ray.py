@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from helpers.models import contents, write_model
-from helpers.processes import LANTERNPP, SECONDS, descendants, running, until
+from helpers.processes import LANTERNPP, SECONDS, behind, descendants, running, until
 
 from lanternpp.cli import main
 
@@ -42,7 +42,8 @@ def whole(args: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str
 def begun(args: list[str], out: Path, actors: int) -> Iterator[subprocess.Popen[str]]:
     """The job on Ray with so many workers, once it has written some pictures."""
     job = [*LANTERNPP, "generate", *args, "-o", str(out), "--ray", "--actors", str(actors)]
-    process = subprocess.Popen(job, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(job, stdout=pipe, stderr=pipe, text=True, preexec_fn=behind)
     try:
         until(lambda: len(list(out.glob("*.png"))) > 4 or process.poll() is not None)
         assert process.poll() is None, process.communicate(timeout=SECONDS)

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+
+
+@contextmanager
+def alone(place: Path) -> Iterator[None]:
+    """No other process of this test run makes the same thing meanwhile."""
+    with place.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def setup() -> ModuleType:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import platform
 import subprocess
@@ -10,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kernels.compiling import setup
+from kernels.compiling import alone, setup
 
 from lanternpp.kernels import loading
 from lanternpp.kernels.kinds import KINDS, choose
@@ -48,8 +47,7 @@ def library(request: pytest.FixtureRequest, compiled: Path) -> Iterator[object]:
         return
     options = next(found.options for found in KINDS if found.name == kind)
     out = compiled / f"{request.param}.so"
-    with (compiled / f"{request.param}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with alone(out):
         try:
             if not out.exists():
                 building.Toolchain.find().compile(building.UNIT, (*options, *more), out)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -33,6 +35,7 @@ pytestmark = [
 ]
 
 NEVER = float("-inf")
+Threads = Callable[[int], None]
 DIM, HIDDEN, LEVELS = 64, 32, 4
 SAMPLINGS = [
     Sampling(),
@@ -70,10 +73,12 @@ class Case:
 
 
 @pytest.mark.parametrize("batch", [1, 5])
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_chain_ends_where_none_of_the_batch_survives(library: object, batch: int, threads: int) -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_chain_ends_where_none_of_the_batch_survives(
+    library: object, batch: int, count: int, threads: Threads
+) -> None:
     """What is drawn until then is the same as without a cut."""
-    case, before = Case(300, batch), torch.get_num_threads()
+    case = Case(300, batch)
     whole = case.drawn(library, Sampling())
     drafter = case.drafter
     act = F.silu(case.query.double() + case.prev[whole.codes[:, :-1]].double()).to(HALF).double()
@@ -83,17 +88,14 @@ def test_a_chain_ends_where_none_of_the_batch_survives(library: object, batch: i
     weight, bias = drafter.confidence.weight.double(), drafter.confidence.bias.double()
     expected = ((case.features + after) @ weight.T + bias)[..., 0].sigmoid().cumprod(1)
     cuts = [0.0] + [float(expected[:, level].amax()) + 2e-4 for level in range(1, LEVELS)]
-    torch.set_num_threads(threads)
-    try:
-        for level, cut in enumerate(cuts):
-            draft = case.drawn(library, Sampling(), min_survival=cut or 1e-9)
-            drawn = level or LEVELS
-            assert torch.allclose(draft.survival[:, :drawn].double(), expected[:, :drawn], atol=1e-4)
-            assert not draft.survival[:, drawn:].any() and not draft.probs[:, drawn:].any()
-            assert torch.equal(draft.codes[:, : drawn + 1], whole.codes[:, : drawn + 1])
-            assert torch.equal(draft.probs[:, :drawn], whole.probs[:, :drawn])
-    finally:
-        torch.set_num_threads(before)
+    threads(count)
+    for level, cut in enumerate(cuts):
+        draft = case.drawn(library, Sampling(), min_survival=cut or 1e-9)
+        drawn = level or LEVELS
+        assert torch.allclose(draft.survival[:, :drawn].double(), expected[:, :drawn], atol=1e-4)
+        assert not draft.survival[:, drawn:].any() and not draft.probs[:, drawn:].any()
+        assert torch.equal(draft.codes[:, : drawn + 1], whole.codes[:, : drawn + 1])
+        assert torch.equal(draft.probs[:, :drawn], whole.probs[:, :drawn])
 
 
 def logits_in_c(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -142,16 +144,13 @@ def test_improbable_codes_keep_their_share() -> None:
         assert (codes - share * count).abs().max() < 100
 
 
-def test_a_sample_does_not_depend_on_the_batch_nor_on_the_threads(library: object) -> None:
-    case, before = Case(300, 9), torch.get_num_threads()
+def test_a_sample_does_not_depend_on_the_batch_nor_on_the_threads(library: object, threads: Threads) -> None:
+    case = Case(300, 9)
     whole = case.drawn(library, Sampling(0.9, 50, 0.9))
-    try:
-        for threads, rows in ((1, slice(2, 3)), (2, slice(1, 6)), (3, slice(0, 9))):
-            torch.set_num_threads(threads)
-            part = case.drawn(library, Sampling(0.9, 50, 0.9), rows)
-            assert torch.equal(part.probs, whole.probs[rows]) and torch.equal(part.codes, whole.codes[rows])
-    finally:
-        torch.set_num_threads(before)
+    for count, rows in ((1, slice(2, 3)), (2, slice(1, 6)), (3, slice(0, 9))):
+        threads(count)
+        part = case.drawn(library, Sampling(0.9, 50, 0.9), rows)
+        assert torch.equal(part.probs, whole.probs[rows]) and torch.equal(part.codes, whole.codes[rows])
 
 
 def in_c(p: Tensor, q: Tensor, codes: Tensor, rule: Acceptance | None = None) -> tuple[Tensor, Tensor]:

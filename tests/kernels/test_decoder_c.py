@@ -152,7 +152,7 @@ def test_so_is_what_it_returns_of_the_layers_below_the_last(library: object, aux
     ],
 )
 def test_a_row_does_not_depend_on_its_neighbours_nor_on_how_many_there_are(
-    library: object, sizes: tuple[int, ...], stored: Stored
+    library: object, sizes: tuple[int, ...], stored: Stored, threads: Callable[[int], None]
 ):
     """Up to 300 rows; nor on the number of threads, with heads that they can share evenly and with others."""
     network = in_c(stored(decoder(*sizes)), library)
@@ -168,15 +168,11 @@ def test_a_row_does_not_depend_on_its_neighbours_nor_on_how_many_there_are(
         assert torch.equal(features(network, start, nodes)[0], alone)
     for nodes in (19, 38, 43, 100):
         assert torch.equal(features(network, x, nodes)[0], many)
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            assert torch.equal(features(network, start, 2)[0], alone)
-            assert torch.equal(features(network, x, 10)[0], many)
-            assert torch.equal(features(network, x, 19)[0], many)
-    finally:
-        torch.set_num_threads(before)
+    for count in (2, 3):
+        threads(count)
+        assert torch.equal(features(network, start, 2)[0], alone)
+        assert torch.equal(features(network, x, 10)[0], many)
+        assert torch.equal(features(network, x, 19)[0], many)
 
 
 def test_weights_in_large_pages_are_copies_one_behind_the_other():

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from helpers.processes import SECONDS
-from kernels.compiling import setup
+from kernels.compiling import alone, setup
 from torch import Tensor
 
 from lanternpp.engine.cache import Cache
@@ -174,25 +174,19 @@ def recorded_pass(int8_weight: bool) -> Recorder:
 
 
 @pytest.fixture(scope="module")
-def arm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the harness and the library of every kind of ARM."""
-    folder, building = tmp_path_factory.mktemp("arm"), setup()
-    with pytest.MonkeyPatch.context() as patch:
+def arm(compiled: Path) -> Path:
+    """A folder with the library of every kind of ARM and the harness, made by the first process that asks."""
+    folder, building = compiled / "arm", setup()
+    harness = folder / "harness"
+    with alone(folder), pytest.MonkeyPatch.context() as patch:
+        if harness.exists():
+            return folder
         patch.setenv("CC", CROSS)
         patch.setenv("_PYTHON_HOST_PLATFORM", "linux-aarch64")
         said = building.build(folder / "lib")
-    assert len(said) == 1, said
-    command = [
-        CROSS,
-        "-O1",
-        "-fopenmp",
-        str(HARNESS),
-        "-ldl",
-        "-Wl,--no-as-needed",
-        "-o",
-        str(folder / "harness"),
-    ]
-    subprocess.run(command, check=True, timeout=SECONDS)
+        assert len(said) == 1, said
+        command = [CROSS, "-O1", "-fopenmp", HARNESS, "-ldl", "-Wl,--no-as-needed", "-o", harness]
+        subprocess.run(list(map(str, command)), check=True, timeout=SECONDS)
     return folder
 
 

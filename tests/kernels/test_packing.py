@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -89,18 +90,15 @@ def test_the_shipped_tokenizer_draws_the_same_with_packed_weights() -> None:
 
 
 @pytest.mark.skipif(native.library() is None, reason="no kernels here")
-def test_pictures_have_the_same_bytes_for_any_number_of_threads() -> None:
+def test_pictures_have_the_same_bytes_for_any_number_of_threads(threads: Callable[[int], None]) -> None:
     """As other work leaves the drawing thread fewer while it draws."""
     pipe = Pipeline.from_pretrained("nature-128", device="cpu", dtype="bfloat16")
     if backend().gemm_dtype(next(pipe.target.parameters())) != torch.bfloat16:
         pytest.skip("pixels are decoded in float32 here, whose rounding does depend on it")
     codes = torch.randint(4096, (1, 256), generator=torch.Generator().manual_seed(0))
-    before, drawn = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3, 5, 8, 64):
-            torch.set_num_threads(threads)
-            drawn.append(images(pipe.target, codes)[0].tobytes())
-            assert torch.get_num_threads() == threads
-    finally:
-        torch.set_num_threads(before)
+    drawn = []
+    for count in (1, 2, 3, 5, 8, 64):
+        threads(count)
+        drawn.append(images(pipe.target, codes)[0].tobytes())
+        assert torch.get_num_threads() == count
     assert len(set(drawn)) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -99,20 +100,19 @@ def test_rules_of_ones_own_and_float64_are_left_to_pytorch(verifier: Verifier, d
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle2", "lantern"])
-def test_the_shipped_model_draws_the_same_for_any_number_of_threads(method: str) -> None:
+def test_the_shipped_model_draws_the_same_for_any_number_of_threads(
+    method: str, threads: Callable[[int], None]
+) -> None:
     pipe = Pipeline.from_pretrained("nature-128", device="cpu", dtype="bfloat16")
     assert pipe.target.native_head is not None
-    before, drawn = torch.get_num_threads(), []
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            engine = pipe.new_engine(pipe.settings(method))
-            engine.admit(0, "a photo of a red tulip", 3)
-            for _ in range(6):
-                engine.step()
-            drawn.append(engine.codes[0, : int(engine.count[0])].clone())
-    finally:
-        torch.set_num_threads(before)
+    drawn = []
+    for count in (1, 3):
+        threads(count)
+        engine = pipe.new_engine(pipe.settings(method))
+        engine.admit(0, "a photo of a red tulip", 3)
+        for _ in range(6):
+            engine.step()
+        drawn.append(engine.codes[0, : int(engine.count[0])].clone())
     assert torch.equal(*drawn)
 
 

@@ -197,6 +197,7 @@ def test_kernels_of_another_version_are_refused(older: Path):
 DRAW = """
 import os, pathlib, sys
 from lanternpp import Pipeline
+from lanternpp.api.options import METHODS
 from lanternpp.kernels import loading
 
 def refuse(event, arguments):
@@ -204,8 +205,13 @@ def refuse(event, arguments):
         raise SystemExit(f"{event} {arguments}")
 
 sys.addaudithook(refuse)
-Pipeline.from_pretrained("nature-128", device="cpu")("a red tulip", seed=0)
+pipe = Pipeline.from_pretrained("nature-128", device="cpu")
+pipe("a red tulip", seed=0)
 assert loading.kernels() is not None
+for method in METHODS.keys() - {"independent"}:
+    pipe.new_engine(pipe.settings(method))
+slow = {"torch._dynamo", "torch._inductor", "sympy"} & sys.modules.keys()
+assert not slow, f"seconds of imports that drawing needs nothing of: {slow}"
 maps = pathlib.Path("/proc/self/maps")
 if maps.exists():
     print(*sorted({line.split(None, 5)[5].strip() for line in maps.read_text().splitlines() if " r-xp " in line and "/" in line}), sep="\\n")
@@ -213,7 +219,7 @@ if maps.exists():
 
 
 @installed
-def test_a_picture_runs_no_other_program_and_no_code_from_a_cache(tmp_path: Path):
+def test_a_picture_runs_no_other_program_no_code_from_a_cache_and_no_compiler_of_torch(tmp_path: Path):
     env = {
         **os.environ,
         "XDG_CACHE_HOME": str(tmp_path / "cache"),

@@ -95,7 +95,7 @@ def test_a_line_that_goes_dead_is_taken_up_where_it_stopped(fetched) -> None:
 def test_a_fetch_that_fails_keeps_the_files_it_has(tmp_path: Path) -> None:
     with hub(shelf(tmp_path)) as server:
         server.cut = ("model.safetensors", 0, 100)
-        ((code, _, err),) = ended(tmp_path, server.address, DRAW, HF_HUB_DOWNLOAD_TIMEOUT="1")
+        ((code, _, err),) = ended(tmp_path, server.address, DRAW, HF_HUB_DOWNLOAD_TIMEOUT="60")
         assert code == 2 and "run it again" in err and err.count("\n") == 1
         assert not (tmp_path / "a.png").exists()
         server.cut = None

@@ -6,14 +6,13 @@ import math
 
 import pytest
 from helpers.distributions import chi_square
-from helpers.toys import BUSHY, CHAIN, FAR, HOLES, MarkovTarget, RowsEnd, ToyTarget, counts
+from helpers.toys import BUSHY, CHAIN, FAR, HOLES, MarkovTarget, RowsEnd, counts
 
 from lanternpp.accept.exact import Exact
 from lanternpp.engine.batching import generate
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
-from lanternpp.errors import InputError
 from lanternpp.proposers.draft_model import DraftModel
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.trees.dynamic import DepthTree, DynamicTree
@@ -50,14 +49,3 @@ def test_a_drafter_knows_what_the_format_forces(builder):
     engine = Engine(target, DraftModel(target, builder()), Exact(), Sampling(0), Guidance(3.0), 2)
     for sample, codes in zip(generate(engine, ["sea", None], [1, 2]), expected, strict=True):
         assert sample.codes.tolist() == codes and sample.accepted == [1, 4, 4, 4, 3]
-
-
-def test_a_drafter_of_other_codes_is_refused():
-    target = ToyTarget()
-    for other, names in (
-        (ToyTarget(vocab=11), "16 of 11 codes and the target 16 of 12"),
-        (ToyTarget(grid=3), "9 of 12 codes and the target 16 of 12"),
-        (ToyTarget(seed=5), "codebook is another"),
-    ):
-        with pytest.raises(InputError, match=names):
-            Engine(target, DraftModel(other, StaticTree(BUSHY)), Exact(), Sampling(), Guidance(), 1)

@@ -11,15 +11,15 @@ import threading
 
 import pytest
 import torch
-from helpers.processes import SECONDS, killed_late, python
+from helpers.processes import SECONDS, killed_late
 from helpers.served import IMAGES, client_of
 
 from lanternpp import Pipeline
 from lanternpp.serve.new_thread import run_in_new_thread
 from lanternpp.serve.request_mapping import half_drawn
 
-LEFT = """
-import os, time, torch
+RUN = """
+import os, signal, time, torch
 from lanternpp.serve.new_thread import run_in_new_thread
 def threads(): return len(os.listdir("/proc/self/task"))
 def compute(): torch.rand(10**6).exp(); return threads()
@@ -27,13 +27,7 @@ before = threads()
 inside = run_in_new_thread(compute)
 end = time.monotonic() + 60  # a thread's own end takes a moment
 while threads() > before and time.monotonic() < end: time.sleep(0.01)
-print(before, inside, threads(), compute())
-"""
-
-
-ENDLESS = """
-import signal, torch
-from lanternpp.serve.new_thread import run_in_new_thread
+print(before, inside, threads(), compute(), flush=True)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 def endless():
     try:
@@ -54,17 +48,14 @@ def test_it_returns_raises_and_knows_the_context() -> None:
         run_in_new_thread(lambda: 1 / 0)
 
 
-def test_it_leaves_no_thread_of_openmp() -> None:
+def test_it_leaves_no_thread_of_openmp_and_an_interrupt_ends_it_without_an_abort() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "3"}
-    said = python("-c", LEFT, env=environment, check=True).stdout
-    before, inside, after, without = map(int, said.split())
-    assert inside > before + 1 and after == before, said
-    assert without > before, said  # what it spares
-
-
-def test_an_interrupt_ends_what_is_aside_and_the_program_does_not_abort() -> None:
-    process = subprocess.Popen([sys.executable, "-c", ENDLESS], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", RUN]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     with killed_late(process):
+        before, inside, after, without = map(int, process.stdout.readline().split())
+        assert inside > before + 1 and after == before
+        assert without > before  # what it spares
         assert process.stdout.readline() == "begun\n"
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=SECONDS)[0] == "ended\ninterrupted\n"

@@ -120,7 +120,8 @@ def test_drafters_of_every_family_learn_from_its_own_pictures_and_from_recorded_
     all_levels = DrafterSettings(
         batch_size=2, warmup=1, levels=3, anchors=4, condition_width=8, aux_layers=1
     ).of("parallel")
-    into = {part: TrainingOptions(folder / part, 2, checks=1) for part in ("drafter", "parallel", "next")}
+    into = {part: TrainingOptions(folder / part, 2, checks=1) for part in ("parallel", "next")}
+    into["drafter"] = TrainingOptions(folder / "drafter", 10, checks=1)
     runs = replace(own, rollouts=3, drafter=folder / "parallel")
     rejects("no parallel drafter to go on with", train, folder, RolloutTask, all_levels, runs, into["next"])
     assert train(folder, EagleTask, one, own, into["drafter"])
@@ -133,6 +134,7 @@ def test_drafters_of_every_family_learn_from_its_own_pictures_and_from_recorded_
     known = facts["drafter"]["settings"]
     assert known["cfg"] == pipe.settings("ar").cfg == facts["drafter"]["data"]["cfg"]
     assert known["kv_heads"] == pipe.target.decoder.config.kv_heads
+    assert facts["drafter"]["steps"] == 10
     plain = pipe(texts[0], method="ar", temperature=0.0)
     for drafter, proposer in ((folder / "next", "parallel"), (None, "tree")):
         pipe = Pipeline.from_pretrained(folder, drafter, device="cpu", dtype="float64")
