@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -29,6 +30,9 @@ from lanternpp.serve.scheduler import AllRunnersBusy, BatchRunner, ClientAtLimit
 from lanternpp.serve.tickets import Closed, Expired, Full, ImageSpec, Key, Ticket
 from lanternpp.types import Prompt
 
+log = logging.getLogger("lanternpp.serve")
+UNFINISHED = "the server shut down before the picture was finished"
+JOIN = 30.0  # seconds that the drawing thread may take to end
 RECENT = 0.2  # weight of the latest value in the moving average of the seconds between two finished pictures
 
 
@@ -83,15 +87,6 @@ class Batcher:
             return Load(
                 running, len(self._waiting), Counter(runner.settings.batch_size for runner in runners)
             )
-
-    def submit(self, spec: ImageSpec) -> Ticket:
-        """Put a picture into the queue. Raises Full where there is no room, Closed, or InputError."""
-        return self.submit_all([spec])[0]
-
-    def submit_all(self, specs: Sequence[ImageSpec]) -> list[Ticket]:
-        """Put all of these into the queue, or none; raises as `submit`."""
-        with self.reserve(len(specs)) as submit:
-            return submit(specs)
 
     @contextmanager
     def reserve(self, count: int) -> Iterator[Callable[[Sequence[ImageSpec]], list[Ticket]]]:
@@ -185,7 +180,8 @@ class Batcher:
     def close(self, drain: bool = True, timeout: float = 30.0) -> bool:
         """Accept nothing new; with `drain`, wait up to `timeout` seconds for the accepted pictures. Then stop.
 
-        Returns whether all of them were finished. The tickets of the others fail with Closed.
+        Returns whether all of them were finished. The tickets of the others fail with Closed, also where a step takes longer than
+        `JOIN` seconds: the drawing thread then ends with the process.
         """
         until = time.monotonic() + timeout
         with self._changed:
@@ -195,16 +191,24 @@ class Batcher:
             unfinished = self._busy()
             self._stop = True
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.join(JOIN)
+        if self._thread.is_alive():
+            log.warning("a step has taken %g s since drawing was to stop, and is waited for no longer", JOIN)
+            self._fail(Closed(UNFINISHED))
         return not unfinished
 
     def _busy(self) -> bool:
         return bool(len(self._waiting)) or bool(self._scheduler.running)
 
+    def _fail(self, reason: Exception) -> None:
+        """Fail every ticket that is not settled."""
+        for ticket in [*self._scheduler.tickets, *self._waiting]:
+            ticket.settle(reason)
+
     # The methods below run in the drawing thread.
 
     def _run(self) -> None:
-        reason: Exception = Closed("the server shut down before the picture was finished")
+        reason: Exception = Closed(UNFINISHED)
         try:
             while self._iterate():
                 pass
@@ -214,8 +218,7 @@ class Batcher:
         finally:
             with self._changed:
                 self.closed = self._stop = True
-                for ticket in [*self._scheduler.tickets, *self._waiting]:
-                    ticket.settle(reason)
+                self._fail(reason)
                 self._waiting, self._scheduler.runners = FairQueue(), ()
                 self._changed.notify_all()
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers.models import write_model
 from helpers.refusals import rejects
+from helpers.served import put
 
 from lanternpp import Pipeline
 from lanternpp.api.calls import Request
@@ -128,7 +129,7 @@ def test_every_batch_size_is_measured_for_itself_and_the_server_draws_with_it(mo
     assert len(asked) == 2
     batcher = Batcher(pipe, ServerConfig(slots=2))
     try:
-        drawn = batcher.submit(ImageSpec(PROMPT, 3, pipe.settings("parallel", batch_size=1))).result(300)
+        drawn = put(batcher, ImageSpec(PROMPT, 3, pipe.settings("parallel", batch_size=1))).result(300)
     finally:
         batcher.close(False, 0)
     assert drawn.settings.tree == "chain-2" and len(asked) == 2
