@@ -322,6 +322,11 @@ def drawn_with(method: str, auto: str | None, settings: Mapping[str, Any] | None
     return method if auto is None else f"{method} (auto: {auto})"
 
 
+def place_of(settings: Mapping[str, Any]) -> str:
+    """Where and in what precision pictures are drawn, such as "cpu (int8 weights, bfloat16)"."""
+    return f"{settings['device']} ({settings['dtype'].replace('int8,', 'int8 weights,')})"
+
+
 def draft_of(settings: Mapping[str, Any]) -> str | None:
     """The draft of settings in words; None where there is none."""
     if settings.get("window") is not None:

@@ -17,6 +17,7 @@ from lanternpp.api.options import (
     draft_of,
     drawn_with,
     names,
+    place_of,
 )
 from lanternpp.cli import options as opt
 from lanternpp.cli.terminal import Progress, progress_bar, show_table
@@ -148,7 +149,7 @@ def show(prompt: str, rows: Sequence[Mapping[str, Any]], bound: str | None) -> N
     if side["auto"] or side["settings"]["fit"]:
         caption.append(drawn_with(side["method"], side["auto"], side["settings"]))
     caption += [bound] if bound else []
-    caption.append("{dtype} on {device}".format_map(base["settings"]))
+    caption.append(place_of(base["settings"]))
     headings = ["method", "seconds / picture", "passes / picture", "codes / pass", "speed-up"]
     cells = [[each["method"], *figures(each), f"{each['speedup']:.2f}x"] for each in rows]
     if side["tv_cost"] is not None:
