@@ -27,7 +27,7 @@ from lanternpp.nn.sources import Source
 from lanternpp.util.devices import INT8, pick_device, pick_dtype
 from lanternpp.util.jsonfile import read_object
 from lanternpp.util.registry import find, unknown
-from lanternpp.util.schema import made
+from lanternpp.util.schema import checked
 
 ASSETS = Path(__file__).parent.parent / "assets"
 MODELS = {
@@ -159,7 +159,7 @@ def read_defaults(folder: Path) -> dict[str, Any]:
         return {}
     content = read_object(path)
     try:
-        made(_Defaults, content)
+        checked("", content, _Defaults)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
     return content

@@ -71,7 +71,7 @@ def _parameter(name: str, hint: Any, without: tuple[str, ...] = (), help: str = 
     kind = hint.__origin__ if meta else hint
     without += next((each for each in meta if isinstance(each, Without)), ())
     if name in without:
-        return Annotated[kind, Parameter(parse=False)]
+        return Annotated[hint, Parameter(parse=False)]
     kind = next((each for each in meta if is_typeddict(each)), kind)
     if is_typeddict(kind) or dataclasses.is_dataclass(kind):
         return Annotated[_group(kind, without), Parameter(name="*")]
@@ -93,7 +93,7 @@ def _parameter(name: str, hint: Any, without: tuple[str, ...] = (), help: str = 
         show_default=False if kind is bool else None,
         **section,
     )
-    return Annotated[kind, made]
+    return Annotated[kind, option, made]
 
 
 def _number(kind: type[int] | type[float], _: Any, tokens: Any) -> int | float:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
 from lanternpp.errors import InputError
-from lanternpp.util.options import Option, option_of
+from lanternpp.util.options import Option, declared
 
 Kind = Literal["eagle", "parallel"]
 Stored = Literal["float32", "bfloat16", "int8", "int6"]
@@ -28,16 +28,9 @@ Seed = Annotated[int, Option("Seed of weights, data order and noise.", ge=0, le=
 Eagle, Parallel = partial(Option, group="EAGLE"), partial(Option, group="Parallel")
 
 
-def declared(options: Any) -> dict[str, Option]:
-    """The options that a dataclass declares, or its base class: a command line derives one from it."""
-    hints = [get_type_hints(kind, include_extras=True) for kind in type(options).__mro__[:-1]]
-    pairs = [(name, option_of(hint)) for each in hints for name, hint in each.items()]
-    return {name: option for name, option in pairs if option is not None}
-
-
 def check_options(options: Any, kind: Kind | None = None) -> None:
     """InputError where a field of a dataclass of options is out of its range, or given and of drafters of another kind."""
-    for name, option in declared(options).items():
+    for name, option in declared(type(options)).items():
         value, called = getattr(options, name), "--" + name.replace("_", "-")
         option.check(value, called)
         other = kind is not None and option.group.lower() not in ("", kind)

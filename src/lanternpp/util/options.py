@@ -9,7 +9,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from lanternpp.errors import InputError
 
@@ -70,6 +70,12 @@ class Option:
                 yield kind(bound)
 
     __is_annotated_types_grouped_metadata__ = True
+
+
+def declared(kind: type) -> dict[str, Option]:
+    """The options of a dataclass, by the names of its fields."""
+    pairs = ((name, option_of(hint)) for name, hint in get_type_hints(kind, include_extras=True).items())
+    return {name: option for name, option in pairs if option is not None}
 
 
 def option_of(hint: Any) -> Option | None:

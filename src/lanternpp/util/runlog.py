@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from lanternpp.errors import InputError
 from lanternpp.util.files import write_text
-from lanternpp.util.jsonfile import LINES, parse_json, read_text
+from lanternpp.util.jsonfile import LINES, key_of, parse_json, read_text
 
 T = TypeVar("T")
 
@@ -66,23 +66,19 @@ class Journal:
 
     def __init__(self, path: Path, remedy: str):
         self.path = path
-        rows = read_rows(path, lambda row: (_text(row["key"]), row["value"]), remedy)
+        rows = read_rows(path, lambda row: (key_of(row["key"]), row["value"]), remedy)
         self._values: dict[str, Any] = dict(rows)
 
     def __len__(self) -> int:
         return len(self._values)
 
     def __contains__(self, key: Mapping[str, Any]) -> bool:
-        return _text(key) in self._values
+        return key_of(key) in self._values
 
     def once(self, key: Mapping[str, Any], measure: Callable[[], Any]) -> Any:
         """The measurement under a key; measured now, and logged, where there is none."""
         if key not in self:
             value = measure()
             append(self.path, {"key": dict(key), "value": value})
-            self._values[_text(key)] = value
-        return self._values[_text(key)]
-
-
-def _text(key: Mapping[str, Any]) -> str:
-    return json.dumps(key, sort_keys=True)
+            self._values[key_of(key)] = value
+        return self._values[key_of(key)]

@@ -19,7 +19,7 @@ from lanternpp.api.calls import Request
 from lanternpp.api.defaults import Defaults
 from lanternpp.api.fit import choice
 from lanternpp.api.fit.choice import ENOUGH, PLAIN, plain_settings, shape_of
-from lanternpp.api.fit.rates import FILE, Counts, key, read_rates, strength
+from lanternpp.api.fit.rates import FILE, Counts, read_rates, strength
 from lanternpp.api.fit.steps import Step, bound, disturbed, measure
 from lanternpp.api.options import Settings
 from lanternpp.api.picture import notes
@@ -30,6 +30,7 @@ from lanternpp.serve.config import ServerConfig
 from lanternpp.serve.tickets import ImageSpec
 from lanternpp.training.rates import record, strengths
 from lanternpp.trees.shapes import chain
+from lanternpp.util.jsonfile import key_of
 
 PROMPT = "a red tulip"
 HALVES = Counts(((8.0,),) * 8, ((4.0,),) * 8, 1000)  # every guess is accepted half of the time
@@ -248,7 +249,7 @@ def test_a_training_stores_the_rates_of_its_drafter(model: Path, timed) -> None:
     codes = record(pipe, methods[:2], model / "parallel", [PROMPT], 100)
     assert codes.keys() == {"parallel", "lantern++ lambda 1.5"} and min(codes.values()) >= 1
     (name, counts), relaxed = read_rates(model / "parallel").items()
-    assert name == key(strength(methods[0])) and json.loads(relaxed[0])["lam"] == 1.5
+    assert name == key_of(strength(methods[0])) and json.loads(relaxed[0])["lam"] == 1.5
     shorter = pipe.settings("parallel", tree="chain-2", batch_size=8)
     engine, observer = pipe.new_engine(shorter), AcceptanceByRank(pipe.target.length)
     engine.observers.append(observer)

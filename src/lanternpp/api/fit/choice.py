@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import lanternpp
-from lanternpp.api.fit.rates import Counter, Counts, is_joint, key, passes, read_rates, strength
+from lanternpp.api.fit.rates import Counter, Counts, is_joint, passes, read_rates, strength
 from lanternpp.api.fit.steps import Step, bound, disturbed, measure
 from lanternpp.api.model import NETWORKS, Model
 from lanternpp.api.options import BASELINE, METHODS, MethodDials, Settings, names
@@ -26,9 +26,9 @@ from lanternpp.trees import static_shape
 from lanternpp.trees.shapes import Shape, chain, is_chain
 from lanternpp.util.devices import device_name
 from lanternpp.util.files import digest, user_cache
-from lanternpp.util.jsonfile import read_object, write_json
+from lanternpp.util.jsonfile import key_of, read_object, write_json
 from lanternpp.util.registry import Given
-from lanternpp.util.schema import made
+from lanternpp.util.schema import checked
 
 SWITCH = "LANTERNPP_FIT"  # in the environment; 0: nothing is fitted, as with --no-fit
 PLAIN = "plain"
@@ -88,7 +88,7 @@ class Store:
     def _read(self) -> None:
         """Take over the measurements of other processes."""
         try:
-            found = made(_Content, read_object(self.path)) if self.path.is_file() else _Content()
+            found = checked("", read_object(self.path) if self.path.is_file() else {}, _Content)
         except (InputError, OSError) as error:
             _warn(f"this machine is measured again: {error}")
             return
@@ -152,7 +152,7 @@ class Fit:
             return own
         counts = self.counts(settings)
         if counts is None:
-            self._uncounted.add(key(strength(settings)))
+            self._uncounted.add(key_of(strength(settings)))
             return own
         candidates = self._candidates(settings, shape, counts)
         if len(candidates) < 2:
@@ -171,22 +171,22 @@ class Fit:
 
     def counts(self, settings: Settings) -> Counts | None:
         """The acceptance of a method's drafts, where it is known."""
-        mine = key(strength(settings))
+        mine = key_of(strength(settings))
         return self.rates.get(mine) or self.store.counts(mine)
 
     def bound(self, settings: Settings) -> str | None:
         """One sentence on what bounds passes on this machine; None where it was not measured for such settings."""
-        return bound(self.store.content.steps.get(key(costed(settings)), ()))
+        return bound(self.store.content.steps.get(key_of(costed(settings)), ()))
 
     def count(self, settings: Settings, engine: Engine) -> None:
         """Let an engine count the acceptance of its drafts, where a fit waits for the counts."""
-        mine = key(strength(settings))
+        mine = key_of(strength(settings))
         if mine in self._uncounted:
             engine.observers.append(Counter(self.length, partial(self.store.add_counts, mine)))
 
     def _steps(self, settings: Settings, candidates: Mapping[str, Settings]) -> dict[str, Step]:
         """The steps of the candidates, stored or measured now."""
-        mine = key(costed(settings))
+        mine = key_of(costed(settings))
         known = self.store.content.steps.get(mine, ())
         first = list(candidates)[:2]  # plain decoding and one draft, which are always measured
         if not {step.draft for step in known}.issuperset(first):

@@ -6,7 +6,6 @@ are counted while pictures are drawn.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import add
@@ -23,7 +22,7 @@ from lanternpp.errors import InputError
 from lanternpp.trees.search import expected
 from lanternpp.trees.shapes import Shape
 from lanternpp.types import TargetOutput
-from lanternpp.util.jsonfile import read_object
+from lanternpp.util.jsonfile import key_of, read_object
 from lanternpp.util.schema import checked
 
 FILE = "acceptance.json"
@@ -127,11 +126,6 @@ def is_joint(settings: Settings) -> bool:
     return settings.verify not in (None, TOKEN)
 
 
-def key(facts: Mapping[str, Any]) -> str:
-    """Facts as the key of a table."""
-    return json.dumps(facts, sort_keys=True)
-
-
 @dataclass(frozen=True)
 class _Row:
     strength: Mapping[str, Any]
@@ -146,4 +140,4 @@ def read_rates(folder: Path) -> dict[str, Counts]:
         rows = checked("acceptance", content, tuple[_Row, ...])
     except InputError as error:
         raise InputError(f"{path} is damaged ({error}); train the drafter again, or remove it") from None
-    return {key(row.strength): row.counts for row in rows}
+    return {key_of(row.strength): row.counts for row in rows}
