@@ -88,24 +88,23 @@ class Engines:
         with self._lock:
             if settings.compile:
                 check_compiler(self.model.device)
-            model = self._model_for(settings)
+            model, used = self._model_for(settings), backend(self.model.device)
             target = model.target.shaped(shape)
             proposer = build_proposer(settings, partial(model.network, shape=shape))
-            used = backend(self.model.device)
             rule = build_rule(settings, self._table)
             if type(rule) not in RULES.values():
                 like = next(target.parameters())
                 check_relax(rule, str(settings.accept), target.vocab, proposer.depth, like)
             sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, backend=used)
+            verify = settings.verify or TOKEN
+            verifier = find("verifier", verify, VERIFIERS)
+            verifier = with_native(verifier, PYTORCH if target.channels else used)
             parts = (target, proposer, rule, sampling, Guidance(settings.cfg))
-            codes = not target.channels
-            verifier = find("verifier", settings.verify or TOKEN, VERIFIERS)
-            verifier = with_native(verifier, used if codes else PYTORCH)
             engine = engine_class(target)(*parts, settings.batch_size, settings.measure_tv, verifier)
             if settings.compile:
                 compile_steps(engine)
-            elif codes:
-                engine.fused = used.step(engine, settings.verify or TOKEN)
+            elif not target.channels:
+                engine.fused = used.step(engine, verify)
             if "_fit" in vars(self) and shape is None:
                 self._fit.count(settings, engine)
             return engine

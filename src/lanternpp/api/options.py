@@ -172,20 +172,17 @@ class CallOptions(StreamOptions, total=False):
     callback: "Callable[[Partial], None] | None"
 
 
-EVERY = (EngineDials, PartDials, DraftDials, RuleDials, MeasureDials, SamplingDials)
-HEADINGS = {EngineDials: "Model", SamplingDials: "Sampling"}  # of help; the other dials are under Method
-
-
-def _dial(name: str, hint: Any, group: type) -> Dial:
+def _dial(name: str, hint: Any) -> Dial:
     """A key of a TypedDict as a dial with its name, kind and heading."""
     made, kind = option_of(hint), (*get_args(get_args(hint)[0]), str)[0]
     assert isinstance(made, Dial)
     metavar = made.metavar or ("NAME" if kind is str else None)
-    heading = HEADINGS.get(group, "Method")
+    groups = ((EngineDials, "Model"), (SamplingDials, "Sampling"), (PictureDials, "Method"))
+    heading = next(heading for group, heading in groups if name in group.__annotations__)
     return replace(made, name=name, kind=kind, metavar=metavar, group=heading, negative=kind is bool)
 
 
-DIALS = {name: _dial(name, hint, group) for group in EVERY for name, hint in group.__annotations__.items()}
+DIALS = {name: _dial(name, hint) for name, hint in PictureDials.__annotations__.items()}
 
 
 # Dials of earlier versions, which are rejected with their new names.
@@ -199,13 +196,8 @@ RENAMED = {
 
 
 def names(*groups: type) -> tuple[str, ...]:
-    """The names of the dials of some groups, or of all of a TypedDict."""
+    """The names of the dials of some TypedDicts, in the order of their declaration."""
     return tuple(name for name in DIALS if any(name in group.__annotations__ for group in groups))
-
-
-def dials(*groups: type) -> tuple[Dial, ...]:
-    """The dials of some groups, in the order of their declaration."""
-    return tuple(DIALS[name] for name in names(*groups))
 
 
 class Settings:

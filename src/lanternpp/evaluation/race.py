@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from lanternpp.api.calls import Request
-from lanternpp.api.options import BASELINE, MethodDials, check_method, dials
+from lanternpp.api.options import BASELINE, DIALS, MethodDials, check_method, names
 from lanternpp.api.picture import notes, save_png
 from lanternpp.api.pipeline import Pipeline, Result, versions
 from lanternpp.engine.stopwatch import Stopwatch
@@ -30,7 +30,7 @@ from lanternpp.util.schema import checked
 
 RUN, TURNS, PICTURES = "run.json", "turns.jsonl", "pictures"
 ELSEWHERE = "choose another folder with -o"
-METHOD_DIALS = dials(MethodDials)  # an entry's possible overrides
+METHOD_DIALS = [DIALS[name] for name in names(MethodDials)]  # an entry's possible overrides
 BY_KEY = {key: dial for dial in METHOD_DIALS for key in (dial.name, dial.spoken, dial.short) if key}
 
 
