@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, TypeVar, get_args, get_type_hints, is_typeddict
 
 from cyclopts import Group, Parameter
 
-from lanternpp.api.options import AUTO, DIALS, DrawOptions
+from lanternpp.api.options import AUTO, DIALS, DrawOptions, Settings
 from lanternpp.cli.terminal import say
 from lanternpp.errors import InputError
 from lanternpp.util.options import Option, option_of
@@ -45,11 +45,7 @@ class Without(tuple[str, ...]):
 
 def verb(function: F) -> F:
     """A decorator that makes the annotations of a function ones that Cyclopts reads, and its docstring one line a paragraph."""
-    hints = get_type_hints(function, include_extras=True)
-    function.__doc__, helps = documented(function.__doc__, hints)
-    function.__annotations__ = {
-        name: _parameter(name, hint, (), helps.get(name, "")) for name, hint in hints.items()
-    }
+    function.__doc__, function.__annotations__ = _documented(function)
     defaults = function.__kwdefaults__ or {}
     for name, default in defaults.items():
         if dataclasses.is_dataclass(default):  # Cyclopts has pydantic check that it is of the annotated class
@@ -110,22 +106,23 @@ def _group(kind: Any, without: tuple[str, ...]) -> Any:
         dials = {name: DIALS[name] for name in kind.__annotations__ if name not in without}
         made = {name: _parameter(name, Annotated[dial.kind | None, dial]) for name, dial in dials.items()}
         return TypedDict(kind.__name__, made, total=False)  # type: ignore[operator]
-    hints = get_type_hints(kind, include_extras=True)
-    _, helps = documented("\n\n".join(each.__doc__ or "" for each in kind.__mro__), hints)
-    under = getattr(kind, "heading", "")
-    made = {name: _parameter(name, hint, without, helps.get(name, ""), under) for name, hint in hints.items()}
+    _, made = _documented(kind, without, getattr(kind, "heading", ""))
     # pickled as the class itself, since another process has not made this one
     names: dict[str, Any] = {"__annotations__": made, "__module__": kind.__module__}
     names["__reduce__"] = lambda group: (partial(kind, **vars(group)), ())
     return type(kind.__name__, (kind,), names)
 
 
-def documented(text: str | None, names: Container[str]) -> tuple[str, dict[str, str]]:
-    """A docstring without the help of options, one line a paragraph; and that help, its lines `name: help`, by their names."""
+def _documented(owner: Any, without: tuple[str, ...] = (), under: str = "") -> tuple[str, dict[str, Any]]:
+    """The docstring of a function or class without the help of options, one line a paragraph; and its parameters or fields, by their
+    names, with that help: the lines `name: help`.
+    """
+    hints = get_type_hints(owner, include_extras=True)
     paragraphs, helps, name = [""], dict[str, str](), ""
-    for line in map(str.strip, (text or "").splitlines()):
+    text = "\n\n".join(each.__doc__ or "" for each in getattr(owner, "__mro__", (owner,)))
+    for line in map(str.strip, text.splitlines()):
         word, colon, rest = line.partition(": ")
-        if colon and word in names:
+        if colon and word in hints:
             name, helps[word] = word, rest
         elif name and line:
             helps[name] += f" {line}"
@@ -134,7 +131,8 @@ def documented(text: str | None, names: Container[str]) -> tuple[str, dict[str, 
         else:
             name = ""
             paragraphs += [""] if paragraphs[-1] else []
-    return "\n\n".join(paragraphs).strip(), helps
+    made = {name: _parameter(name, hint, without, helps.get(name, ""), under) for name, hint in hints.items()}
+    return "\n\n".join(paragraphs).strip(), made
 
 
 def not_empty(prompt: str) -> None:
@@ -252,8 +250,8 @@ def defaults_of(options: DrawOptions) -> Defaults:
     return Defaults.read(model_folder(options.model), drafter)
 
 
-def check(options: DrawOptions) -> None:
-    """Reject, before a model is read, wrong parts or dials of a method, and dials that no part reads."""
+def check(options: DrawOptions) -> Settings:
+    """The settings of a model that is not read yet. Raises InputError for wrong parts or dials of a method, and dials that no part reads."""
     import torch
 
     from lanternpp.accept import RULES
@@ -270,6 +268,7 @@ def check(options: DrawOptions) -> None:
         raise InputError(
             f"--drafter {drafter} would change nothing: the proposer {settings.proposer!r} has no drafter"
         )
+    return settings
 
 
 def with_full_paths(options: DrawOptions) -> DrawOptions:
