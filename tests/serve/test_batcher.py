@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from helpers.processes import SECONDS, until
@@ -110,7 +111,7 @@ def test_an_engine_that_cannot_be_built_fails_its_picture_alone(slow):
     def at_batch(settings, rows):
         if settings.temperature == 0:
             raise InputError("no drafter")
-        return settings
+        return replace(settings, batch_size=rows)
 
     slow.at_batch = at_batch
     with batcher_of(slow) as batcher:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -45,16 +45,6 @@ class Load:
     runners: Mapping[int, int]  # batch size -> number of batch runners
 
 
-class Observer(Protocol):
-    """Is called when a batcher has done something, in the thread that did it."""
-
-    def stepped(self, pictures: int) -> None:
-        """A step advanced so many pictures."""
-
-    def ended(self, ticket: Ticket) -> None:
-        """A ticket is settled: finished, failed, cancelled or expired."""
-
-
 class Batcher:
     """Accepts pictures of one model from any thread, at most `config.queue` at a time, and draws them in one, the drawing thread.
 
@@ -64,7 +54,9 @@ class Batcher:
     def __init__(self, pipe: Pipeline, config: ServerConfig | None = None):
         """Start the drawing thread. pipe: best read with `run_in_new_thread`."""
         self.pipe, self.config = pipe, config or ServerConfig()
-        self.observers: list[Observer] = []
+        # Called in the thread that did it: a step advanced so many pictures; a ticket is settled.
+        self.stepped: Callable[[int], None] = lambda pictures: None
+        self.ended: Callable[[Any], None] = lambda ticket: None
         self._waiting = FairQueue()
         self._changed = threading.Condition()  # guards the queue and the flags; wakes the drawing thread
         self._encoding = threading.Lock()  # a target encodes one prompt at a time
@@ -115,8 +107,7 @@ class Batcher:
                 self._reserved, reserved = self._reserved - reserved, 0
                 for ticket in tickets:
                     self._waiting.add(ticket)
-                    for observer in self.observers:
-                        ticket.add_done_callback(observer.ended)  # type: ignore[arg-type]
+                    ticket.add_done_callback(self.ended)
                 self._changed.notify_all()
             return tickets
 
@@ -254,8 +245,7 @@ class Batcher:
         before = runner.busy_seconds
         try:
             finished = runner.step()
-            for observer in self.observers:
-                observer.stepped(len(runner.tickets) + finished)
+            self.stepped(len(runner.tickets) + finished)
             for _ in range(finished):
                 self._record_finish(self._busy())
         except Exception as error:
@@ -311,6 +301,6 @@ class Batcher:
 
     def _build(self, key: Key, size: int) -> BatchRunner:
         settings, shape = key
-        settings = replace(self.pipe.at_batch(replace(settings, batch_size=size), size), batch_size=size)
+        settings = self.pipe.at_batch(settings, size)
         engine = self.pipe.new_engine(settings, shape)
         return BatchRunner(engine, key, settings, partial(self.pipe.images, target=engine.target))
