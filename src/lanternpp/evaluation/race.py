@@ -36,11 +36,12 @@ BY_KEY = {key: dial for dial in METHOD_DIALS for key in (dial.name, dial.spoken,
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of a race: a named method and its overrides."""
+    """One row of a race: a named method, its overrides, and figures of it that are known before."""
 
     label: str
     method: str
     overrides: dict[str, Any]
+    figures: Mapping[str, float] | None = None
 
     @property
     def slug(self) -> str:
