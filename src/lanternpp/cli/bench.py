@@ -102,7 +102,7 @@ def bench(
     plots: opt.Plots = None,
     as_json: opt.Json = False,
     options: Annotated[
-        DrawOptions, opt.Without(("size", "method", *names(MethodDials, MeasureDials)))
+        DrawOptions, opt.without("size", "method", *names(MethodDials, MeasureDials))
     ] = DrawOptions(),
     seed: opt.Seed = 0,
     measured: QualityOptions = QualityOptions(),
@@ -116,7 +116,7 @@ def bench(
     resume: Go on with the run in the folder.
     """
     if measured.pictures is not None:
-        if vars(field) != vars(FieldOptions()) or prompts or options.overrides:
+        if field != FieldOptions() or prompts or options.overrides:
             raise InputError("--pictures draws nothing: leave out the options of drawing")
         show_folder(measured.pictures, measured, options, as_json)
         return

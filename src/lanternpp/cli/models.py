@@ -55,7 +55,7 @@ models = App(
 def list_models(
     *,
     as_json: opt.Json = False,
-    options: Annotated[DrawOptions, opt.Without(("size", "method", *names(PictureDials)))] = DrawOptions(),
+    options: Annotated[DrawOptions, opt.without("size", "method", *names(PictureDials))] = DrawOptions(),
 ) -> None:
     """List the models, methods and trees that have names; with --model or --drafter, the settings of each method there.
 
@@ -111,7 +111,7 @@ def warm(
     *,
     batch_sizes: Annotated[str, Option("Pictures at once, separated by commas.", metavar="A,B,...")] = "1",
     as_json: opt.Json = False,
-    options: Annotated[DrawOptions, opt.Without(("batch_size",))] = DrawOptions(),
+    options: Annotated[DrawOptions, opt.without("batch_size")] = DrawOptions(),
 ) -> None:
     """Compile the steps of the method and of plain decoding by torch.compile, and keep them in the cache.
 

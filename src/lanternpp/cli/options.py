@@ -7,9 +7,10 @@ The docstring of a verb or dataclass has the help of its options, a line `name: 
 from __future__ import annotations
 
 import dataclasses
+import re
 import tempfile
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, TypeVar, get_args, get_type_hints, is_typeddict
 
@@ -39,17 +40,14 @@ HEADINGS = (
 )
 
 
-class Without(tuple[str, ...]):
-    """Names of a group's fields that a verb has no options for: `Annotated[DrawOptions, Without(("size", "method"))]`."""
+def without(*names: str) -> Parameter:
+    """For a group whose fields of these names are no options of a verb: `Annotated[DrawOptions, without("size", "method")]`."""
+    return Parameter(parse=re.compile(rf"^(?!({'|'.join(names)})$)"))
 
 
 def verb(function: F) -> F:
     """A decorator that makes the annotations of a function ones that Cyclopts reads, and its docstring one line a paragraph."""
     function.__doc__, function.__annotations__ = _documented(function)
-    defaults = function.__kwdefaults__ or {}
-    for name, default in defaults.items():
-        if dataclasses.is_dataclass(default):  # Cyclopts has pydantic check that it is of the annotated class
-            defaults[name] = get_args(function.__annotations__[name])[0](**vars(default))
     return function
 
 
@@ -58,27 +56,46 @@ def heading(name: str) -> Group:
     return Group(name, sort_key=HEADINGS.index(name) if name in HEADINGS else len(HEADINGS))
 
 
-def _parameter(name: str, hint: Any, without: tuple[str, ...] = (), help: str = "", under: str = "") -> Any:
+def _documented(owner: Any) -> tuple[str, dict[str, Any]]:
+    """The docstring of a function or class without the help of options, one line a paragraph; and its parameters or fields, by their
+    names, with that help: the lines `name: help`.
+    """
+    hints = get_type_hints(owner, include_extras=True)
+    paragraphs, helps, name = [""], dict[str, str](), ""
+    text = "\n\n".join(each.__doc__ or "" for each in getattr(owner, "__mro__", (owner,)))
+    for line in map(str.strip, text.splitlines()):
+        word, colon, rest = line.partition(": ")
+        if colon and word in hints:
+            name, helps[word] = word, rest
+        elif name and line:
+            helps[name] += f" {line}"
+        elif line:
+            paragraphs[-1] = f"{paragraphs[-1]} {line}".strip()
+        else:
+            name = ""
+            paragraphs += [""] if paragraphs[-1] else []
+    made = {name: _parameter(name, hint, helps.get(name, "")) for name, hint in hints.items()}
+    return "\n\n".join(paragraphs).strip(), made
+
+
+def _parameter(name: str, hint: Any, help: str = "") -> Any:
     """The annotation of a parameter or field, with what Cyclopts is to know of its option or group of options.
 
-    help, under: the help and the heading of an option that has none.
+    help: of an option that has none of its own.
     """
     meta = getattr(hint, "__metadata__", ())
     kind = hint.__origin__ if meta else hint
-    without += next((each for each in meta if isinstance(each, Without)), ())
-    if name in without:
-        return Annotated[hint, Parameter(parse=False)]
-    kind = next((each for each in meta if is_typeddict(each)), kind)
-    if is_typeddict(kind) or dataclasses.is_dataclass(kind):
-        return Annotated[_group(kind, without), Parameter(name="*")]
+    types = (each for each in (*meta, kind) if isinstance(each, type))
+    if group := next((each for each in types if is_typeddict(each) or dataclasses.is_dataclass(each)), None):
+        above: dict[str, Any] = {"group": heading(group.heading)} if hasattr(group, "heading") else {}
+        return Annotated[_group(group), *meta, Parameter(name="*", **above)]
     option = option_of(hint) or (Option() if help else None)
     if option is None:
         return hint
     option = dataclasses.replace(option, help=option.help or help)
     called = max(option.names or ("--" + name.replace("_", "-"),), key=len)
     number = next((each for each in (int, float) if each in (kind, *get_args(kind))), None)
-    under = option.group or under
-    section: dict[str, Any] = {"group": heading(under)} if under else {}
+    section: dict[str, Any] = {"group": heading(option.group)} if option.group else {}
     made = Parameter(
         name=option.names or None,
         help=option.about,
@@ -100,39 +117,15 @@ def _number(kind: type[int] | type[float], _: Any, tokens: Any) -> int | float:
         raise ValueError(f"{tokens[0].value!r} is no {'whole ' if kind is int else ''}number") from None
 
 
-def _group(kind: Any, without: tuple[str, ...]) -> Any:
-    """A dataclass whose fields Cyclopts reads as options, under its `heading` if it has one, or a TypedDict of dials."""
+@cache
+def _group(kind: Any) -> Any:
+    """A dataclass, whose annotations become ones that Cyclopts reads, or a TypedDict of dials. Fields are under its `heading`, if it has one."""
     if is_typeddict(kind):
-        dials = {name: DIALS[name] for name in kind.__annotations__ if name not in without}
-        made = {name: _parameter(name, Annotated[dial.kind | None, dial]) for name, dial in dials.items()}
+        dials = [DIALS[name] for name in kind.__annotations__]
+        made = {dial.name: _parameter(dial.name, Annotated[dial.kind | None, dial]) for dial in dials}
         return TypedDict(kind.__name__, made, total=False)  # type: ignore[operator]
-    _, made = _documented(kind, without, getattr(kind, "heading", ""))
-    # pickled as the class itself, since another process has not made this one
-    names: dict[str, Any] = {"__annotations__": made, "__module__": kind.__module__}
-    names["__reduce__"] = lambda group: (partial(kind, **vars(group)), ())
-    return type(kind.__name__, (kind,), names)
-
-
-def _documented(owner: Any, without: tuple[str, ...] = (), under: str = "") -> tuple[str, dict[str, Any]]:
-    """The docstring of a function or class without the help of options, one line a paragraph; and its parameters or fields, by their
-    names, with that help: the lines `name: help`.
-    """
-    hints = get_type_hints(owner, include_extras=True)
-    paragraphs, helps, name = [""], dict[str, str](), ""
-    text = "\n\n".join(each.__doc__ or "" for each in getattr(owner, "__mro__", (owner,)))
-    for line in map(str.strip, text.splitlines()):
-        word, colon, rest = line.partition(": ")
-        if colon and word in hints:
-            name, helps[word] = word, rest
-        elif name and line:
-            helps[name] += f" {line}"
-        elif line:
-            paragraphs[-1] = f"{paragraphs[-1]} {line}".strip()
-        else:
-            name = ""
-            paragraphs += [""] if paragraphs[-1] else []
-    made = {name: _parameter(name, hint, without, helps.get(name, ""), under) for name, hint in hints.items()}
-    return "\n\n".join(paragraphs).strip(), made
+    _, kind.__annotations__ = _documented(kind)
+    return kind
 
 
 def not_empty(prompt: str) -> None:

@@ -56,7 +56,7 @@ class ListenOptions:
 def serve(
     *,
     listen: ListenOptions = ListenOptions(),
-    config: Annotated[ServerConfig, opt.Without(("method", "overrides", "keys", "hosts"))] = ServerConfig(),
+    config: Annotated[ServerConfig, opt.without("method", "overrides", "keys", "hosts")] = ServerConfig(),
     ray: opt.Ray = None,
     replicas: Annotated[int | None, opt.workers("Servers under --ray")] = None,
     options: DrawOptions = DrawOptions(),

@@ -27,7 +27,7 @@ def tune(
     save: Annotated[bool, opt.Switch] = True,
     plots: opt.Plots = None,
     as_json: opt.Json = False,
-    options: Annotated[DrawOptions, opt.Without(("tree", "measure_tv"))] = DrawOptions(),
+    options: Annotated[DrawOptions, opt.without("tree", "measure_tv")] = DrawOptions(),
     seed: opt.Seed = 0,
 ) -> None:
     """Find the draft tree, or Jacobi window, that draws fastest with a method on this machine, and make it the default.
