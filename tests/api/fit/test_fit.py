@@ -162,7 +162,7 @@ def test_another_own_draft_is_measured_once_beside_what_is_known(model: Path, ti
 
 def test_of_two_processes_that_measure_at_once_the_first_to_write_is_right(model: Path, timed) -> None:
     slow, fast = pipeline(model), pipeline(model)
-    assert slow._fit.store.content == fast._fit.store.content
+    assert slow._fit.store == fast._fit.store
     timed(STEPS)
     assert fast.fit(fast.settings("parallel")).tree == "chain-2"
     timed(STEPS | {"chain-8": 0.1})
@@ -231,11 +231,11 @@ def test_rates_that_are_not_known_are_counted_while_drawing(model: Path, timed) 
 
 def test_counts_of_processes_that_end_early_add_up(model: Path) -> None:
     one = pipeline(model)._fit.store
-    assert one.add_counts("a", replace(HALVES, passes=ENOUGH - 1)) and one.counts("a") is None
+    assert one.add_counts("a", replace(HALVES, passes=ENOUGH - 1)) and one.enough("a") is None
     other = pipeline(model)._fit.store
     assert not other.add_counts("a", replace(HALVES, passes=2))
-    assert other.counts("a") == Counts(((16.0,),) * 8, ((8.0,),) * 8, ENOUGH + 1)
-    assert not one.add_counts("a", HALVES) and one.counts("a") == other.counts("a"), "enough stays as it is"
+    assert other.enough("a") == Counts(((16.0,),) * 8, ((8.0,),) * 8, ENOUGH + 1)
+    assert not one.add_counts("a", HALVES) and one.enough("a") == other.enough("a"), "enough stays as it is"
 
 
 def test_a_training_stores_the_rates_of_its_drafter(model: Path, timed) -> None:
@@ -286,7 +286,7 @@ def test_every_method_with_a_fixed_shape_can_be_measured(model: Path, method: st
     sixteen = Counts(((8.0,) * 5,) * 16, ((4.0,) * 5,) * 16, 1000)
     monkeypatch.setattr(type(pipe._fit), "counts", lambda self, settings: sixteen)
     fitted = pipe.fit(settings)
-    steps = {step.draft: step for step in next(iter(pipe._fit.store.content.steps.values()))}
+    steps = {step.draft: step for step in next(iter(pipe._fit.store.steps.values()))}
     assert choice.draft_name(fitted) in steps and len(steps) >= 2
     assert steps[PLAIN].rows == 2 * batch
     assert all(
