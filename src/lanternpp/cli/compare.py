@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -53,10 +54,7 @@ def compare(
     from lanternpp.api.picture import notes, save_png
 
     pipe = opt.read(options, pictures=False)  # drawing checks the output
-
-    def draw(name: str, **settings: Any) -> Result:
-        return pipe(prompt, n=n, seed=seed, method=name, **settings)
-
+    draw = partial(pipe, prompt, n=n, seed=seed)
     overrides = {"batch_size": 1, **options.overrides}
     measure_tv = overrides.pop("measure_tv", False)
     with progress_bar("comparing") as progress:
@@ -96,7 +94,7 @@ def race(
     def run(name: str, settings: dict[str, Any]) -> Result:
         if progress:
             progress(next(done), total)
-        return draw(name, **settings)
+        return draw(method=name, **settings)
 
     settings = run(method, options).stats.settings
     same = {name: settings[name] for name in names(EngineDials, SamplingDials)}
