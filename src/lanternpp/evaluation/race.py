@@ -24,7 +24,7 @@ from lanternpp.api.pipeline import Pipeline, Result, versions
 from lanternpp.engine.stopwatch import Stopwatch
 from lanternpp.errors import InputError
 from lanternpp.util.devices import device_name
-from lanternpp.util.jsonfile import differences, read_object, write_json
+from lanternpp.util.jsonfile import differences, key_of, read_object, write_json
 from lanternpp.util.runlog import Journal
 from lanternpp.util.schema import checked
 
@@ -170,7 +170,7 @@ class Race:
         total = len(self.prompts) * self.n // self.turn * len(self.field)
         for entry, prompt, seed in self.turns():
             key = {"label": entry.label, "prompt": prompt, "seed": seed}
-            if progress and key not in journal:
+            if progress and key_of(key) not in journal:
                 progress(len(journal), total)
             figures = journal.once(key, partial(self._turn, folder, entry, prompt, seed))
             turns.append(checked("its turn", key | figures, Turn))

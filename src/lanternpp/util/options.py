@@ -63,11 +63,9 @@ class Option:
 
     def __iter__(self) -> Iterator[Any]:
         """The limits as pydantic knows them; with the next attribute it takes the option for a group of such limits."""
-        from annotated_types import Ge, Gt, Le
+        from annotated_types import Interval
 
-        for kind, bound in ((Ge, self.ge), (Gt, self.gt), (Le, self.le)):
-            if bound is not None:
-                yield kind(bound)
+        return iter(Interval(gt=self.gt, ge=self.ge, le=self.le))
 
     __is_annotated_types_grouped_metadata__ = True
 

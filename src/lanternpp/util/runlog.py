@@ -58,27 +58,21 @@ def _whole_lines(path: Path, remedy: str) -> list[str]:
     return whole.splitlines()
 
 
-class Journal:
-    """Measurements in a log, each under a key, so that a run that was stopped measures none of them twice.
+class Journal(dict[str, Any]):
+    """Measurements in a log, each under the text of a key, so that a run that was stopped measures none of them twice.
 
     Raises InputError, which ends with the remedy, where a line is damaged.
     """
 
     def __init__(self, path: Path, remedy: str):
+        super().__init__(read_rows(path, lambda row: (key_of(row["key"]), row["value"]), remedy))
         self.path = path
-        rows = read_rows(path, lambda row: (key_of(row["key"]), row["value"]), remedy)
-        self._values: dict[str, Any] = dict(rows)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __contains__(self, key: Mapping[str, Any]) -> bool:
-        return key_of(key) in self._values
 
     def once(self, key: Mapping[str, Any], measure: Callable[[], Any]) -> Any:
         """The measurement under a key; measured now, and logged, where there is none."""
-        if key not in self:
+        name = key_of(key)
+        if name not in self:
             value = measure()
             append(self.path, {"key": dict(key), "value": value})
-            self._values[key_of(key)] = value
-        return self._values[key_of(key)]
+            self[name] = value
+        return self[name]
