@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from helpers.processes import until
@@ -62,7 +62,9 @@ def test_a_slot_left_half_way_is_as_good_as_new(pipe):
 
 def test_what_is_chosen_for_a_runner_is_what_the_picture_says(pipe, monkeypatch):
     ar = pipe.settings("ar")
-    monkeypatch.setattr(pipe, "at_batch", lambda settings, rows: ar if rows >= 4 else settings)
+    monkeypatch.setattr(
+        pipe, "at_batch", lambda settings, rows: replace(ar if rows >= 4 else settings, batch_size=rows)
+    )
     specs = [ImageSpec("a red tulip", seed, pipe.settings("lantern++")) for seed in range(4)]
     with batcher_of(pipe, slots=4) as batcher:
         drawn = [ticket.result(300) for ticket in put_all(batcher, specs)]
