@@ -75,11 +75,9 @@ class Counts:
 
     def codes(self, shape: Shape) -> float:
         """Expected codes per pass of a draft of this shape, which they must `cover`."""
-        ranks = self.size[1]
-        tried, kept = (
-            torch.tensor([row[:ranks] for row in x], dtype=torch.float64) for x in (self.tried, self.kept)
-        )
-        return expected((kept + 0.5) / (tried + 1), shape)  # where nothing was tried, even odds
+        rows = (zip(*pair, strict=True) for pair in zip(self.tried, self.kept, strict=True))
+        rates = [[(kept + 0.5) / (tried + 1) for tried, kept in row] for row in rows]  # untried: even odds
+        return expected(torch.tensor([row[: self.size[1]] for row in rates], dtype=torch.float64), shape)
 
 
 def passes(length: int, codes: float) -> float:
