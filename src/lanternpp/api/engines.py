@@ -28,6 +28,7 @@ from lanternpp.engine.verify.choose import TOKEN, VERIFIERS, with_native
 from lanternpp.errors import InputError
 from lanternpp.models.vq.codes import cache_folder, neighbours
 from lanternpp.nn.backend import PYTORCH, backend
+from lanternpp.util.devices import device_name
 from lanternpp.util.files import digest, write_text
 from lanternpp.util.registry import find
 
@@ -145,8 +146,6 @@ class Engines:
 
     def _mark(self, settings: Settings) -> Path:
         """The file that says that these settings are compiled for this device by this version of torch."""
-        device = self.model.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        compiled = str(replace(settings, compile=True))
-        parts = (torch.__version__, name, self.model.dtype_name, self.model.weights, compiled)
+        compiled, device = str(replace(settings, compile=True)), device_name(self.model.device)
+        parts = (torch.__version__, device, self.model.dtype_name, self.model.weights, compiled)
         return compiled_folder() / f"warm-{digest(parts)}.json"

@@ -27,6 +27,7 @@ from lanternpp.api.options import (
     draft_of,
     names,
 )
+from lanternpp.cli import VERBS
 from lanternpp.cli import options as opt
 from lanternpp.cli.terminal import say, show_table
 from lanternpp.errors import InputError
@@ -42,11 +43,7 @@ PARTS = ("tokenizer", "target", "drafter", "parallel")
 REST = ("independent", "classifier", "text")  # other parts that a model may have
 FILES = ("defaults.json", "embeddings.safetensors", "prompts.txt", "synonyms.txt")
 PROVENANCE = "provenance.json"
-models = App(
-    name="models",
-    help="List models, methods and trees; download, convert or warm a model.",
-    group_parameters=opt.heading("Options"),
-)
+models = App(name="models", help=VERBS["models"], group_parameters=opt.heading("Options"))
 
 
 @models.command(name="list")

@@ -268,12 +268,9 @@ def with_full_paths(options: DrawOptions) -> DrawOptions:
     """With absolute paths of models, for workers in other folders; names and hub ids stay as they are."""
     from lanternpp.api.model import MODELS
 
-    def full(model: str) -> str:
-        return model if model in MODELS or not Path(model).exists() else str(Path(model).absolute())
-
-    return dataclasses.replace(
-        options, model=full(options.model), drafter=options.drafter and full(options.drafter)
-    )
+    given = {name: x for name in ("model", "drafter") if (x := getattr(options, name)) and x not in MODELS}
+    full: dict[str, Any] = {name: str(Path(x).absolute()) for name, x in given.items() if Path(x).exists()}
+    return dataclasses.replace(options, **full)
 
 
 def png_path(path: Path, overwrite: bool = False) -> Path:
