@@ -227,14 +227,13 @@ def listing(kind: type) -> Callable[[F], F]:
 
     def listed(function: F) -> F:
         own = inspect.signature(function)
-        parameters = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        rest = [p for p in own.parameters.values() if p.kind is p.VAR_KEYWORD]
+        *parameters, rest = own.parameters.values()
         keyword = inspect.Parameter.KEYWORD_ONLY
         for name, hint in kind.__annotations__.items():
             plain = get_args(hint)[0] if option_of(hint) else hint
             written = getattr(plain, "__forward_arg__", plain)
             parameters.append(inspect.Parameter(name, keyword, default=None, annotation=written))
-        function.__signature__ = own.replace(parameters=[*parameters, *rest])  # type: ignore[attr-defined]
+        function.__signature__ = own.replace(parameters=[*parameters, rest])  # type: ignore[attr-defined]
         return function
 
     return listed

@@ -23,7 +23,7 @@ def pick_device(name: str = "auto") -> torch.device:
     """A device by name; auto: the first CUDA GPU, else the CPU. Raises InputError where there is none."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not re.fullmatch(r"(cpu|cuda)(:(0|[1-9]\d?))?", name):
+    if not re.fullmatch(r"(cpu|cuda)(:(0|[1-9]\d{0,2}))?", name):
         raise InputError(f"device {name!r} is unknown; use auto, cpu, cuda or cuda:N")
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
