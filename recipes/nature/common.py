@@ -12,7 +12,7 @@ import torch
 from cyclopts import App, CycloptsError
 
 from lanternpp.cli import sentence
-from lanternpp.cli.options import Without, writable_folder
+from lanternpp.cli.options import without, writable_folder
 from lanternpp.cli.terminal import one_line_warnings, say
 from lanternpp.errors import InputError
 from lanternpp.models.vq.autoencoder import Autoencoder, read_tokenizer
@@ -22,7 +22,7 @@ from lanternpp.training.loop import compute_dtype
 from lanternpp.training.options import TrainingOptions
 from lanternpp.util.options import Option
 
-Training = Annotated[TrainingOptions, Without(("folder", "log_steps", "stop_after"))]
+Training = Annotated[TrainingOptions, without("folder", "log_steps", "stop_after")]
 
 Data = Annotated[Path, Option("Imagefolder with train/ and val/, each with metadata.jsonl.", metavar="DIR")]
 Model = Annotated[Path, Option("Model folder to write to.", metavar="DIR")]

@@ -36,12 +36,12 @@ def test_without_products_of_bfloat16_the_kernels_decide_and_what_was_chosen_is_
 ) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    assert f" in {'int8, bfloat16' if kernels() else 'float32'} on cpu, " in run(*DRAW, model).out
+    assert f" on cpu ({'int8 weights, bfloat16' if kernels() else 'float32'}) with " in run(*DRAW, model).out
     monkeypatch.setenv(SWITCH, "0")
-    assert " in float32 on cpu, " in run(*DRAW, model).out
-    assert " in bfloat16 on cpu, " in run(*DRAW, model, "--dtype", "bfloat16").out
+    assert " on cpu (float32) with " in run(*DRAW, model).out
+    assert " on cpu (bfloat16) with " in run(*DRAW, model, "--dtype", "bfloat16").out
     reported = run("compare", "a red tulip", "--model", model, "--dtype", "float64", "--runs", 1).out
-    assert "float64 on cpu" in reported
+    assert "cpu (float64)" in reported
 
 
 def test_a_model_of_latents_is_drawn_by_the_kernels_too(tmp_path, monkeypatch) -> None:

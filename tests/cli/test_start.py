@@ -184,6 +184,8 @@ def test_models_says_what_each_method_draws_with_on_a_model(run, broken: Path) -
     rows = {row["name"]: row for row in other["methods"]}
     assert (rows["lantern++"]["tree"], rows["lantern++"]["dials"]["neighbours"]) == ("lantern-57", 8)
     assert rows["parallel"]["missing"] == "parallel" and rows["eagle"]["missing"] is None
+    own = run("models", "--model", broken).out
+    assert own.startswith(f"On {broken}, ") and "lantern-57" in own and "nature-128" not in own
     run("models", "--model", "somebody/something").refused("is not on this machine")
 
 

@@ -32,7 +32,7 @@ from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.config import ServerConfig
 from lanternpp.serve.connections import Limits
 from lanternpp.serve.server import bind, configured, url
-from lanternpp.serve.tickets import ImageSpec
+from lanternpp.serve.tickets import ImageSpec, Ticket
 
 LENGTH = 4
 PROMPT = "a red tulip"
@@ -49,6 +49,17 @@ def settings(method: str = "ar", **overrides: object) -> Settings:
 def spec(seed: int = 0, client: str = "", prompt: str = PROMPT, **more: object) -> ImageSpec:
     """One picture by plain decoding."""
     return ImageSpec(prompt, seed, settings(), client=client, **more)
+
+
+def put_all(batcher: Batcher, specs: Sequence[ImageSpec]) -> list[Ticket]:
+    """Put all of these pictures into the queue, or none, as a request does."""
+    with batcher.reserve(len(specs)) as submit:
+        return submit(specs)
+
+
+def put(batcher: Batcher, spec: ImageSpec) -> Ticket:
+    """Put a picture into the queue."""
+    return put_all(batcher, [spec])[0]
 
 
 class SlowEngine:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
 from helpers.processes import SECONDS, until
 from helpers.refusals import rejects
-from helpers.served import SlowPipe, batcher_of, settings, spec
+from helpers.served import SlowPipe, batcher_of, put, put_all, settings, spec
 
 from lanternpp.errors import InputError
+from lanternpp.serve import batcher as batcher_module
 from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.config import ServerConfig
 from lanternpp.serve.tickets import Cancelled, Closed, Expired, Full, ImageSpec, Progress
@@ -27,9 +29,9 @@ def seeds(*numbers: int) -> list[ImageSpec]:
 
 def test_pictures_join_a_running_batch_and_leave_it(slow):
     with batcher_of(slow, slots=4) as batcher:
-        first = batcher.submit_all(seeds(1, 2, 3))
+        first = put_all(batcher, seeds(1, 2, 3))
         until(lambda: batcher.load.running == 3)
-        late = batcher.submit(spec(4))
+        late = put(batcher, spec(4))
         slow.allow(1)
         until(lambda: len(slow.admitted) == 4)
         slow.allow()
@@ -42,48 +44,48 @@ def test_pictures_join_a_running_batch_and_leave_it(slow):
 
 def test_cancelling_frees_a_slot_within_a_step_and_a_place_in_the_queue(slow):
     with batcher_of(slow, slots=1, queue=1) as batcher:
-        running = batcher.submit(spec(1))
+        running = put(batcher, spec(1))
         until(lambda: slow.admitted == [1])
-        batcher.submit(spec(2)).cancel()
+        put(batcher, spec(2)).cancel()
         running.cancel()
         slow.allow(1)
         until(lambda: slow.dropped == [1] and batcher.load.queued == 0)
         with pytest.raises(Cancelled):
             running.result(0)
         slow.allow()
-        assert int(batcher.submit(spec(3)).result(120).codes[0]) == 3
+        assert int(put(batcher, spec(3)).result(120).codes[0]) == 3
         assert slow.admitted == [1, 3]
 
 
 def test_the_queue_is_bounded_and_takes_all_or_none(slow):
     with batcher_of(slow, slots=1, queue=3) as batcher:
-        batcher.submit(spec(1))
+        put(batcher, spec(1))
         until(lambda: batcher.load.queued == 0 and batcher.load.running == 1)
-        batcher.submit_all(seeds(2, 3))
+        put_all(batcher, seeds(2, 3))
         with pytest.raises(Full, match="2 pictures are waiting") as refused:
-            batcher.submit_all(seeds(4, 5))
+            put_all(batcher, seeds(4, 5))
         assert refused.value.retry_after >= 1
         assert batcher.load.queued == 2
-        batcher.submit(spec(6))
-        rejects("4 pictures do not fit the queue of 3", batcher.submit_all, seeds(1, 2, 3, 4))
+        put(batcher, spec(6))
+        rejects("4 pictures do not fit the queue of 3", put_all, batcher, seeds(1, 2, 3, 4))
 
 
 def test_a_picture_in_the_queue_takes_one_place_of_it(slow):
     with batcher_of(slow, slots=1, queue=2) as batcher:
-        batcher.submit(spec(1))
+        put(batcher, spec(1))
         until(lambda: batcher.load.queued == 0 and batcher.load.running == 1)
         with batcher.reserve(1) as submit:
             submit(seeds(2))
-            batcher.submit(spec(3))  # from another request, before this one has answered
+            put(batcher, spec(3))  # from another request, before this one has answered
             with pytest.raises(Full):
-                batcher.submit(spec(4))
+                put(batcher, spec(4))
         with pytest.raises(Full):
-            batcher.submit(spec(4))
+            put(batcher, spec(4))
 
 
 def test_a_deadline_holds_in_the_queue_and_in_a_slot(slow):
     with batcher_of(slow, slots=1) as batcher:
-        running, waiting, fine = (batcher.submit(spec(seed, deadline=600.5)) for seed in (1, 2, 3))
+        running, waiting, fine = (put(batcher, spec(seed, deadline=600.5)) for seed in (1, 2, 3))
         until(lambda: slow.admitted == [1])
         for ticket in (running, waiting):
             ticket.submitted -= 700
@@ -97,7 +99,7 @@ def test_a_deadline_holds_in_the_queue_and_in_a_slot(slow):
 
 def test_a_step_that_breaks_fails_its_runner_and_nothing_else(slow):
     with batcher_of(slow, slots=1) as batcher:
-        broken, fine = batcher.submit(spec(13)), batcher.submit(spec(1))
+        broken, fine = put(batcher, spec(13)), put(batcher, spec(1))
         slow.allow()
         with pytest.raises(RuntimeError, match="a step broke"):
             broken.result(120)
@@ -108,24 +110,24 @@ def test_an_engine_that_cannot_be_built_fails_its_picture_alone(slow):
     def at_batch(settings, rows):
         if settings.temperature == 0:
             raise InputError("no drafter")
-        return settings
+        return replace(settings, batch_size=rows)
 
     slow.at_batch = at_batch
     with batcher_of(slow) as batcher:
         slow.allow()
-        rejects("no drafter", batcher.submit(ImageSpec("a tulip", 1, settings(temperature=0.0))).result, 120)
-        assert batcher.submit(spec(2)).result(120)
+        rejects("no drafter", put(batcher, ImageSpec("a tulip", 1, settings(temperature=0.0))).result, 120)
+        assert put(batcher, spec(2)).result(120)
 
 
 def test_a_coroutine_may_follow_and_wait_and_give_up(slow):
     async def client(batcher: Batcher) -> list[Progress]:
-        ticket = batcher.submit(spec(5))
+        ticket = put(batcher, spec(5))
         seen = []
         async for progress in ticket.follow():
             seen.append(progress)
             slow.allow(1)
         assert int((await ticket.finished()).codes[0]) == 5
-        other = batcher.submit(spec(6))
+        other = put(batcher, spec(6))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(other.finished(), 0.05)
         assert isinstance(other.exception(0), Cancelled)
@@ -136,6 +138,18 @@ def test_a_coroutine_may_follow_and_wait_and_give_up(slow):
         seen = asyncio.run(client(batcher))
         assert [len(progress.codes) for progress in seen] == [2, 3]
         assert seen[-1].accepted == (1, 1, 1) and seen[-1].codes.tolist() == [5, 5, 5]
+
+
+def test_a_step_that_hangs_does_not_keep_the_server_from_closing(slow, monkeypatch, caplog):
+    monkeypatch.setattr(batcher_module, "JOIN", 0.05)
+    with batcher_of(slow, slots=1) as batcher:
+        running, waiting = put_all(batcher, seeds(1, 2))
+        until(lambda: slow.admitted == [1])
+        assert not batcher.close(timeout=0)
+        for ticket in (running, waiting):
+            with pytest.raises(Closed, match="shut down before"):
+                ticket.result(0)
+        assert "waited for no longer" in caplog.text
 
 
 @pytest.mark.parametrize("wrong", [{"slots": 6}, {"slots": 0}, {"queue": 0}, {"max_engines": 0}])
@@ -155,16 +169,16 @@ def test_who_has_no_place_costs_no_encoding_and_encoding_stops_no_drawing(slow):
 
     slow.prompt = prompt
     with batcher_of(slow, slots=2, queue=2) as batcher:
-        running = batcher.submit(spec(1))
+        running = put(batcher, spec(1))
         until(lambda: slow.admitted == [1])
         waiting = []
         submit = threading.Thread(
-            target=lambda: waiting.extend(batcher.submit_all([spec(i, prompt="late") for i in (2, 3)]))
+            target=lambda: waiting.extend(put_all(batcher, [spec(i, prompt="late") for i in (2, 3)]))
         )
         submit.start()
         until(lambda: encoding == ["a red tulip", "late"])
         with pytest.raises(Full, match="2 pictures are waiting"):
-            batcher.submit(spec(4, prompt="never"))
+            put(batcher, spec(4, prompt="never"))
         slow.allow()
         assert running.result(120), "its last steps came while a prompt was encoded"
         slow.prompt = None  # the thread that draws encodes nothing
@@ -173,7 +187,7 @@ def test_who_has_no_place_costs_no_encoding_and_encoding_stops_no_drawing(slow):
         assert [int(ticket.result(120).codes[0]) for ticket in waiting] == [2, 3]
         batcher.close()
         with pytest.raises(Closed):
-            batcher.submit(spec(5, prompt="never"))
+            put(batcher, spec(5, prompt="never"))
     assert encoding == ["a red tulip", "late"]
 
 
@@ -182,8 +196,8 @@ def test_a_prompt_that_is_refused_gives_its_place_back(slow):
         slow.allow()
         for _ in range(3):
             with pytest.raises(InputError):
-                batcher.submit(spec(prompt="a spaceship"))
-        assert batcher.submit(spec(1)).result(120)
+                put(batcher, spec(prompt="a spaceship"))
+        assert put(batcher, spec(1)).result(120)
 
 
 def test_a_client_that_changes_a_dial_in_every_request_leaves_a_runner_to_others(slow):
@@ -191,9 +205,9 @@ def test_a_client_that_changes_a_dial_in_every_request_leaves_a_runner_to_others
         return ImageSpec("a red tulip", seed, settings("ar", temperature=0.1 + seed / 100), client=client)
 
     with batcher_of(slow, slots=1, queue=40, max_engines=3) as batcher:
-        batcher.submit_all([dialled(seed, "many") for seed in range(10)])
+        put_all(batcher, [dialled(seed, "many") for seed in range(10)])
         until(lambda: len(slow.admitted) == 2)
-        batcher.submit(dialled(20, "one"))
+        put(batcher, dialled(20, "one"))
         slow.allow(1)  # nobody is done by then
         until(lambda: 20 in slow.admitted)
         assert slow.admitted == [0, 1, 20]

@@ -12,7 +12,7 @@ from helpers.served import AUTHORIZED, KEY, SlowPipe, client_of, tiny
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.serve.config import ServerConfig
 from lanternpp.serve.page import FILES
-from lanternpp.serve.page.routes import DIALS, methods, setup
+from lanternpp.serve.page.routes import SHOWN, methods, setup
 from lanternpp.serve.schemas import ImagesRequest
 
 
@@ -23,7 +23,7 @@ def test_a_method_shows_the_dials_that_it_reads_at_its_own_values(pipe: Pipeline
     assert (shown["jacobi"]["dials"]["verify"], shown["eagle2"]["dials"]["verify"]) == ("block", "token")
     assert shown["lantern++"]["dials"]["neighbours"] == 8
     assert shown["lantern++"]["dials"]["cfg"] == 2.0
-    assert all(ImagesRequest.model_fields.keys() >= {dial.name} for dial in DIALS)
+    assert all(ImagesRequest.model_fields.keys() >= {dial.name} for dial in SHOWN)
 
 
 def test_the_rule_can_be_chosen_where_the_model_has_a_diffusion_head(tmp_path: Path) -> None:

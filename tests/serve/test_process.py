@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from helpers.processes import SECONDS, until
-from helpers.served import AUTHORIZED, IMAGES, KEY, SlowPipe, batcher_of, serving, spec
+from helpers.served import AUTHORIZED, IMAGES, KEY, SlowPipe, batcher_of, put, serving, spec
 
 from lanternpp.cli import main
 from lanternpp.serve.app import create_app
@@ -115,7 +115,7 @@ def test_a_server_whose_batcher_breaks_ends_with_its_error():
 
         def ready() -> None:
             batcher._expire = None  # type: ignore[method-assign]
-            batcher.submit(spec())
+            put(batcher, spec())
             threading.Timer(120, signal.raise_signal, [signal.SIGTERM]).start()
 
         before = set(threading.enumerate())

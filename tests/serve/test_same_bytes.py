@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from helpers.processes import until
-from helpers.served import batcher_of
+from helpers.served import batcher_of, put, put_all
 
 from lanternpp import Pipeline
 from lanternpp.serve.tickets import FinishedImage, ImageSpec
@@ -33,11 +33,11 @@ def test_whoever_sits_beside_it_comes_late_or_leaves(pipe, method):
     settings = pipe.settings(method)
     specs = [ImageSpec(PROMPTS[i % 3], 7 * i, settings, client=str(i % 2)) for i in range(7)]
     with batcher_of(pipe, slots=4, max_engines=2) as batcher:
-        tickets = batcher.submit_all(specs[:5])
+        tickets = put_all(batcher, specs[:5])
         leaver = tickets[1]
         until(lambda: leaver.started is not None)
         leaver.cancel()
-        tickets += batcher.submit_all(specs[5:])
+        tickets += put_all(batcher, specs[5:])
         for spec, ticket in zip(specs, tickets, strict=True):
             if ticket is not leaver:
                 same(pipe, spec, ticket.result(300))
@@ -62,11 +62,13 @@ def test_a_slot_left_half_way_is_as_good_as_new(pipe):
 
 def test_what_is_chosen_for_a_runner_is_what_the_picture_says(pipe, monkeypatch):
     ar = pipe.settings("ar")
-    monkeypatch.setattr(pipe, "at_batch", lambda settings, rows: ar if rows >= 4 else settings)
+    monkeypatch.setattr(
+        pipe, "at_batch", lambda settings, rows: replace(ar if rows >= 4 else settings, batch_size=rows)
+    )
     specs = [ImageSpec("a red tulip", seed, pipe.settings("lantern++")) for seed in range(4)]
     with batcher_of(pipe, slots=4) as batcher:
-        drawn = [ticket.result(300) for ticket in batcher.submit_all(specs)]
-        small = batcher.submit(specs[0]).result(300)
+        drawn = [ticket.result(300) for ticket in put_all(batcher, specs)]
+        small = put(batcher, specs[0]).result(300)
     assert {one.settings.method for one in drawn if one.settings.batch_size == 4} == {"ar"}
     assert (small.settings.batch_size, small.settings.method) == (1, "lantern++")
     for spec, one in [*zip(specs, drawn, strict=True), (specs[0], small)]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 from helpers.processes import until
-from helpers.served import IMAGES, PacedPipe, app_of, batcher_of, drawn
+from helpers.served import IMAGES, PacedPipe, app_of, batcher_of, drawn, put_all
 
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.serve import streaming
@@ -71,7 +71,7 @@ def test_a_client_that_stops_reading_is_given_up_and_nothing_piles_up(pipe: Pipe
     async def stalled() -> None:
         body = ImagesRequest(prompt=PROMPT, n=2, stream=True, progress=True, seed=1)
         mapper = RequestMapper(batcher)
-        tickets = batcher.submit_all(mapper.specs(body, ""))
+        tickets = put_all(batcher, mapper.specs(body, ""))
         stream, read = PictureStream(mapper, body, tickets), 0
 
         async def send(message: object) -> None:

@@ -57,7 +57,7 @@ def test_finished_shards_are_kept_and_only_the_missing_ones_drawn(
 ) -> None:
     whole = drawn(model, tmp_path)  # 11 pictures, four a shard
     said = capsys.readouterr().err
-    assert "codes of the target's own pictures: 11 pictures, about 0.0 MB in" in said
+    assert "codes of the target's own pictures, 4 of them to validate: 11 pictures, about 0.0 MB in" in said
     files = sorted(tmp_path.rglob("*.safetensors"))
     assert len(files) == 3
     files[1].unlink()

@@ -14,7 +14,7 @@ from helpers.refusals import rejects
 from lanternpp.errors import MOST, InputError
 from lanternpp.util import jsonfile
 from lanternpp.util.jsonfile import DEEPEST, read_json, read_object
-from lanternpp.util.schema import Between, made
+from lanternpp.util.schema import Between, checked
 
 
 @pytest.mark.parametrize(
@@ -96,11 +96,11 @@ class Outer:
 )
 def test_a_value_that_the_schema_does_not_take_is_named(values: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError) as caught:
-        made(Outer, values)
+        checked("", values, Outer)
     assert said in str(caught.value)
 
 
 def test_what_the_schema_takes_becomes_the_dataclass() -> None:
     given = {"width": 8, "rate": 2, "name": "abc", "stages": [1, 2], "inner": {"side": 4}}
     given |= {"unknown": 1, "loud": None}
-    assert made(Outer, given) == Outer(8, 2, "abc", "one", (1, 2), Inner(4))
+    assert checked("", given, Outer) == Outer(8, 2, "abc", "one", (1, 2), Inner(4))

@@ -67,7 +67,8 @@ class Defaults:
     folder: Path
     drafter: Path | None
     own: Mapping[str, Any]  # the model's recommended settings
-    tuned: tuple[dict[str, Any], ...] = ()  # the entries of its tuned file
+    path: Path  # where its tuned file is, or would be
+    tuned: tuple[dict[str, Any], ...]  # the entries of that file
 
     @classmethod
     def read(
@@ -76,7 +77,7 @@ class Defaults:
         """Read the files; without a `defaults.json` a target, or a family of latents, has defaults of its own. InputError."""
         family, path = target or latent_family(folder) or Target, tuned_path(folder)
         entries = read_tuned(path) if tuned and access(path, F_OK) else ()
-        return cls(folder, drafter, read_defaults(folder) or dict(family.defaults), entries)
+        return cls(folder, drafter, read_defaults(folder) or dict(family.defaults), path, entries)
 
     def holds(self, kind: str | None) -> bool:
         """Whether there is a network of this kind to draft with, or none is needed."""
@@ -127,14 +128,9 @@ class Defaults:
         """A hash of the model's and the drafter's weights."""
         return fingerprint(self.folder, self.drafter)
 
-    @cached_property
-    def path(self) -> Path:
-        """Where the tuned file is, or would be."""
-        return tuned_path(self.folder)
-
     def _key(self, method: str, conditions: Mapping[str, Any]) -> dict[str, Any]:
         """The part of an entry by which it is found."""
-        return {"method": method, "weights": self.weights, "where": {k: conditions[k] for k in CONDITIONS}}
+        return {"method": method, "weights": self.weights, "where": dict(conditions)}
 
     def is_tuned(self, settings: Settings) -> bool:
         """Whether the tree or the window of settings was found by a tuning of their method."""

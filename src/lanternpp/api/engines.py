@@ -28,6 +28,7 @@ from lanternpp.engine.verify.choose import TOKEN, VERIFIERS, with_native
 from lanternpp.errors import InputError
 from lanternpp.models.vq.codes import cache_folder, neighbours
 from lanternpp.nn.backend import PYTORCH, backend
+from lanternpp.util.devices import device_name
 from lanternpp.util.files import digest, write_text
 from lanternpp.util.registry import find
 
@@ -88,24 +89,23 @@ class Engines:
         with self._lock:
             if settings.compile:
                 check_compiler(self.model.device)
-            model = self._model_for(settings)
+            model, used = self._model_for(settings), backend(self.model.device)
             target = model.target.shaped(shape)
             proposer = build_proposer(settings, partial(model.network, shape=shape))
-            used = backend(self.model.device)
             rule = build_rule(settings, self._table)
             if type(rule) not in RULES.values():
                 like = next(target.parameters())
                 check_relax(rule, str(settings.accept), target.vocab, proposer.depth, like)
             sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, backend=used)
+            verify = settings.verify or TOKEN
+            verifier = find("verifier", verify, VERIFIERS)
+            verifier = with_native(verifier, PYTORCH if target.channels else used)
             parts = (target, proposer, rule, sampling, Guidance(settings.cfg))
-            codes = not target.channels
-            verifier = find("verifier", settings.verify or TOKEN, VERIFIERS)
-            verifier = with_native(verifier, used if codes else PYTORCH)
             engine = engine_class(target)(*parts, settings.batch_size, settings.measure_tv, verifier)
             if settings.compile:
                 compile_steps(engine)
-            elif codes:
-                engine.fused = used.step(engine, settings.verify or TOKEN)
+            elif not target.channels:
+                engine.fused = used.step(engine, verify)
             if "_fit" in vars(self) and shape is None:
                 self._fit.count(settings, engine)
             return engine
@@ -146,8 +146,6 @@ class Engines:
 
     def _mark(self, settings: Settings) -> Path:
         """The file that says that these settings are compiled for this device by this version of torch."""
-        device = self.model.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        compiled = str(replace(settings, compile=True))
-        parts = (torch.__version__, name, self.model.dtype_name, self.model.weights, compiled)
+        compiled, device = str(replace(settings, compile=True)), device_name(self.model.device)
+        parts = (torch.__version__, device, self.model.dtype_name, self.model.weights, compiled)
         return compiled_folder() / f"warm-{digest(parts)}.json"

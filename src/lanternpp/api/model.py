@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import blake2b
 from pathlib import Path
@@ -27,7 +27,7 @@ from lanternpp.nn.sources import Source
 from lanternpp.util.devices import INT8, pick_device, pick_dtype
 from lanternpp.util.jsonfile import read_object
 from lanternpp.util.registry import find, unknown
-from lanternpp.util.schema import made
+from lanternpp.util.schema import checked
 
 ASSETS = Path(__file__).parent.parent / "assets"
 MODELS = {
@@ -153,13 +153,15 @@ def own_network(folder: Path) -> str | None:
 
 
 def read_defaults(folder: Path) -> dict[str, Any]:
-    """The recommended settings in a model folder; {} where it has none."""
+    """The recommended settings in a model folder, which `resolve` checks; {} where it has none. InputError."""
     path = folder / DEFAULTS
     if not path.is_file():
         return {}
     content = read_object(path)
     try:
-        made(_Defaults, content)
+        for name, kind in ("method", str), ("methods", dict[str, dict[str, Any]]):
+            if content.get(name) is not None:
+                checked(name, content[name], kind)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
     return content
@@ -189,14 +191,6 @@ def fingerprint(model: Path, drafter: Path | None = None) -> str:
                     file.seek(max(path.stat().st_size - ENDS, 0))
                     found.update(file.read(ENDS))
     return found.hexdigest()
-
-
-@dataclass(frozen=True)
-class _Defaults:
-    """The layout of `defaults.json`; its settings are checked by `resolve`."""
-
-    method: str = ""
-    methods: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(eq=False)

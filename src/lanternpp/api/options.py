@@ -172,20 +172,17 @@ class CallOptions(StreamOptions, total=False):
     callback: "Callable[[Partial], None] | None"
 
 
-EVERY = (EngineDials, PartDials, DraftDials, RuleDials, MeasureDials, SamplingDials)
-HEADINGS = {EngineDials: "Model", SamplingDials: "Sampling"}  # of help; the other dials are under Method
-
-
-def _dial(name: str, hint: Any, group: type) -> Dial:
+def _dial(name: str, hint: Any) -> Dial:
     """A key of a TypedDict as a dial with its name, kind and heading."""
     made, kind = option_of(hint), (*get_args(get_args(hint)[0]), str)[0]
     assert isinstance(made, Dial)
     metavar = made.metavar or ("NAME" if kind is str else None)
-    heading = HEADINGS.get(group, "Method")
+    groups = ((EngineDials, "Model"), (SamplingDials, "Sampling"), (PictureDials, "Method"))
+    heading = next(heading for group, heading in groups if name in group.__annotations__)
     return replace(made, name=name, kind=kind, metavar=metavar, group=heading, negative=kind is bool)
 
 
-DIALS = {name: _dial(name, hint, group) for group in EVERY for name, hint in group.__annotations__.items()}
+DIALS = {name: _dial(name, hint) for name, hint in PictureDials.__annotations__.items()}
 
 
 # Dials of earlier versions, which are rejected with their new names.
@@ -199,13 +196,8 @@ RENAMED = {
 
 
 def names(*groups: type) -> tuple[str, ...]:
-    """The names of the dials of some groups, or of all of a TypedDict."""
+    """The names of the dials of some TypedDicts, in the order of their declaration."""
     return tuple(name for name in DIALS if any(name in group.__annotations__ for group in groups))
-
-
-def dials(*groups: type) -> tuple[Dial, ...]:
-    """The dials of some groups, in the order of their declaration."""
-    return tuple(DIALS[name] for name in names(*groups))
 
 
 class Settings:
@@ -235,14 +227,13 @@ def listing(kind: type) -> Callable[[F], F]:
 
     def listed(function: F) -> F:
         own = inspect.signature(function)
-        parameters = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        rest = [p for p in own.parameters.values() if p.kind is p.VAR_KEYWORD]
+        *parameters, rest = own.parameters.values()
         keyword = inspect.Parameter.KEYWORD_ONLY
         for name, hint in kind.__annotations__.items():
             plain = get_args(hint)[0] if option_of(hint) else hint
             written = getattr(plain, "__forward_arg__", plain)
             parameters.append(inspect.Parameter(name, keyword, default=None, annotation=written))
-        function.__signature__ = own.replace(parameters=[*parameters, *rest])  # type: ignore[attr-defined]
+        function.__signature__ = own.replace(parameters=[*parameters, rest])  # type: ignore[attr-defined]
         return function
 
     return listed
@@ -320,6 +311,11 @@ def drawn_with(method: str, auto: str | None, settings: Mapping[str, Any] | None
             return f"{method}, as plain decoding is the fastest on {where}"
         return f"{drawn_with(method, auto)}, {draft}, fitted to {where}"
     return method if auto is None else f"{method} (auto: {auto})"
+
+
+def place_of(settings: Mapping[str, Any]) -> str:
+    """Where and in what precision pictures are drawn, such as "cpu (int8 weights, bfloat16)"."""
+    return f"{settings['device']} ({settings['dtype'].replace('int8,', 'int8 weights,')})"
 
 
 def draft_of(settings: Mapping[str, Any]) -> str | None:

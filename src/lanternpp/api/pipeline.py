@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, Self, Unpack, overload
@@ -23,8 +22,8 @@ from lanternpp.api.options import AUTO, CallOptions, PictureDials, Prompts, Sett
 from lanternpp.api.results import Partial, Result, Stats, UnfinishedError, check_output, output, versions
 from lanternpp.api.results import images as images_of
 from lanternpp.api.settings import fitted, network_needed, suits, typed, with_tree
+from lanternpp.engine.batching import drawing
 from lanternpp.engine.decode import Engine
-from lanternpp.engine.threads import AdaptiveThreads
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
 from lanternpp.types import shape_of
@@ -247,16 +246,11 @@ class Pipeline(Engines):
         An interrupt raises UnfinishedError, which is a KeyboardInterrupt, once a picture is finished.
         """
         with self._lock:
-            began, total = time.perf_counter(), len(request.seeds) * engine.target.length
+            began = time.perf_counter()
+            watch = None if callback is None else lambda batch: callback(request.partial(batch))
             try:
-                threads = AdaptiveThreads(engine.target.decoder)
-                with closing(request.steps(engine)) as steps, threads:
-                    for batch in steps:
-                        threads.update()
-                        if progress:
-                            progress(batch.decided, total)
-                        if callback:
-                            callback(request.partial(batch))
+                for place, sample in drawing(engine, request.prompts, request.seeds, progress, watch):
+                    request.found[place] = sample
             except KeyboardInterrupt:
                 if not request.found:
                     raise

@@ -133,13 +133,12 @@ def versions() -> dict[str, str]:
     }
 
 
-def check_output(target: Target, kind: str = "pil") -> str:
+def check_output(target: Target, kind: str = "pil") -> None:
     """InputError unless `kind` is one of `OUTPUTS` that this target's codes can become."""
     if kind not in OUTPUTS:
         raise InputError(unknown("output_type", str(kind), OUTPUTS))
     if kind != CODES and target.without_pixels:
         raise InputError(target.without_pixels)
-    return kind
 
 
 def output(target: Target, codes: Tensor, kind: str = "pil") -> Any:

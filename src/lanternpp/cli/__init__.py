@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 
 from cyclopts import App, CycloptsError, UnknownOptionError, UnusedCliTokensError
@@ -90,13 +91,12 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def unread() -> bool:
     """Whether the reader of stdout has gone, as in `lanternpp models | head`; then Python's own flush at the end is silenced."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    except OSError:
-        return False
+    with suppress(OSError):  # such as a full disk
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return True
     return False
 
 

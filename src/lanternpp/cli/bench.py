@@ -102,7 +102,7 @@ def bench(
     plots: opt.Plots = None,
     as_json: opt.Json = False,
     options: Annotated[
-        DrawOptions, opt.Without(("size", "method", *names(MethodDials, MeasureDials)))
+        DrawOptions, opt.without("size", "method", *names(MethodDials, MeasureDials))
     ] = DrawOptions(),
     seed: opt.Seed = 0,
     measured: QualityOptions = QualityOptions(),
@@ -116,7 +116,7 @@ def bench(
     resume: Go on with the run in the folder.
     """
     if measured.pictures is not None:
-        if vars(field) != vars(FieldOptions()) or prompts or options.overrides:
+        if field != FieldOptions() or prompts or options.overrides:
             raise InputError("--pictures draws nothing: leave out the options of drawing")
         show_folder(measured.pictures, measured, options, as_json)
         return
@@ -135,7 +135,7 @@ def bench(
     with_plots = plots_enabled(plots)
     prompt_list = read_prompts(prompts, model_folder(options.model))
     pipe = opt.read(options)
-    shared, found = dict(options.overrides), dict[str, dict[str, float]]()
+    shared = dict(options.overrides)
     if paper and named:
         named, shared = [paper.entry(entry) for entry in named], {"fit": False, **paper.sampling, **shared}
     entries = named or parse_methods(", ".join(relaxed_methods(pipe) if limits else default_methods(pipe)))
@@ -144,7 +144,7 @@ def bench(
         check_new(output, resume)  # a race says so itself, but after strengths were found
         chosen = (prompt_list, field.equal_pictures, seed, shared)
         search = StrengthSearch(pipe, entries, *chosen, output / "strengths")
-        entries, found = at_equal_tv(search, entries, limits)
+        entries = at_equal_tv(search, entries, limits)
     rows_of = read_rows(prompts) if prompts and prompts.suffix == ".jsonl" and not sizes else []
     geneval = rows_of if all(row.keys() >= GENEVAL for row in rows_of) else []
     table: list[dict[str, Any]] = []
@@ -154,7 +154,7 @@ def bench(
         own = shared | ({"batch_size": size} if size else {})
         race = Race(pipe, entries, drawn, turn or n, seed, own, field.measure_tv, turn)
         where = output / f"batch-{size}" if size else output
-        rows = run(race, measurer, where, resume, with_plots, found, geneval)
+        rows = run(race, measurer, where, resume, with_plots, geneval)
         table += rows
         if field.profile:
             with progress_bar("profiling") as progress:
@@ -180,15 +180,10 @@ def relaxed_methods(pipe: Pipeline) -> list[str]:
     return [f"{base} accept={n}{k}" for n, k in rules.items() if not k or pipe.target.codebook is not None]
 
 
-def at_equal_tv(
-    search: StrengthSearch, field: Sequence[Entry], limits: Sequence[float]
-) -> tuple[list[Entry], dict[str, dict[str, float]]]:
-    """Entries at the strengths that cost each limit, plain decoding first, and figures of theirs by label.
-
-    Says on stderr which cannot cost so little.
-    """
+def at_equal_tv(search: StrengthSearch, field: Sequence[Entry], limits: Sequence[float]) -> list[Entry]:
+    """Entries at the strengths that cost each limit, plain decoding first; says on stderr which cannot cost so little."""
     relaxed = [entry for entry in field if entry.method != BASELINE]
-    entries, figures = {BASELINE: field[0]}, dict[str, dict[str, float]]()
+    entries = {BASELINE: field[0]}
     with progress_bar("finding strengths") as progress:
         for i, (limit, entry) in enumerate(product(limits, relaxed)):
             if progress:
@@ -196,10 +191,9 @@ def at_equal_tv(
             if (found := search.find(entry, limit)) is None:
                 costs = f"{entry.label} costs more than {limit:g} a code at any strength"
                 say("bench", f"{costs}: left out there")
-            elif found.label not in entries:
-                entries[found.label] = found
-                figures[found.label] = {"tv_per_code": search.tv_per_code(found), "tv_budget": limit}
-    return list(entries.values()), figures
+            else:
+                entries.setdefault(found.label, found)
+    return list(entries.values())
 
 
 def default_methods(pipe: Pipeline) -> list[str]:
@@ -236,10 +230,9 @@ def run(
     folder: Path,
     resume: bool,
     plots: bool,
-    known: Mapping[str, Mapping[str, float]],
     geneval: Sequence[Mapping[str, Any]] = (),
 ) -> list[dict[str, Any]]:
-    """Race, and measure the pictures; the rows of the table. known: further figures by label.
+    """Race, and measure the pictures; the rows of the table.
 
     geneval: rows of GenEval's prompts; each method's pictures are also written in the folders that its scorer reads.
     """
@@ -250,7 +243,7 @@ def run(
 
     with progress_bar("racing") as progress:
         turns = race.run(folder, resume, progress)
-    quality = {entry.label: dict(known.get(entry.label, {})) for entry in race.field}
+    quality = {entry.label: dict(entry.figures or {}) for entry in race.field}
     for entry in race.field:
         mine = [turn for turn in turns if turn.label == entry.label]
         drawn = [(turn.prompt, folder / name) for turn in mine for name in turn.files]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -17,6 +18,7 @@ from lanternpp.api.options import (
     draft_of,
     drawn_with,
     names,
+    place_of,
 )
 from lanternpp.cli import options as opt
 from lanternpp.cli.terminal import Progress, progress_bar, show_table
@@ -52,10 +54,7 @@ def compare(
     from lanternpp.api.picture import notes, save_png
 
     pipe = opt.read(options, pictures=False)  # drawing checks the output
-
-    def draw(name: str, **settings: Any) -> Result:
-        return pipe(prompt, n=n, seed=seed, method=name, **settings)
-
+    draw = partial(pipe, prompt, n=n, seed=seed)
     overrides = {"batch_size": 1, **options.overrides}
     measure_tv = overrides.pop("measure_tv", False)
     with progress_bar("comparing") as progress:
@@ -95,7 +94,7 @@ def race(
     def run(name: str, settings: dict[str, Any]) -> Result:
         if progress:
             progress(next(done), total)
-        return draw(name, **settings)
+        return draw(method=name, **settings)
 
     settings = run(method, options).stats.settings
     same = {name: settings[name] for name in names(EngineDials, SamplingDials)}
@@ -148,7 +147,7 @@ def show(prompt: str, rows: Sequence[Mapping[str, Any]], bound: str | None) -> N
     if side["auto"] or side["settings"]["fit"]:
         caption.append(drawn_with(side["method"], side["auto"], side["settings"]))
     caption += [bound] if bound else []
-    caption.append("{dtype} on {device}".format_map(base["settings"]))
+    caption.append(place_of(base["settings"]))
     headings = ["method", "seconds / picture", "passes / picture", "codes / pass", "speed-up"]
     cells = [[each["method"], *figures(each), f"{each['speedup']:.2f}x"] for each in rows]
     if side["tv_cost"] is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from lanternpp.api.options import DrawOptions, drawn_with
+from lanternpp.api.options import DrawOptions, drawn_with, place_of
 from lanternpp.cli import options as opt
 from lanternpp.cli.terminal import progress_bar, say
 from lanternpp.errors import InputError
@@ -183,11 +183,9 @@ def _seeds(notes: Mapping[str, str]) -> set[int]:
 def figures(row: Mapping[str, Any]) -> list[str]:
     """The figures of `Stats.to_json` as phrases."""
     settings, cost = row["settings"], row["tv_cost"]
-    drawn = (
-        f"{drawn_with(row['method'], row['auto'], settings)} in {settings['dtype']} on {settings['device']}"
-    )
+    drawn = f"{place_of(settings)} with {drawn_with(row['method'], row['auto'], settings)}"
     said = [
-        f"{row['seconds_per_image']:.2f} s per picture with {drawn}",
+        f"{row['seconds_per_image']:.2f} s per picture on {drawn}",
         f"{row['codes']} codes in {row['passes']} passes",
         f"{row['codes_per_pass']:.2f} codes per pass",
     ]

@@ -27,6 +27,7 @@ from lanternpp.api.options import (
     draft_of,
     names,
 )
+from lanternpp.cli import VERBS
 from lanternpp.cli import options as opt
 from lanternpp.cli.terminal import say, show_table
 from lanternpp.errors import InputError
@@ -42,11 +43,7 @@ PARTS = ("tokenizer", "target", "drafter", "parallel")
 REST = ("independent", "classifier", "text")  # other parts that a model may have
 FILES = ("defaults.json", "embeddings.safetensors", "prompts.txt", "synonyms.txt")
 PROVENANCE = "provenance.json"
-models = App(
-    name="models",
-    help="List models, methods and trees; download, convert or warm a model.",
-    group_parameters=opt.heading("Options"),
-)
+models = App(name="models", help=VERBS["models"], group_parameters=opt.heading("Options"))
 
 
 @models.command(name="list")
@@ -55,9 +52,9 @@ models = App(
 def list_models(
     *,
     as_json: opt.Json = False,
-    options: Annotated[DrawOptions, opt.Without(("size", "method", *names(PictureDials)))] = DrawOptions(),
+    options: Annotated[DrawOptions, opt.without("size", "method", *names(PictureDials))] = DrawOptions(),
 ) -> None:
-    """List the models, methods and trees that have names, and the settings of each method on --model.
+    """List the models, methods and trees that have names; with --model or --drafter, the settings of each method there.
 
     Nothing is downloaded: --model and --drafter must be on this machine.
     """
@@ -88,8 +85,10 @@ def list_models(
     }
     if as_json:
         print(json.dumps(listing))
-    else:
-        show(listing)
+        return
+    if options.model == DrawOptions.model and drafter is None:
+        show_names(listing)
+    show_methods(listing)
 
 
 @models.command
@@ -109,7 +108,7 @@ def warm(
     *,
     batch_sizes: Annotated[str, Option("Pictures at once, separated by commas.", metavar="A,B,...")] = "1",
     as_json: opt.Json = False,
-    options: Annotated[DrawOptions, opt.Without(("batch_size",))] = DrawOptions(),
+    options: Annotated[DrawOptions, opt.without("batch_size")] = DrawOptions(),
 ) -> None:
     """Compile the steps of the method and of plain decoding by torch.compile, and keep them in the cache.
 
@@ -180,9 +179,9 @@ def describe_method(name: str, defaults: Defaults, device: str, dtype: str) -> d
     }
 
 
-def show(listing: Mapping[str, Any]) -> None:
-    """Print everything on stdout; no name is truncated on a narrow terminal."""
-    model, auto, cache = listing["model"], listing["auto"], listing["cache"]
+def show_names(listing: Mapping[str, Any]) -> None:
+    """Print the models and trees that have names; none is truncated on a narrow terminal."""
+    cache = listing["cache"]
     rows = [(row["name"], files.megabytes(row["bytes"]), row["about"]) for row in listing["models"]]
     show_table(("model", "on this machine", "what it is"), rows, prose=True)
     print("--model also takes a folder, a checkpoint, or a hub id, which is fetched once.")
@@ -192,18 +191,24 @@ def show(listing: Mapping[str, Any]) -> None:
         print(f"  --drafter {each['drafter']}" if each["drafter"] else "  no drafter is published")
         if each["needs"]:
             print(f"  needs {each['needs']}")
-    print(f"\nOn {model}, one picture at a time; auto takes {auto['method']} ({auto['why']}):\n")
-    methods = [row for row in listing["methods"] if row["fits"]]
-    headings = ("method", "lossless", "proposer", "draft", "rule", "what it is")
-    show_table(headings, [method_row(row) for row in methods], left=range(6), prose=True, spare=True)
-    if any(row["missing"] for row in methods):
-        print(f"* {model} has no such network: give one with --drafter\n")
     kinds = {True: "static", False: "follows the drafter"}
     shapes = [
         (row["name"], str(row["nodes"]), str(row["depth"]), kinds[row["static"]]) for row in listing["trees"]
     ]
+    print()
     show_table(("tree", "nodes", "levels", "shape"), shapes, left=(0, 3))
-    print(f"Neighbour tables are cached in {cache['folder']}: {files.megabytes(cache['bytes'])}.")
+    print(f"Neighbour tables are cached in {cache['folder']}: {files.megabytes(cache['bytes'])}.\n")
+
+
+def show_methods(listing: Mapping[str, Any]) -> None:
+    """Print the methods on a model."""
+    model, auto = listing["model"], listing["auto"]
+    print(f"On {model}, one picture at a time; auto takes {auto['method']} ({auto['why']}):\n")
+    methods = [row for row in listing["methods"] if row["fits"]]
+    headings = ("method", "lossless", "proposer", "draft", "rule", "what it is")
+    show_table(headings, [method_row(row) for row in methods], left=range(6), prose=True, spare=True)
+    if any(row["missing"] for row in methods):
+        print(f"* {model} has no such network: give one with --drafter")
 
 
 def method_row(row: Mapping[str, Any]) -> tuple[str, ...]:

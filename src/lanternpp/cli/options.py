@@ -7,15 +7,16 @@ The docstring of a verb or dataclass has the help of its options, a line `name: 
 from __future__ import annotations
 
 import dataclasses
+import re
 import tempfile
-from collections.abc import Callable, Container, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, TypeVar, get_args, get_type_hints, is_typeddict
 
 from cyclopts import Group, Parameter
 
-from lanternpp.api.options import AUTO, DIALS, DrawOptions
+from lanternpp.api.options import AUTO, DIALS, DrawOptions, Settings
 from lanternpp.cli.terminal import say
 from lanternpp.errors import InputError
 from lanternpp.util.options import Option, option_of
@@ -39,21 +40,14 @@ HEADINGS = (
 )
 
 
-class Without(tuple[str, ...]):
-    """Names of a group's fields that a verb has no options for: `Annotated[DrawOptions, Without(("size", "method"))]`."""
+def without(*names: str) -> Parameter:
+    """For a group whose fields of these names are no options of a verb: `Annotated[DrawOptions, without("size", "method")]`."""
+    return Parameter(parse=re.compile(rf"^(?!({'|'.join(names)})$)"))
 
 
 def verb(function: F) -> F:
     """A decorator that makes the annotations of a function ones that Cyclopts reads, and its docstring one line a paragraph."""
-    hints = get_type_hints(function, include_extras=True)
-    function.__doc__, helps = documented(function.__doc__, hints)
-    function.__annotations__ = {
-        name: _parameter(name, hint, (), helps.get(name, "")) for name, hint in hints.items()
-    }
-    defaults = function.__kwdefaults__ or {}
-    for name, default in defaults.items():
-        if dataclasses.is_dataclass(default):  # Cyclopts has pydantic check that it is of the annotated class
-            defaults[name] = get_args(function.__annotations__[name])[0](**vars(default))
+    function.__doc__, function.__annotations__ = _documented(function)
     return function
 
 
@@ -62,27 +56,46 @@ def heading(name: str) -> Group:
     return Group(name, sort_key=HEADINGS.index(name) if name in HEADINGS else len(HEADINGS))
 
 
-def _parameter(name: str, hint: Any, without: tuple[str, ...] = (), help: str = "", under: str = "") -> Any:
+def _documented(owner: Any) -> tuple[str, dict[str, Any]]:
+    """The docstring of a function or class without the help of options, one line a paragraph; and its parameters or fields, by their
+    names, with that help: the lines `name: help`.
+    """
+    hints = get_type_hints(owner, include_extras=True)
+    paragraphs, helps, name = [""], dict[str, str](), ""
+    text = "\n\n".join(each.__doc__ or "" for each in getattr(owner, "__mro__", (owner,)))
+    for line in map(str.strip, text.splitlines()):
+        word, colon, rest = line.partition(": ")
+        if colon and word in hints:
+            name, helps[word] = word, rest
+        elif name and line:
+            helps[name] += f" {line}"
+        elif line:
+            paragraphs[-1] = f"{paragraphs[-1]} {line}".strip()
+        else:
+            name = ""
+            paragraphs += [""] if paragraphs[-1] else []
+    made = {name: _parameter(name, hint, helps.get(name, "")) for name, hint in hints.items()}
+    return "\n\n".join(paragraphs).strip(), made
+
+
+def _parameter(name: str, hint: Any, help: str = "") -> Any:
     """The annotation of a parameter or field, with what Cyclopts is to know of its option or group of options.
 
-    help, under: the help and the heading of an option that has none.
+    help: of an option that has none of its own.
     """
     meta = getattr(hint, "__metadata__", ())
     kind = hint.__origin__ if meta else hint
-    without += next((each for each in meta if isinstance(each, Without)), ())
-    if name in without:
-        return Annotated[kind, Parameter(parse=False)]
-    kind = next((each for each in meta if is_typeddict(each)), kind)
-    if is_typeddict(kind) or dataclasses.is_dataclass(kind):
-        return Annotated[_group(kind, without), Parameter(name="*")]
+    types = (each for each in (*meta, kind) if isinstance(each, type))
+    if group := next((each for each in types if is_typeddict(each) or dataclasses.is_dataclass(each)), None):
+        above: dict[str, Any] = {"group": heading(group.heading)} if hasattr(group, "heading") else {}
+        return Annotated[_group(group), *meta, Parameter(name="*", **above)]
     option = option_of(hint) or (Option() if help else None)
     if option is None:
         return hint
     option = dataclasses.replace(option, help=option.help or help)
     called = max(option.names or ("--" + name.replace("_", "-"),), key=len)
     number = next((each for each in (int, float) if each in (kind, *get_args(kind))), None)
-    under = option.group or under
-    section: dict[str, Any] = {"group": heading(under)} if under else {}
+    section: dict[str, Any] = {"group": heading(option.group)} if option.group else {}
     made = Parameter(
         name=option.names or None,
         help=option.about,
@@ -93,7 +106,7 @@ def _parameter(name: str, hint: Any, without: tuple[str, ...] = (), help: str = 
         show_default=False if kind is bool else None,
         **section,
     )
-    return Annotated[kind, made]
+    return Annotated[kind, option, made]
 
 
 def _number(kind: type[int] | type[float], _: Any, tokens: Any) -> int | float:
@@ -104,37 +117,15 @@ def _number(kind: type[int] | type[float], _: Any, tokens: Any) -> int | float:
         raise ValueError(f"{tokens[0].value!r} is no {'whole ' if kind is int else ''}number") from None
 
 
-def _group(kind: Any, without: tuple[str, ...]) -> Any:
-    """A dataclass whose fields Cyclopts reads as options, under its `heading` if it has one, or a TypedDict of dials."""
+@cache
+def _group(kind: Any) -> Any:
+    """A dataclass, whose annotations become ones that Cyclopts reads, or a TypedDict of dials. Fields are under its `heading`, if it has one."""
     if is_typeddict(kind):
-        dials = {name: DIALS[name] for name in kind.__annotations__ if name not in without}
-        made = {name: _parameter(name, Annotated[dial.kind | None, dial]) for name, dial in dials.items()}
+        dials = [DIALS[name] for name in kind.__annotations__]
+        made = {dial.name: _parameter(dial.name, Annotated[dial.kind | None, dial]) for dial in dials}
         return TypedDict(kind.__name__, made, total=False)  # type: ignore[operator]
-    hints = get_type_hints(kind, include_extras=True)
-    _, helps = documented("\n\n".join(each.__doc__ or "" for each in kind.__mro__), hints)
-    under = getattr(kind, "heading", "")
-    made = {name: _parameter(name, hint, without, helps.get(name, ""), under) for name, hint in hints.items()}
-    # pickled as the class itself, since another process has not made this one
-    names: dict[str, Any] = {"__annotations__": made, "__module__": kind.__module__}
-    names["__reduce__"] = lambda group: (partial(kind, **vars(group)), ())
-    return type(kind.__name__, (kind,), names)
-
-
-def documented(text: str | None, names: Container[str]) -> tuple[str, dict[str, str]]:
-    """A docstring without the help of options, one line a paragraph; and that help, its lines `name: help`, by their names."""
-    paragraphs, helps, name = [""], dict[str, str](), ""
-    for line in map(str.strip, (text or "").splitlines()):
-        word, colon, rest = line.partition(": ")
-        if colon and word in names:
-            name, helps[word] = word, rest
-        elif name and line:
-            helps[name] += f" {line}"
-        elif line:
-            paragraphs[-1] = f"{paragraphs[-1]} {line}".strip()
-        else:
-            name = ""
-            paragraphs += [""] if paragraphs[-1] else []
-    return "\n\n".join(paragraphs).strip(), helps
+    _, kind.__annotations__ = _documented(kind)
+    return kind
 
 
 def not_empty(prompt: str) -> None:
@@ -252,8 +243,8 @@ def defaults_of(options: DrawOptions) -> Defaults:
     return Defaults.read(model_folder(options.model), drafter)
 
 
-def check(options: DrawOptions) -> None:
-    """Reject, before a model is read, wrong parts or dials of a method, and dials that no part reads."""
+def check(options: DrawOptions) -> Settings:
+    """The settings of a model that is not read yet. Raises InputError for wrong parts or dials of a method, and dials that no part reads."""
     import torch
 
     from lanternpp.accept import RULES
@@ -270,18 +261,16 @@ def check(options: DrawOptions) -> None:
         raise InputError(
             f"--drafter {drafter} would change nothing: the proposer {settings.proposer!r} has no drafter"
         )
+    return settings
 
 
 def with_full_paths(options: DrawOptions) -> DrawOptions:
     """With absolute paths of models, for workers in other folders; names and hub ids stay as they are."""
     from lanternpp.api.model import MODELS
 
-    def full(model: str) -> str:
-        return model if model in MODELS or not Path(model).exists() else str(Path(model).absolute())
-
-    return dataclasses.replace(
-        options, model=full(options.model), drafter=options.drafter and full(options.drafter)
-    )
+    given = {name: x for name in ("model", "drafter") if (x := getattr(options, name)) and x not in MODELS}
+    full: dict[str, Any] = {name: str(Path(x).absolute()) for name, x in given.items() if Path(x).exists()}
+    return dataclasses.replace(options, **full)
 
 
 def png_path(path: Path, overwrite: bool = False) -> Path:

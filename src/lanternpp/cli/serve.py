@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from lanternpp.api.options import LONGEST, DrawOptions, drawn_with
+from lanternpp.api.options import LONGEST, DrawOptions, drawn_with, place_of
 from lanternpp.cli import options as opt
 from lanternpp.cli.terminal import say
 from lanternpp.errors import InputError
@@ -56,7 +56,7 @@ class ListenOptions:
 def serve(
     *,
     listen: ListenOptions = ListenOptions(),
-    config: Annotated[ServerConfig, opt.Without(("method", "overrides", "keys", "hosts"))] = ServerConfig(),
+    config: Annotated[ServerConfig, opt.without("method", "overrides", "keys", "hosts")] = ServerConfig(),
     ray: opt.Ray = None,
     replicas: Annotated[int | None, opt.workers("Servers under --ray")] = None,
     options: DrawOptions = DrawOptions(),
@@ -91,8 +91,8 @@ def serve(
                 say("int8", info.effect)
             several = f"{info.replicas} replicas of " if ray else ""
             # Ray's messages go to sys.stdout, which is therefore discarded while Ray runs
-            line = f"{server.url(bound)}: {info.model} with {label} in {info.dtype}, {several}{config.slots} slots"
-            print(line, file=out, flush=True)
+            drawn = f"{info.model} on {place_of(vars(info))} with {label}"
+            print(f"{server.url(bound)}: {drawn}, {several}{config.slots} slots", file=out, flush=True)
 
         if ray is not None:
             named = partial(ready, options.method)

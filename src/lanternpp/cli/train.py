@@ -23,7 +23,7 @@ def train(
     source: TrainingData = TrainingData(),
     settings: DrafterSettings = DrafterSettings(),
     training: Annotated[
-        TrainingOptions, opt.Without(("folder", "log_steps", "stop_after"))
+        TrainingOptions, opt.without("folder", "log_steps", "stop_after")
     ] = TrainingOptions(),
 ) -> int | None:
     """Train a drafter for a target, on pictures, on the target's own, or on codes.

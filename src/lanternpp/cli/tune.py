@@ -27,7 +27,7 @@ def tune(
     save: Annotated[bool, opt.Switch] = True,
     plots: opt.Plots = None,
     as_json: opt.Json = False,
-    options: Annotated[DrawOptions, opt.Without(("tree", "measure_tv"))] = DrawOptions(),
+    options: Annotated[DrawOptions, opt.without("tree", "measure_tv")] = DrawOptions(),
     seed: opt.Seed = 0,
 ) -> None:
     """Find the draft tree, or Jacobi window, that draws fastest with a method on this machine, and make it the default.
@@ -42,11 +42,10 @@ def tune(
     save: Make the found draft the method's default for this model.
     """
     search.check()
-    opt.check(options)
+    settings = opt.check(options)
     with_plots = plots_enabled(plots)
 
     from lanternpp import Pipeline
-    from lanternpp.api.settings import resolve
     from lanternpp.evaluation.prompts import read_prompts
     from lanternpp.evaluation.quality import Quality
     from lanternpp.tuning.candidates import check
@@ -55,7 +54,7 @@ def tune(
     defaults = opt.defaults_of(options)
     chosen, folder = defaults.chosen(options.method), defaults.folder
     method = chosen.method
-    check(resolve(method, defaults.own, options.overrides))
+    check(settings)
     if save:
         opt.writable_folder(defaults.path.parent)
     prompt_list = read_prompts(prompts, folder)

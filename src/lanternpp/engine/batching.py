@@ -115,19 +115,23 @@ def drawing(
     conditions: Sequence[str | None],
     seeds: Sequence[int],
     progress: Callable[[int, int], None] | None = None,
+    watch: Callable[[ContinuousBatch], None] | None = None,
 ) -> Iterator[tuple[int, FinishedSample]]:
     """Draw one sample per condition and seed, `engine.batch` at a time: (place in the list, sample), as they finish.
 
-    progress is called with (decided codes, all codes) after every admission and every step. Raises RuntimeError where the
-    engine is drawing already.
+    progress is called with (decided codes, all codes) after every admission and every step, and watch with the batch. Raises
+    RuntimeError where the engine is drawing already.
     """
     with opened(engine, conditions, seeds) as batch, AdaptiveThreads(engine.target.decoder) as threads:
         for sample in batch.run():
             threads.update()
             if sample:
                 yield sample
-            elif progress:
+                continue
+            if progress:
                 progress(batch.decided, len(conditions) * engine.target.length)
+            if watch:
+                watch(batch)
 
 
 def generate(

@@ -54,7 +54,7 @@ class TimedEngine:
 
     def __init__(self, engine: Engine):
         self.engine, self.watch = engine, Stopwatch(engine)
-        self.spans: list[dict[str, float]] = []  # seconds in each of PHASES, of every step
+        self.rows = engine.guidance.branches * engine.batch * engine.proposer.size  # of the target's pass
 
     def admit(self, conditions: Sequence[str | None], seeds: Sequence[int]) -> float:
         """A whole batch enters; seconds per sample."""
@@ -65,16 +65,20 @@ class TimedEngine:
         self.watch.take(begin)
         return begin / self.engine.batch
 
-    def step(self) -> None:
-        """One step, without the time of its observers."""
+    def step(self) -> dict[str, float]:
+        """One step: seconds in each of PHASES, without the time of its observers."""
         began = now(self.engine)
         self.engine.step()
         span = self.watch.take(now(self.engine) - began)
-        self.spans.append(span | {"rest": span["rest"] - self.watch.observed})
+        return span | {"rest": span["rest"] - self.watch.observed}
 
-    def seconds_of(self, *parts: str) -> float:
-        """Seconds that parts of a step took."""
-        return trimmed([sum(span[part] for part in parts) for span in self.spans])
+    def midway_step(self, first: bool = False) -> tuple[float, float]:
+        """One step from the middle of the picture, whose time does not depend on the codes: its seconds, and those of the target's
+        pass in it. first: as `move_midway` has it.
+        """
+        self.move_midway(first)
+        span = self.step()
+        return sum(span.values()), span["pass"]
 
     def move_midway(self, first: bool = False) -> None:
         """Move every sample, admitted or not, to the middle of its picture; the slots of the caches need hold no keys.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -69,7 +70,7 @@ class StrengthSearch:
         return name, exact, most
 
     def find(self, entry: Entry, limit: float) -> Entry | None:
-        """An entry at the greatest strength that costs at most so much per code; None where the least costs more."""
+        """An entry at the greatest strength that costs at most so much per code, with that cost; None where the least costs more."""
         name, exact, most = self.dial(entry)
 
         def at(place: int) -> Entry:
@@ -79,7 +80,10 @@ class StrengthSearch:
             return Entry(label, entry.method, {**entry.overrides, name: value})
 
         count = bisect_right(range(STEPS), limit, key=lambda place: self.tv_per_code(at(place)))
-        return at(count - 1) if count else None
+        if not count:
+            return None
+        found = at(count - 1)
+        return replace(found, figures={"tv_per_code": self.tv_per_code(found), "tv_budget": limit})
 
     def tv_per_code(self, entry: Entry) -> float:
         """Total variation per code, the mean over pictures; measured once."""

@@ -18,30 +18,31 @@ from typing import Any
 import torch
 
 from lanternpp.api.calls import Request
-from lanternpp.api.options import BASELINE, MethodDials, check_method, dials
+from lanternpp.api.options import BASELINE, DIALS, MethodDials, check_method, names
 from lanternpp.api.picture import notes, save_png
 from lanternpp.api.pipeline import Pipeline, Result, versions
 from lanternpp.engine.stopwatch import Stopwatch
 from lanternpp.errors import InputError
 from lanternpp.util.devices import device_name
-from lanternpp.util.jsonfile import differences, read_object, write_json
+from lanternpp.util.jsonfile import differences, key_of, read_object, write_json
 from lanternpp.util.progress import Progress
 from lanternpp.util.runlog import Journal
 from lanternpp.util.schema import checked
 
 RUN, TURNS, PICTURES = "run.json", "turns.jsonl", "pictures"
 ELSEWHERE = "choose another folder with -o"
-METHOD_DIALS = dials(MethodDials)  # an entry's possible overrides
+METHOD_DIALS = [DIALS[name] for name in names(MethodDials)]  # an entry's possible overrides
 BY_KEY = {key: dial for dial in METHOD_DIALS for key in (dial.name, dial.spoken, dial.short) if key}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of a race: a named method and its overrides."""
+    """One row of a race: a named method, its overrides, and figures of it that are known before."""
 
     label: str
     method: str
     overrides: dict[str, Any]
+    figures: Mapping[str, float] | None = None
 
     @property
     def slug(self) -> str:
@@ -167,7 +168,7 @@ class Race:
         total = len(self.prompts) * self.n // self.turn * len(self.field)
         for entry, prompt, seed in self.turns():
             key = {"label": entry.label, "prompt": prompt, "seed": seed}
-            if progress and key not in journal:
+            if progress and key_of(key) not in journal:
                 progress(len(journal), total)
             figures = journal.once(key, partial(self._turn, folder, entry, prompt, seed))
             turns.append(checked("its turn", key | figures, Turn))

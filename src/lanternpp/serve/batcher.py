@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -29,6 +30,9 @@ from lanternpp.serve.scheduler import AllRunnersBusy, BatchRunner, ClientAtLimit
 from lanternpp.serve.tickets import Closed, Expired, Full, ImageSpec, Key, Ticket
 from lanternpp.types import Prompt
 
+log = logging.getLogger("lanternpp.serve")
+UNFINISHED = "the server shut down before the picture was finished"
+JOIN = 30.0  # seconds that the drawing thread may take to end
 RECENT = 0.2  # weight of the latest value in the moving average of the seconds between two finished pictures
 
 
@@ -41,16 +45,6 @@ class Load:
     runners: Mapping[int, int]  # batch size -> number of batch runners
 
 
-class Observer(Protocol):
-    """Is called when a batcher has done something, in the thread that did it."""
-
-    def stepped(self, pictures: int) -> None:
-        """A step advanced so many pictures."""
-
-    def ended(self, ticket: Ticket) -> None:
-        """A ticket is settled: finished, failed, cancelled or expired."""
-
-
 class Batcher:
     """Accepts pictures of one model from any thread, at most `config.queue` at a time, and draws them in one, the drawing thread.
 
@@ -60,7 +54,9 @@ class Batcher:
     def __init__(self, pipe: Pipeline, config: ServerConfig | None = None):
         """Start the drawing thread. pipe: best read with `run_in_new_thread`."""
         self.pipe, self.config = pipe, config or ServerConfig()
-        self.observers: list[Observer] = []
+        # Called in the thread that did it: a step advanced so many pictures; a ticket is settled.
+        self.stepped: Callable[[int], None] = lambda pictures: None
+        self.ended: Callable[[Any], None] = lambda ticket: None
         self._waiting = FairQueue()
         self._changed = threading.Condition()  # guards the queue and the flags; wakes the drawing thread
         self._encoding = threading.Lock()  # a target encodes one prompt at a time
@@ -83,15 +79,6 @@ class Batcher:
             return Load(
                 running, len(self._waiting), Counter(runner.settings.batch_size for runner in runners)
             )
-
-    def submit(self, spec: ImageSpec) -> Ticket:
-        """Put a picture into the queue. Raises Full where there is no room, Closed, or InputError."""
-        return self.submit_all([spec])[0]
-
-    def submit_all(self, specs: Sequence[ImageSpec]) -> list[Ticket]:
-        """Put all of these into the queue, or none; raises as `submit`."""
-        with self.reserve(len(specs)) as submit:
-            return submit(specs)
 
     @contextmanager
     def reserve(self, count: int) -> Iterator[Callable[[Sequence[ImageSpec]], list[Ticket]]]:
@@ -120,8 +107,7 @@ class Batcher:
                 self._reserved, reserved = self._reserved - reserved, 0
                 for ticket in tickets:
                     self._waiting.add(ticket)
-                    for observer in self.observers:
-                        ticket.add_done_callback(observer.ended)  # type: ignore[arg-type]
+                    ticket.add_done_callback(self.ended)
                 self._changed.notify_all()
             return tickets
 
@@ -185,7 +171,8 @@ class Batcher:
     def close(self, drain: bool = True, timeout: float = 30.0) -> bool:
         """Accept nothing new; with `drain`, wait up to `timeout` seconds for the accepted pictures. Then stop.
 
-        Returns whether all of them were finished. The tickets of the others fail with Closed.
+        Returns whether all of them were finished. The tickets of the others fail with Closed, also where a step takes longer than
+        `JOIN` seconds: the drawing thread then ends with the process.
         """
         until = time.monotonic() + timeout
         with self._changed:
@@ -195,16 +182,24 @@ class Batcher:
             unfinished = self._busy()
             self._stop = True
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.join(JOIN)
+        if self._thread.is_alive():
+            log.warning("a step has taken %g s since drawing was to stop, and is waited for no longer", JOIN)
+            self._fail(Closed(UNFINISHED))
         return not unfinished
 
     def _busy(self) -> bool:
         return bool(len(self._waiting)) or bool(self._scheduler.running)
 
+    def _fail(self, reason: Exception) -> None:
+        """Fail every ticket that is not settled."""
+        for ticket in [*self._scheduler.tickets, *self._waiting]:
+            ticket.settle(reason)
+
     # The methods below run in the drawing thread.
 
     def _run(self) -> None:
-        reason: Exception = Closed("the server shut down before the picture was finished")
+        reason: Exception = Closed(UNFINISHED)
         try:
             while self._iterate():
                 pass
@@ -214,8 +209,7 @@ class Batcher:
         finally:
             with self._changed:
                 self.closed = self._stop = True
-                for ticket in [*self._scheduler.tickets, *self._waiting]:
-                    ticket.settle(reason)
+                self._fail(reason)
                 self._waiting, self._scheduler.runners = FairQueue(), ()
                 self._changed.notify_all()
 
@@ -251,8 +245,7 @@ class Batcher:
         before = runner.busy_seconds
         try:
             finished = runner.step()
-            for observer in self.observers:
-                observer.stepped(len(runner.tickets) + finished)
+            self.stepped(len(runner.tickets) + finished)
             for _ in range(finished):
                 self._record_finish(self._busy())
         except Exception as error:
@@ -308,6 +301,6 @@ class Batcher:
 
     def _build(self, key: Key, size: int) -> BatchRunner:
         settings, shape = key
-        settings = replace(self.pipe.at_batch(replace(settings, batch_size=size), size), batch_size=size)
+        settings = self.pipe.at_batch(settings, size)
         engine = self.pipe.new_engine(settings, shape)
         return BatchRunner(engine, key, settings, partial(self.pipe.images, target=engine.target))

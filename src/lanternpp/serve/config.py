@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from ipaddress import ip_network
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 from lanternpp.api.options import AUTO, LONGEST, DraftDials, PartDials, RuleDials, check_method, names
 from lanternpp.errors import InputError
-from lanternpp.util.options import Option, option_of
+from lanternpp.util.options import Option, declared
 
 if TYPE_CHECKING:
     from lanternpp.api.options import Settings
@@ -78,9 +78,8 @@ class ServerConfig:
     def __post_init__(self) -> None:
         check_method(self.method)
         check_keys(self.keys)
-        for name, hint in get_type_hints(ServerConfig, include_extras=True).items():
-            if (option := option_of(hint)) is not None:
-                option.check(getattr(self, name), name)
+        for name, option in declared(ServerConfig).items():
+            option.check(getattr(self, name), name)
 
     def settings(self, pipe: Pipeline, method: str | None, given: Mapping[str, Any]) -> Settings:
         """The settings of a request: what the request gives, else what the server was started with.

@@ -50,7 +50,7 @@ class Metrics:
         engines = gauge("lanternpp_engines", "Engines kept, by batch size", ["batch_size"])
         for size in rows:
             engines.labels(str(size)).set_function(partial(lambda size: batcher.load.runners[size], size))
-        batcher.observers.append(self)
+        batcher.stepped, batcher.ended = self.stepped, self.ended
 
     def answered(self, path: str, status: int) -> None:
         """A request for a path got an answer with this status."""

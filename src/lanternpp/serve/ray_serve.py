@@ -46,6 +46,7 @@ class ReplicaInfo:
     """What the replicas draw with."""
 
     model: str
+    device: str
     dtype: str
     effect: str | None  # of weights in 8 bits; None: they have not
     replicas: int
@@ -53,7 +54,8 @@ class ReplicaInfo:
     @classmethod
     def of(cls, pipe: Pipeline, replicas: int) -> ReplicaInfo:
         """Of replicas of this model."""
-        return cls(pipe.name, pipe.dtype, str(pipe.model.effect) if pipe.model.effect else None, replicas)
+        effect = str(pipe.model.effect) if pipe.model.effect else None
+        return cls(pipe.name, str(pipe.device), pipe.dtype, effect, replicas)
 
 
 class Replica:

@@ -14,7 +14,7 @@ from lanternpp.api.options import (
     MeasureDials,
     RuleDials,
     SamplingDials,
-    dials,
+    names,
 )
 
 Name = Annotated[str, Field(max_length=100)]
@@ -71,7 +71,8 @@ def field(dial: Dial) -> Any:
     return Annotated[kind, dial] | None, Field(None, description=dial.about)
 
 
-REQUEST_DIALS = (DIALS["accept"], *dials(DraftDials, RuleDials, MeasureDials, SamplingDials))
+REQUESTED = ("accept", *names(DraftDials, RuleDials, MeasureDials, SamplingDials))
+REQUEST_DIALS = tuple(DIALS[name] for name in REQUESTED)
 if TYPE_CHECKING:  # without the fields of dials, which are read by name
 
     class ImagesRequest(_RequestFields):

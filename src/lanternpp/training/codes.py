@@ -282,7 +282,7 @@ class OwnCodes:
         """The codes, kept beside the model; missing pictures are drawn now."""
         target, count = self.teacher.target, len(self.texts)
         folder, size = self.teacher.store / f"self-{self.key}", 2 * target.length * max(target.channels, 1)
-        contents = "codes of the target's own pictures"
+        contents = f"codes of the target's own pictures, {self.held_out} of them to validate"
         material = Material(folder, count, self.batch * 4, self._draw, contents, size).build()
         drawn, last = Split.of(list(material.read())), count - self.held_out
         facts: dict[str, Any] = {"self": True, "prompts": self.prompts, "cfg": self.teacher.cfg}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
 from lanternpp.errors import InputError
-from lanternpp.util.options import Option, option_of
+from lanternpp.util.options import Option, declared
 
 Kind = Literal["eagle", "parallel"]
 Stored = Literal["float32", "bfloat16", "int8", "int6"]
@@ -30,14 +30,11 @@ Eagle, Parallel = partial(Option, group="EAGLE"), partial(Option, group="Paralle
 
 def check_options(options: Any, kind: Kind | None = None) -> None:
     """InputError where a field of a dataclass of options is out of its range, or given and of drafters of another kind."""
-    declaring = type(options).__mro__[-2]  # a command line derives a class of its own, with other annotations
-    for name, hint in get_type_hints(declaring, include_extras=True).items():
-        option, value, called = option_of(hint), getattr(options, name), "--" + name.replace("_", "-")
-        if option is None:
-            continue
+    for name, option in declared(type(options)).items():
+        value, called = getattr(options, name), "--" + name.replace("_", "-")
         option.check(value, called)
         other = kind is not None and option.group.lower() not in ("", kind)
-        if other and value != getattr(declaring, name):
+        if other and value != getattr(type(options), name):
             raise InputError(f"{called} is for drafters of --kind {option.group.lower()}: leave it out.")
 
 

@@ -7,24 +7,23 @@ from typing import Any
 
 import torch
 
-from lanternpp.api.fit.steps import MidwayEngine
 from lanternpp.api.options import Settings
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.engine.observers import AcceptanceByRank
-from lanternpp.engine.stopwatch import PHASES, TimedEngine, now, trimmed
+from lanternpp.engine.stopwatch import TimedEngine, now, trimmed
 
 
-class PlainEngine:
+class PlainEngine(TimedEngine):
     """Plain decoding beside which candidates are timed: one of its steps follows each of theirs.
 
     Both meet the same machine then: what else runs there, and how warm it is, matters little to their ratio.
     """
 
     def __init__(self, pipe: Pipeline, settings: Settings, prompt: str | None):
-        timed = TimedEngine(pipe.new_engine(settings))
-        prefill = timed.admit([prompt] * settings.batch_size, range(settings.batch_size))
-        self.midway = MidwayEngine(timed)
-        self.prefill_steps = prefill / self.midway.step()[0]
+        super().__init__(pipe.new_engine(settings))
+        prefill = self.admit([prompt] * settings.batch_size, range(settings.batch_size))
+        self.midway_step(first=True)
+        self.prefill_steps = prefill / self.midway_step()[0]
 
 
 def draw(
@@ -39,15 +38,15 @@ def draw(
     timed, counts = TimedEngine(engine), AcceptanceByRank(length)
     engine.observers.append(counts)
     prefill = timed.admit([prompt] * engine.batch, seeds)
-    plain_steps = []
+    steps, plain_steps = list[float](), list[float]()
     while len(engine.done()) < engine.batch:
-        timed.step()
-        plain_steps.append(plain.midway.step()[0])
+        steps.append(sum(timed.step().values()))
+        plain_steps.append(plain.midway_step()[0])
     began = now(engine)
     samples = [engine.collect(slot) for slot in range(engine.batch)]
     pipe.images(torch.stack([sample.codes for sample in samples]))
     pixels = (now(engine) - began) / engine.batch
-    step, plain_step = timed.seconds_of(*PHASES), trimmed(plain_steps)
+    step, plain_step = trimmed(steps), trimmed(plain_steps)
     passes = sum(len(sample.accepted) for sample in samples) / engine.batch
     return {
         "outside": prefill + pixels,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,12 +23,9 @@ def pick_device(name: str = "auto") -> torch.device:
     """A device by name; auto: the first CUDA GPU, else the CPU. Raises InputError where there is none."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name.partition(":")[0] not in ("cpu", "cuda"):
+    if not re.fullmatch(r"(cpu|cuda)(:(0|[1-9]\d{0,2}))?", name):
         raise InputError(f"device {name!r} is unknown; use auto, cpu, cuda or cuda:N")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise InputError(f"device {name!r} is unknown; use auto, cpu, cuda or cuda:N") from None
+    device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InputError(
             f"device {name!r} is not on this machine, which has {torch.cuda.device_count()} CUDA GPUs"

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import errno
 import hashlib
 import os
 import re
-import shutil
 import stat
 import time
 import warnings
@@ -15,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 
 from lanternpp.errors import InputError
 
@@ -107,19 +105,17 @@ def code_cache() -> Path:
             return folder
     except OSError as error:
         reason = f"cannot be used ({error.strerror})"
-    return _temporary_cache(folder, reason)
+    return Path(_temporary_cache(folder, reason).name)
 
 
 @cache
-def _temporary_cache(instead: Path, reason: str) -> Path:
+def _temporary_cache(instead: Path, reason: str) -> TemporaryDirectory[str]:
     """A folder of this user alone, removed when the process ends. The warning comes once."""
-    made = Path(mkdtemp(prefix="lanternpp-"))
-    atexit.register(shutil.rmtree, made, ignore_errors=True)
     warnings.warn(
         f"{instead} {reason}, so that its compiled code is not kept for the next run: set XDG_CACHE_HOME to a folder of your own",
         stacklevel=3,
     )
-    return made
+    return TemporaryDirectory(prefix="lanternpp-", ignore_cleanup_errors=True)
 
 
 def digest(parts: Iterable[str]) -> str:
@@ -144,5 +140,4 @@ def slug(prompt: str) -> str:
 
 def picture_name(prompt: str, seed: int) -> str:
     """SLUG-HASH-SEED.png: the same for the same prompt and seed, another for any other pair."""
-    mark = hashlib.sha256(prompt.encode()).hexdigest()[:16]
-    return f"{slug(prompt)}-{mark}-{seed}.png"
+    return f"{slug(prompt)}-{digest([prompt])}-{seed}.png"

@@ -13,7 +13,6 @@ from lanternpp.util.files import write_text
 
 MOST, LINES = 1 << 26, 1 << 32  # bytes of a file, and of one that has a line for each of many things
 DEEPEST = 64  # lists and objects in each other
-TOO_DEEP = f"nests lists and objects more than {DEEPEST} deep"
 REMEDY = "restore it from its source"
 
 
@@ -58,11 +57,11 @@ def parse_json(text: str, source: str, remedy: str = REMEDY) -> Any:
     """The content of JSON. Raises InputError, which names `source`."""
     try:
         content = json.loads(text)
-        if not nests_deeper(content, DEEPEST):
-            return content
-        wrong = TOO_DEEP
+        if nests_deeper(content, DEEPEST):
+            raise RecursionError
+        return content
     except RecursionError:
-        wrong = TOO_DEEP
+        wrong = f"nests lists and objects more than {DEEPEST} deep"
     except json.JSONDecodeError as error:
         wrong = f"is not valid JSON ({error})"
     except ValueError:  # Python's limit of digits
@@ -80,6 +79,11 @@ def read_lines(path: Path, key: str, remedy: str) -> Iterator[tuple[str, dict[st
             if not isinstance(row, dict) or not isinstance(row.get(key), str) or not row[key].strip():
                 raise InputError(f"{where} has no {key}: {line[:60]!r}; {remedy}")
             yield where, row
+
+
+def key_of(facts: Mapping[str, Any]) -> str:
+    """Facts as the key of a table: the same text whatever their order."""
+    return json.dumps(facts, sort_keys=True)
 
 
 def nests_deeper(content: Any, most: int) -> bool:

@@ -9,7 +9,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from lanternpp.errors import InputError
 
@@ -63,13 +63,17 @@ class Option:
 
     def __iter__(self) -> Iterator[Any]:
         """The limits as pydantic knows them; with the next attribute it takes the option for a group of such limits."""
-        from annotated_types import Ge, Gt, Le
+        from annotated_types import Interval
 
-        for kind, bound in ((Ge, self.ge), (Gt, self.gt), (Le, self.le)):
-            if bound is not None:
-                yield kind(bound)
+        return iter(Interval(gt=self.gt, ge=self.ge, le=self.le))
 
     __is_annotated_types_grouped_metadata__ = True
+
+
+def declared(kind: type) -> dict[str, Option]:
+    """The options of a dataclass, by the names of its fields."""
+    pairs = ((name, option_of(hint)) for name, hint in get_type_hints(kind, include_extras=True).items())
+    return {name: option for name, option in pairs if option is not None}
 
 
 def option_of(hint: Any) -> Option | None:

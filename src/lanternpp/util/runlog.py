@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from lanternpp.errors import InputError
 from lanternpp.util.files import write_text
-from lanternpp.util.jsonfile import LINES, parse_json, read_text
+from lanternpp.util.jsonfile import LINES, key_of, parse_json, read_text
 
 T = TypeVar("T")
 
@@ -58,31 +58,21 @@ def _whole_lines(path: Path, remedy: str) -> list[str]:
     return whole.splitlines()
 
 
-class Journal:
-    """Measurements in a log, each under a key, so that a run that was stopped measures none of them twice.
+class Journal(dict[str, Any]):
+    """Measurements in a log, each under the text of a key, so that a run that was stopped measures none of them twice.
 
     Raises InputError, which ends with the remedy, where a line is damaged.
     """
 
     def __init__(self, path: Path, remedy: str):
+        super().__init__(read_rows(path, lambda row: (key_of(row["key"]), row["value"]), remedy))
         self.path = path
-        rows = read_rows(path, lambda row: (_text(row["key"]), row["value"]), remedy)
-        self._values: dict[str, Any] = dict(rows)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __contains__(self, key: Mapping[str, Any]) -> bool:
-        return _text(key) in self._values
 
     def once(self, key: Mapping[str, Any], measure: Callable[[], Any]) -> Any:
         """The measurement under a key; measured now, and logged, where there is none."""
-        if key not in self:
+        name = key_of(key)
+        if name not in self:
             value = measure()
             append(self.path, {"key": dict(key), "value": value})
-            self._values[_text(key)] = value
-        return self._values[_text(key)]
-
-
-def _text(key: Mapping[str, Any]) -> str:
-    return json.dumps(key, sort_keys=True)
+            self[name] = value
+        return self[name]

@@ -31,20 +31,16 @@ def _adapter(hint: Any) -> TypeAdapter[tuple[Any]]:
     return TypeAdapter(tuple[hint], config=ConfigDict(strict=True, allow_inf_nan=False))
 
 
-def made(kind: type[T], values: Mapping[str, Any]) -> T:
-    """An instance of dataclass `kind` from `values`; unknown keys are ignored, and null counts as absent.
+def checked(name: str, value: Any, hint: type[T]) -> T:
+    """The value, converted to type `hint`: a list to a tuple, an object to its dataclass. InputError calls it `name`.
 
-    Raises InputError where a field without a default is missing, or a value is not of the field's type or range.
+    Of an object, keys that the dataclass does not have are ignored, and null counts as absent. Raises InputError where a field without
+    a default is missing, or a value is not of its field's type or range.
     """
-    found: T = checked("", values, kind)
-    return found
-
-
-def checked(name: str, value: Any, hint: Any) -> Any:
-    """The value, converted to type `hint`: a list to a tuple, an object to its dataclass. InputError calls it `name`."""
     try:
         # as JSON, from which strict validation makes tuples and dataclasses
-        return _adapter(hint).validate_json(json.dumps([_plain(value)], default=str))[0]
+        found: T = _adapter(hint).validate_json(json.dumps([_plain(value)], default=str))[0]  # type: ignore[arg-type]
+        return found
     except ValidationError as error:
         fault = error.errors(include_url=False)[-1]
     except (RecursionError, ValueError):  # of objects that no JSON file has

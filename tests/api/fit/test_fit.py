@@ -12,13 +12,14 @@ import pytest
 import torch
 from helpers.models import write_model
 from helpers.refusals import rejects
+from helpers.served import put
 
 from lanternpp import Pipeline
 from lanternpp.api.calls import Request
 from lanternpp.api.defaults import Defaults
 from lanternpp.api.fit import choice
 from lanternpp.api.fit.choice import ENOUGH, PLAIN, plain_settings, shape_of
-from lanternpp.api.fit.rates import FILE, Counts, key, read_rates, strength
+from lanternpp.api.fit.rates import FILE, Counts, read_rates, strength
 from lanternpp.api.fit.steps import Step, bound, disturbed, measure
 from lanternpp.api.options import Settings
 from lanternpp.api.picture import notes
@@ -29,6 +30,7 @@ from lanternpp.serve.config import ServerConfig
 from lanternpp.serve.tickets import ImageSpec
 from lanternpp.training.rates import record, strengths
 from lanternpp.trees.shapes import chain
+from lanternpp.util.jsonfile import key_of
 
 PROMPT = "a red tulip"
 HALVES = Counts(((8.0,),) * 8, ((4.0,),) * 8, 1000)  # every guess is accepted half of the time
@@ -128,7 +130,7 @@ def test_every_batch_size_is_measured_for_itself_and_the_server_draws_with_it(mo
     assert len(asked) == 2
     batcher = Batcher(pipe, ServerConfig(slots=2))
     try:
-        drawn = batcher.submit(ImageSpec(PROMPT, 3, pipe.settings("parallel", batch_size=1))).result(300)
+        drawn = put(batcher, ImageSpec(PROMPT, 3, pipe.settings("parallel", batch_size=1))).result(300)
     finally:
         batcher.close(False, 0)
     assert drawn.settings.tree == "chain-2" and len(asked) == 2
@@ -160,7 +162,7 @@ def test_another_own_draft_is_measured_once_beside_what_is_known(model: Path, ti
 
 def test_of_two_processes_that_measure_at_once_the_first_to_write_is_right(model: Path, timed) -> None:
     slow, fast = pipeline(model), pipeline(model)
-    assert slow._fit.store.content == fast._fit.store.content
+    assert slow._fit.store == fast._fit.store
     timed(STEPS)
     assert fast.fit(fast.settings("parallel")).tree == "chain-2"
     timed(STEPS | {"chain-8": 0.1})
@@ -229,11 +231,11 @@ def test_rates_that_are_not_known_are_counted_while_drawing(model: Path, timed) 
 
 def test_counts_of_processes_that_end_early_add_up(model: Path) -> None:
     one = pipeline(model)._fit.store
-    assert one.add_counts("a", replace(HALVES, passes=ENOUGH - 1)) and one.counts("a") is None
+    assert one.add_counts("a", replace(HALVES, passes=ENOUGH - 1)) and one.enough("a") is None
     other = pipeline(model)._fit.store
     assert not other.add_counts("a", replace(HALVES, passes=2))
-    assert other.counts("a") == Counts(((16.0,),) * 8, ((8.0,),) * 8, ENOUGH + 1)
-    assert not one.add_counts("a", HALVES) and one.counts("a") == other.counts("a"), "enough stays as it is"
+    assert other.enough("a") == Counts(((16.0,),) * 8, ((8.0,),) * 8, ENOUGH + 1)
+    assert not one.add_counts("a", HALVES) and one.enough("a") == other.enough("a"), "enough stays as it is"
 
 
 def test_a_training_stores_the_rates_of_its_drafter(model: Path, timed) -> None:
@@ -247,7 +249,7 @@ def test_a_training_stores_the_rates_of_its_drafter(model: Path, timed) -> None:
     codes = record(pipe, methods[:2], model / "parallel", [PROMPT], 100)
     assert codes.keys() == {"parallel", "lantern++ lambda 1.5"} and min(codes.values()) >= 1
     (name, counts), relaxed = read_rates(model / "parallel").items()
-    assert name == key(strength(methods[0])) and json.loads(relaxed[0])["lam"] == 1.5
+    assert name == key_of(strength(methods[0])) and json.loads(relaxed[0])["lam"] == 1.5
     shorter = pipe.settings("parallel", tree="chain-2", batch_size=8)
     engine, observer = pipe.new_engine(shorter), AcceptanceByRank(pipe.target.length)
     engine.observers.append(observer)
@@ -284,7 +286,7 @@ def test_every_method_with_a_fixed_shape_can_be_measured(model: Path, method: st
     sixteen = Counts(((8.0,) * 5,) * 16, ((4.0,) * 5,) * 16, 1000)
     monkeypatch.setattr(type(pipe._fit), "counts", lambda self, settings: sixteen)
     fitted = pipe.fit(settings)
-    steps = {step.draft: step for step in next(iter(pipe._fit.store.content.steps.values()))}
+    steps = {step.draft: step for step in next(iter(pipe._fit.store.steps.values()))}
     assert choice.draft_name(fitted) in steps and len(steps) >= 2
     assert steps[PLAIN].rows == 2 * batch
     assert all(

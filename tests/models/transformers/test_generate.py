@@ -329,7 +329,7 @@ def test_drafts_in_place_are_fitted_to_the_machine(
     given = case.inputs(2) | {"do_sample": True}
     lanternpp.accelerate(case.model, method="jacobi-coupled")
     drawn = case.model.generate(**given)
-    (steps,) = held(case.model, None)._fit.store.content.steps.values()
+    (steps,) = held(case.model, None)._fit.store.steps.values()
     assert {"plain", "window-16", "window-4"} <= {step.draft for step in steps}
     assert len(drawn) == len(case.model.generate(**given)) == 2
 

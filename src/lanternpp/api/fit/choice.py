@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import lanternpp
-from lanternpp.api.fit.rates import Counter, Counts, is_joint, key, passes, read_rates, strength
+from lanternpp.api.fit.rates import Counter, Counts, is_joint, passes, read_rates, strength
 from lanternpp.api.fit.steps import Step, bound, disturbed, measure
 from lanternpp.api.model import NETWORKS, Model
 from lanternpp.api.options import BASELINE, METHODS, MethodDials, Settings, names
@@ -26,9 +26,9 @@ from lanternpp.trees import static_shape
 from lanternpp.trees.shapes import Shape, chain, is_chain
 from lanternpp.util.devices import device_name
 from lanternpp.util.files import digest, user_cache
-from lanternpp.util.jsonfile import read_object, write_json
+from lanternpp.util.jsonfile import key_of, read_object, write_json
 from lanternpp.util.registry import Given
-from lanternpp.util.schema import made
+from lanternpp.util.schema import checked
 
 SWITCH = "LANTERNPP_FIT"  # in the environment; 0: nothing is fitted, as with --no-fit
 PLAIN = "plain"
@@ -42,62 +42,57 @@ ENOUGH = 200  # passes after which counting ends: codes per pass are then known 
 
 
 @dataclass(frozen=True)
-class _Content:
-    """Measured steps and counted acceptance, by the settings that they hold for, as text. facts: for people who read the file."""
+class Store:
+    """The content of the file: measured steps and counted acceptance, by the settings that they hold for, as text.
+
+    Of two measurements the one that was written first holds. facts: everything that the measurements depend on. Where the file is
+    damaged, or nothing can be written, one warning says so, and measurements of this process serve it alone.
+    """
 
     facts: Mapping[str, str] = field(default_factory=dict)
     steps: dict[str, tuple[Step, ...]] = field(default_factory=dict)
     counts: dict[str, Counts] = field(default_factory=dict)
 
+    @property
+    def path(self) -> Path:
+        """The file of these facts."""
+        return user_cache() / f"fit-{digest([f'{key} {value}' for key, value in self.facts.items()])}.json"
 
-class Store:
-    """The content of the file. Of two measurements the one that was written first holds.
-
-    facts: everything that the measurements depend on. Where the file is damaged, or nothing can be written, one warning says
-    so, and measurements of this process serve it alone.
-    """
-
-    def __init__(self, facts: Mapping[str, str]):
-        self.content = _Content(facts)
-        self.path = user_cache() / f"fit-{digest([f'{key} {value}' for key, value in facts.items()])}.json"
-        self._read()
-
-    def counts(self, key: str) -> Counts | None:
+    def enough(self, key: str) -> Counts | None:
         """The counts of this key; None until they are enough."""
-        found = self.content.counts.get(key)
+        found = self.counts.get(key)
         return found if found is not None and found.passes >= ENOUGH else None
 
     def add_steps(self, key: str, steps: tuple[Step, ...], keep: bool) -> tuple[Step, ...]:
         """The steps of a key: an earlier process's, and these of other drafts; `keep`: write them."""
-        self._read()
-        known = {step.draft: step for step in (*steps, *self.content.steps.get(key, ()))}
-        self.content.steps[key] = tuple(known.values())
+        self.read()
+        known = {step.draft: step for step in (*steps, *self.steps.get(key, ()))}
+        self.steps[key] = tuple(known.values())
         if keep:
             self._write()
-        return self.content.steps[key]
+        return self.steps[key]
 
     def add_counts(self, key: str, counts: Counts) -> bool:
         """Add to the counts of a key, unless they are enough; returns whether more are needed."""
-        self._read()
-        if self.counts(key) is None:
-            known = self.content.counts.get(key)
-            self.content.counts[key] = counts if known is None else known + counts
+        self.read()
+        if self.enough(key) is None:
+            self.counts[key] = self.counts[key] + counts if key in self.counts else counts
             self._write()
-        return self.counts(key) is None
+        return self.enough(key) is None
 
-    def _read(self) -> None:
+    def read(self) -> None:
         """Take over the measurements of other processes."""
         try:
-            found = made(_Content, read_object(self.path)) if self.path.is_file() else _Content()
+            found = checked("", read_object(self.path) if self.path.is_file() else {}, Store)
         except (InputError, OSError) as error:
             _warn(f"this machine is measured again: {error}")
             return
-        self.content.steps.update(found.steps)
-        self.content.counts.update(found.counts)
+        self.steps.update(found.steps)
+        self.counts.update(found.counts)
 
     def _write(self) -> None:
         try:
-            write_json(self.path, asdict(self.content))
+            write_json(self.path, asdict(self))
         except InputError as error:
             _warn(f"the measurements of this machine are not kept for the next run: {error}")
 
@@ -136,6 +131,7 @@ class Fit:
             "lanternpp": lanternpp.__version__,
         }
         self.engine, self.length, self.store = engine, target.length, Store(facts)
+        self.store.read()
         drafter = model.other or model.folder
         folders = (model.folder, *(drafter / kind for kind in NETWORKS), drafter)
         self.rates = {name: counts for folder in folders for name, counts in read_rates(folder).items()}
@@ -152,7 +148,7 @@ class Fit:
             return own
         counts = self.counts(settings)
         if counts is None:
-            self._uncounted.add(key(strength(settings)))
+            self._uncounted.add(key_of(strength(settings)))
             return own
         candidates = self._candidates(settings, shape, counts)
         if len(candidates) < 2:
@@ -171,23 +167,23 @@ class Fit:
 
     def counts(self, settings: Settings) -> Counts | None:
         """The acceptance of a method's drafts, where it is known."""
-        mine = key(strength(settings))
-        return self.rates.get(mine) or self.store.counts(mine)
+        mine = key_of(strength(settings))
+        return self.rates.get(mine) or self.store.enough(mine)
 
     def bound(self, settings: Settings) -> str | None:
         """One sentence on what bounds passes on this machine; None where it was not measured for such settings."""
-        return bound(self.store.content.steps.get(key(costed(settings)), ()))
+        return bound(self.store.steps.get(key_of(costed(settings)), ()))
 
     def count(self, settings: Settings, engine: Engine) -> None:
         """Let an engine count the acceptance of its drafts, where a fit waits for the counts."""
-        mine = key(strength(settings))
+        mine = key_of(strength(settings))
         if mine in self._uncounted:
             engine.observers.append(Counter(self.length, partial(self.store.add_counts, mine)))
 
     def _steps(self, settings: Settings, candidates: Mapping[str, Settings]) -> dict[str, Step]:
         """The steps of the candidates, stored or measured now."""
-        mine = key(costed(settings))
-        known = self.store.content.steps.get(mine, ())
+        mine = key_of(costed(settings))
+        known = self.store.steps.get(mine, ())
         first = list(candidates)[:2]  # plain decoding and one draft, which are always measured
         if not {step.draft for step in known}.issuperset(first):
             steps = measure(

@@ -6,7 +6,6 @@ are counted while pictures are drawn.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import add
@@ -23,7 +22,7 @@ from lanternpp.errors import InputError
 from lanternpp.trees.search import expected
 from lanternpp.trees.shapes import Shape
 from lanternpp.types import TargetOutput
-from lanternpp.util.jsonfile import read_object
+from lanternpp.util.jsonfile import key_of, read_object
 from lanternpp.util.schema import checked
 
 FILE = "acceptance.json"
@@ -76,11 +75,9 @@ class Counts:
 
     def codes(self, shape: Shape) -> float:
         """Expected codes per pass of a draft of this shape, which they must `cover`."""
-        ranks = self.size[1]
-        tried, kept = (
-            torch.tensor([row[:ranks] for row in x], dtype=torch.float64) for x in (self.tried, self.kept)
-        )
-        return expected((kept + 0.5) / (tried + 1), shape)  # where nothing was tried, even odds
+        rows = (zip(*pair, strict=True) for pair in zip(self.tried, self.kept, strict=True))
+        rates = [[(kept + 0.5) / (tried + 1) for tried, kept in row] for row in rows]  # untried: even odds
+        return expected(torch.tensor([row[: self.size[1]] for row in rates], dtype=torch.float64), shape)
 
 
 def passes(length: int, codes: float) -> float:
@@ -127,11 +124,6 @@ def is_joint(settings: Settings) -> bool:
     return settings.verify not in (None, TOKEN)
 
 
-def key(facts: Mapping[str, Any]) -> str:
-    """Facts as the key of a table."""
-    return json.dumps(facts, sort_keys=True)
-
-
 @dataclass(frozen=True)
 class _Row:
     strength: Mapping[str, Any]
@@ -146,4 +138,4 @@ def read_rates(folder: Path) -> dict[str, Counts]:
         rows = checked("acceptance", content, tuple[_Row, ...])
     except InputError as error:
         raise InputError(f"{path} is damaged ({error}); train the drafter again, or remove it") from None
-    return {key(row.strength): row.counts for row in rows}
+    return {key_of(row.strength): row.counts for row in rows}

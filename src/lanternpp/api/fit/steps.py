@@ -9,7 +9,7 @@ from statistics import fmean, median
 from typing import Annotated
 
 from lanternpp.engine.decode import Engine
-from lanternpp.engine.stopwatch import PHASES, TimedEngine
+from lanternpp.engine.stopwatch import TimedEngine
 from lanternpp.util.schema import Between
 
 # The budget of a measurement: seconds, or a share of a picture by plain decoding where that is more.
@@ -33,23 +33,6 @@ class Step:
 Span = tuple[float, float]  # seconds of a step, and of the target's pass in it
 
 
-class MidwayEngine:
-    """An engine in the middle of a picture, without its prompt: the time of a step does not depend on the codes."""
-
-    def __init__(self, timed: TimedEngine):
-        self.timed, engine = timed, timed.engine
-        self.rows = engine.guidance.branches * engine.batch * engine.proposer.size
-        self.timed.move_midway(first=True)
-        self.first = self.step()[0]  # with the set-up of a first use
-
-    def step(self) -> Span:
-        """One step from the middle of the picture: its seconds, and those of the target's pass in it."""
-        self.timed.move_midway()
-        self.timed.step()
-        span = self.timed.spans.pop()
-        return sum(span[phase] for phase in PHASES), span["pass"]
-
-
 def measure(drafts: Iterable[tuple[str, Callable[[], Engine]]], length: int) -> tuple[Step, ...]:
     """Time the steps of some drafts until the budget is used up, each in an engine of its own that is freed after it.
 
@@ -58,19 +41,20 @@ def measure(drafts: Iterable[tuple[str, Callable[[], Engine]]], length: int) -> 
     the others as far as the budget allows. length: codes of a picture.
     """
     (plain_name, make_plain), *others = drafts
-    began, plain = time.perf_counter(), MidwayEngine(TimedEngine(make_plain()))
-    beside = [plain.step() for _ in range(FEWEST)]
+    began, plain = time.perf_counter(), TimedEngine(make_plain())
+    plain.midway_step(first=True)  # with the set-up of a first use
+    beside = [plain.midway_step() for _ in range(FEWEST)]
     budget = max(SECONDS, SHARE * length * beside[-1][0])
     measured: list[tuple[str, int, list[tuple[Span, Span]]]] = []
     for name, make in others:
         used = time.perf_counter() - began
         if measured and used + used / (1 + len(measured)) > budget:
             break
-        drafted = MidwayEngine(TimedEngine(make()))
+        drafted = TimedEngine(make())
+        fewest = FEWEST - (drafted.midway_step(first=True)[0] > SLOW)
         pairs, since = list[tuple[Span, Span]](), time.perf_counter()
-        fewest = FEWEST - (drafted.first > SLOW)
         while len(pairs) < fewest or (len(pairs) < MOST and time.perf_counter() - since < LONG):
-            pairs.append((drafted.step(), plain.step()))
+            pairs.append((drafted.midway_step(), plain.midway_step()))
         measured.append((name, drafted.rows, pairs))
         beside += [other for _, other in pairs]
     usual = median(seconds for seconds, _ in beside)

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from lanternpp.accept import RULES
-from lanternpp.api.options import BASELINE, EVERY, METHODS, Dial, SamplingDials, Settings, dials, names
+from lanternpp.api.options import BASELINE, DIALS, METHODS, Dial, SamplingDials, Settings, names
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.api.results import grid
 from lanternpp.api.settings import dials_read
@@ -35,7 +35,7 @@ POLICY = (  # scripts and styles only from files of the server; pictures from it
 
 EXAMPLES = 5  # prompts
 
-DIALS = tuple(dial for dial in dials(*EVERY) if dial.label)
+SHOWN = tuple(dial for dial in DIALS.values() if dial.label)
 # Rules without dials.
 WITHOUT_DIALS = tuple(name for name, rule in RULES.items() if getattr(rule, "dials", None) == frozenset())
 
@@ -71,7 +71,7 @@ def setup(pipe: Pipeline, config: ServerConfig) -> dict[str, Any]:
         "baseline": BASELINE,
         "method": next(name for name in (*preferred, *offered) if name in offered),
         "methods": {name: shown(pipe, config, name) for name in offered},
-        "dials": [row(dial) for dial in DIALS],
+        "dials": [row(dial) for dial in SHOWN],
     }
 
 
@@ -93,7 +93,7 @@ def shown(pipe: Pipeline, config: ServerConfig, method: str) -> dict[str, Any]:
     about = METHODS[method].about
     return {
         "about": f"{about[:1].upper()}{about[1:]}.",
-        "dials": {dial.name: _value(dial, settings) for dial in DIALS if dial.name in _read(pipe, settings)},
+        "dials": {dial.name: _value(dial, settings) for dial in SHOWN if dial.name in _read(pipe, settings)},
         "sampling": {name: getattr(settings, name) for name in names(SamplingDials)},
     }
 
