@@ -86,13 +86,14 @@ def test_a_refusal_from_the_shell() -> None:
     assert done.stderr == "lanternpp: error: --cfg 0.0 is out of range; use 1 (no guidance) or more\n"
 
 
-def test_a_reader_that_leaves_early_ends_the_listing_without_a_word() -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_leaves_early_ends_the_listing_without_a_word(unbuffered: str) -> None:
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as gone:
-        done = subprocess.run(
-            [*LANTERNPP, "models"], stdout=gone, stderr=subprocess.PIPE, text=True, timeout=120
-        )
+        command, pipe = [*LANTERNPP, "models"], subprocess.PIPE
+        done = subprocess.run(command, stdout=gone, stderr=pipe, text=True, timeout=120, env=environment)
     # Rich ends the program with 1 where it meets the closed pipe first.
     assert done.returncode in (1, 141) and done.stderr == ""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib import import_module
 
 from cyclopts import App, CycloptsError, UnknownOptionError, UnusedCliTokensError
@@ -78,7 +77,7 @@ def main(args: Sequence[str] | None = None) -> None:
         say("error", sentence(error))
         status = 2
     except OSError as error:
-        if unread():
+        if isinstance(error, BrokenPipeError) and unread():
             sys.exit(141)  # as a shell reports SIGPIPE
         full, where = is_full(error), error.filename or "while writing"
         if not full and error.filename is None:  # no file of the user's
@@ -91,12 +90,11 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def unread() -> bool:
     """Whether the reader of stdout has gone, as in `lanternpp models | head`; then Python's own flush at the end is silenced."""
-    with suppress(OSError):  # such as a full disk
-        try:
-            sys.stdout.flush()
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return True
+    try:
+        print(flush=True)  # fails again, also where stdout keeps nothing
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
     return False
 
 
