@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers.models import contents, write_model
-from helpers.processes import LANTERNPP, SECONDS, behind, python, until
+from helpers.processes import LANTERNPP, SECONDS, at_low_priority, python, until
 from PIL import Image
 
 from lanternpp.cli import with_values
@@ -86,7 +86,7 @@ def test_a_killed_job_goes_on(run, elsewhere: Path) -> None:
     (elsewhere / "many.txt").write_text("a tulip\nred tulip\n")
     args = ["--prompts", "many.txt", "--model", model, "-n", 20, "--batch-size", 2]
     command = [*LANTERNPP, "generate", *map(str, args), "-o", "a"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, preexec_fn=behind)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, preexec_fn=at_low_priority)
     until(lambda: len(list((elsewhere / "a").glob("*.png"))) > 2 or process.poll() is not None)
     assert process.poll() is None
     process.kill()

@@ -16,7 +16,7 @@ import torch
 import torch._dynamo  # what an optimizer would import; here, once for all processes
 from safetensors import safe_open
 
-from helpers.processes import SECONDS, behind
+from helpers.processes import SECONDS, at_low_priority
 from lanternpp.cli import main
 from lanternpp.nn import checkpoints
 from lanternpp.training import codes, features, rates, rollouts
@@ -67,7 +67,7 @@ def obey(name: str, folder: str, life: float | None = None) -> None:
     After `life` seconds of its own work, whatever else the machine does, the system ends the process.
     """
     torch.set_num_threads(1)
-    behind()
+    at_low_priority()
     os.chdir(folder)
     sys.stderr = Path("said").open("a")  # noqa: SIM115
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores Ctrl-C

@@ -30,7 +30,7 @@ print(json.dumps([sys.modules["lanternpp"].__file__, ended]))
 """
 
 
-def behind() -> None:
+def at_low_priority() -> None:
     """What a process calls first that a test stops in the middle: on a busy machine too, the test is there before its work is done."""
     os.nice(5)
 

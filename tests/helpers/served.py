@@ -20,7 +20,7 @@ import uvicorn
 from fastapi.testclient import TestClient
 from PIL import Image
 
-from helpers.processes import LANTERNPP, SECONDS, behind, killed_late, until
+from helpers.processes import LANTERNPP, SECONDS, at_low_priority, killed_late, until
 from lanternpp import Pipeline
 from lanternpp.api.defaults import Chosen
 from lanternpp.api.options import AUTO, Settings
@@ -250,7 +250,7 @@ def serving(
     command = [*LANTERNPP, "serve", "--port", "0", "--model", str(model), "--device", "cpu", *options]
     pipe, environment = subprocess.PIPE, {**os.environ, **environment}
     process = subprocess.Popen(
-        command, stdout=pipe, stderr=pipe, text=True, env=environment, preexec_fn=limit or behind
+        command, stdout=pipe, stderr=pipe, text=True, env=environment, preexec_fn=limit or at_low_priority
     )
     try:
         with killed_late(process):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from helpers.models import contents, write_model
-from helpers.processes import LANTERNPP, SECONDS, behind, descendants, running, until
+from helpers.processes import LANTERNPP, SECONDS, at_low_priority, descendants, running, until
 
 from lanternpp.cli import main
 
@@ -43,7 +43,7 @@ def begun(args: list[str], out: Path, actors: int) -> Iterator[subprocess.Popen[
     """The job on Ray with so many workers, once it has written some pictures."""
     job = [*LANTERNPP, "generate", *args, "-o", str(out), "--ray", "--actors", str(actors)]
     pipe = subprocess.PIPE
-    process = subprocess.Popen(job, stdout=pipe, stderr=pipe, text=True, preexec_fn=behind)
+    process = subprocess.Popen(job, stdout=pipe, stderr=pipe, text=True, preexec_fn=at_low_priority)
     try:
         until(lambda: len(list(out.glob("*.png"))) > 4 or process.poll() is not None)
         assert process.poll() is None, process.communicate(timeout=SECONDS)

@@ -134,6 +134,12 @@ def placed(
     return on, kind, name == INT8 or (codes and backend(on).packs(torch.empty(0, dtype=kind, device=on)))
 
 
+def dtype_name(dtype: torch.dtype, int8: bool) -> str:
+    """The name of a compute dtype, such as "bfloat16"; "int8, bfloat16" where weights have 8 bits."""
+    computed = str(dtype).removeprefix("torch.")
+    return f"{INT8}, {computed}" if int8 else computed
+
+
 def pack_target(target: Target) -> None:
     """Prepack a target's weights, its head's too, for passes over few rows; it is for inference from then on.
 
@@ -239,8 +245,7 @@ class Model:
     @property
     def dtype_name(self) -> str:
         """The target's compute dtype, such as "bfloat16"; "int8, bfloat16" where its weights have 8 bits."""
-        computed = str(self.dtype).removeprefix("torch.")
-        return f"{INT8}, {computed}" if self.int8 else computed
+        return dtype_name(self.dtype, self.int8)
 
     @property
     def weights(self) -> str:

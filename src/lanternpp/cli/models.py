@@ -58,7 +58,7 @@ def list_models(
 
     Nothing is downloaded: --model and --drafter must be on this machine.
     """
-    from lanternpp.api.model import ASSETS, MODELS
+    from lanternpp.api.model import ASSETS, MODELS, dtype_name, placed
     from lanternpp.models.hub import PUBLISHED
     from lanternpp.models.vq.codes import cache_folder
     from lanternpp.trees import SHAPES, TREES, build_tree
@@ -66,6 +66,8 @@ def list_models(
     model = here(options.model)
     drafter = None if options.drafter is None else here(options.drafter)
     defaults = opt.defaults_of(replace(options, model=model, drafter=drafter))
+    on, kind, int8 = placed(options.device, options.dtype, defaults.folder)
+    where = {"device": on.type, "dtype": dtype_name(kind, int8)}
     made = {name: build_tree(name) for name in TREES}
     cache = cache_folder(Path(__file__))
     listing: dict[str, Any] = {
@@ -76,7 +78,7 @@ def list_models(
         "published": [asdict(each) for each in PUBLISHED],
         "model": model,
         "auto": asdict(defaults.chosen()),
-        "methods": [describe_method(name, defaults, options.device, options.dtype) for name in METHODS],
+        "methods": [describe_method(name, defaults, where) for name in METHODS],
         "trees": [
             {"name": name, "nodes": tree.size - 1, "depth": tree.depth, "static": name in SHAPES}
             for name, tree in made.items()
@@ -156,15 +158,13 @@ def here(named: str) -> str:
         raise InputError(f"{named} is not on this machine; `lanternpp models download` fetches it") from None
 
 
-def describe_method(name: str, defaults: Defaults, device: str, dtype: str) -> dict[str, Any]:
+def describe_method(name: str, defaults: Defaults, where: Mapping[str, str]) -> dict[str, Any]:
     """A row: a method's settings on a model for one picture at a time, the network that the model lacks for it, and
-    whether it fits the model's codes or latents.
+    whether it fits the model's codes or latents. where: a device type and a dtype.
     """
-    from lanternpp.api.model import latent_family, placed
+    from lanternpp.api.model import latent_family
     from lanternpp.api.settings import network_needed, part, suits_latents
 
-    on, kind, int8 = placed(device, dtype, defaults.folder)
-    where = {"device": on.type, "dtype": "int8, " * int8 + str(kind).removeprefix("torch.")}
     settings = defaults.settings(name, {}, where)
     every, network = asdict(settings), network_needed(settings)
     return {

@@ -1,4 +1,4 @@
-"""Messages on stderr, of one line each; progress bars; tables on stdout, of which nothing is truncated on a narrow terminal."""
+"""Messages on stderr, of one line each; progress bars; tables on stdout, never truncated on a narrow terminal."""
 
 from __future__ import annotations
 

@@ -70,8 +70,18 @@ def precision_recall(generated: Tensor, reference: Tensor, k: int = NEAREST) -> 
 
 def share_within(points: Tensor, manifold: Tensor, k: int) -> float:
     """The share of points [M, F] that lie in a ball around one of manifold [N, F] (equation 1)."""
-    # a picture is the nearest to itself and not its own neighbour
-    nearest = [torch.cdist(part, manifold).kthvalue(k + 1, 1).values for part in manifold.split(CHUNK)]
-    radius = torch.cat(nearest)
+    radius = radii(manifold, k)
     inside = [(torch.cdist(part, manifold) <= radius).any(1) for part in points.split(CHUNK)]
     return torch.cat(inside).double().mean().item()
+
+
+def radii(features: Tensor, k: int) -> Tensor:
+    """Distance of each of features [N, F] to its k-th nearest other, [N]."""
+    found = []
+    for start in range(0, len(features), CHUNK):
+        distances = torch.cdist(features[start : start + CHUNK], features)
+        rows = torch.arange(len(distances), device=features.device)
+        # a picture is not its own neighbour
+        distances[rows, rows + start] = torch.inf
+        found.append(distances.kthvalue(k, 1).values)
+    return torch.cat(found)

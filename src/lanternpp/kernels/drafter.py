@@ -18,7 +18,7 @@ AROUND = ("fc", "hint", "down")  # layers before and after the decoder
 
 
 class KernelDrafter:
-    """The layers of a `ParallelDrafter` besides its decoder, some of which are replaced by packed ones in 8 bits.
+    """The layers of a `ParallelDrafter` besides its decoder; some are replaced by packed ones in 8 bits.
 
     head: of the target; None: it is not linear, and chains are not sampled here. The head's logits of `combine` are those of the
     features, which are computed for all levels together, and `head_up`, the product of the head's weights with those of `up`, times

@@ -78,7 +78,7 @@ class KernelLinear(nn.Module):
         rows = [pair[0] for pair in kept] if exact else [weight.detach().bfloat16() for weight, _ in layers]
         rows = [x.contiguous() for x in rows]
         self.out_features, self.in_features = sum(map(len, rows)), rows[0].shape[1]
-        # Where each output of the layers is among the packed ones, the zeros of which are sorted first; None: in order.
+        # Where each output of the layers is among the packed ones; the sort puts zeros first. None: in order.
         self.places = None if order is None else order.argsort()[-self.out_features :]
         order = torch.arange(self.out_features) if order is None else order
         blocks, width = -(-len(order) // BLOCK_N), -(-self.in_features // K_ALIGN) * K_ALIGN
@@ -130,7 +130,7 @@ class KernelLinear(nn.Module):
     def product(
         self, x: Tensor, dtype: torch.dtype = torch.bfloat16, branches: int = 1, guidance: float = 1.0
     ) -> Tensor:
-        """x [..., D] in bfloat16, of which the first `in` are read -> [..., packed outputs] in bfloat16 or float32.
+        """x [..., D] in bfloat16, the first `in` columns are read -> [..., packed outputs] in bfloat16 or float32.
 
         branches 2: x [2 B, ...] is guided with this scale first -> [B, ...].
         """

@@ -114,7 +114,7 @@ class PromptedTarget(Target):
 
     @property
     def words(self) -> Mapping[str, Sequence[str]]:
-        """Subjects, of which a prompt needs one, and the words that may stand beside them."""
+        """Subjects, and the words that may stand beside them; a prompt needs one subject."""
         subjects = self.config.subjects
         return {"subjects": subjects, "beside them": [w for w in self.config.words if w not in subjects]}
 

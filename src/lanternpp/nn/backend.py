@@ -92,7 +92,7 @@ class Backend:
         return None
 
     def drafter(self, drafter: Any, target: Any) -> DrafterKernels | None:
-        """The layers of a `ParallelDrafter` besides its decoder, some of which it may repack, for the head of a target."""
+        """The layers of a `ParallelDrafter` besides its decoder, for the head of a target; it may repack some of them."""
         return None
 
     def probs(self, logits: Tensor, warp: Warping) -> Tensor | None:

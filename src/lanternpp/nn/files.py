@@ -153,7 +153,7 @@ def _load(path: Path, mmap: bool) -> Any:
 
 
 class _Counted(io.BufferedReader):
-    """A file of which so many bytes may be read as pickle; torch reads tensors past it, from the descriptor."""
+    """A file with a limit on the bytes that are read as pickle; torch reads tensors past it, from the descriptor."""
 
     left = MOST_PICKLE
 

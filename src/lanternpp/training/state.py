@@ -143,7 +143,8 @@ def check_resumable(options: TrainingOptions, known: Mapping[str, Any]) -> None:
     """InputError where the folder's state was trained with other settings than those known so far."""
     path = options.folder / STATE
     if not options.restart and path.exists():
-        check_settings(path, checkpoints.read_pt(path).get("settings", {}), known)
+        # Memory-mapped: the tensors, which are not needed here, are not read.
+        check_settings(path, checkpoints.read_pt(path, mmap=True).get("settings", {}), known)
 
 
 def check_settings(path: Path, old: Mapping[str, Any], known: Mapping[str, Any]) -> None:

@@ -103,7 +103,7 @@ def _warn(sentence: str) -> None:
     warnings.warn(sentence, stacklevel=3)
 
 
-def machine_facts() -> dict[str, str]:
+def machine_facts(device: torch.device) -> dict[str, str]:
     """The conditions of a step's time besides the model: processor, its flags, threads, kernels, version of PyTorch."""
     lines = CPUINFO.read_text(encoding="utf-8").splitlines() if CPUINFO.is_file() else []
     named = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
@@ -111,7 +111,7 @@ def machine_facts() -> dict[str, str]:
         "processor": named.get("model name", "unknown"),
         "flags": digest([named.get("flags", named.get("Features", ""))]),
         "threads": str(torch.get_num_threads()),
-        "kernels": backend().name,
+        "kernels": backend(device).name,
         "torch": torch.__version__,
     }
 
@@ -124,7 +124,7 @@ class Fit:
         packed = getattr(target.decoder, "packed_dtype", None)
         # models that were loaded elsewhere have no files
         checked = checksum(target.embed(target.examples(8)[None]))
-        facts = machine_facts() | {
+        facts = machine_facts(model.device) | {
             "device": device_name(model.device),
             "dtype": f"{name}, {packed}" if packed else name,
             "weights": digest([model.weights, checked, str(target.decoder.config)]),
