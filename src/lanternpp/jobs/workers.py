@@ -2,6 +2,9 @@
 
 Workers send PNGs back as they finish, so they need no file system in common with the caller. Ray starts a worker that died
 again, and has it draw the pictures that it had not sent yet.
+
+`map_batches` of Ray Data would do the same in 40 lines fewer. It installs 263 MB more (PyArrow, pandas), and its results come a
+block at a time, so that a killed job loses more pictures.
 """
 
 from __future__ import annotations
