@@ -86,6 +86,7 @@ WAYS_TO_DRAW = [
     "independent eagle2",
     *(p for p in PROPOSERS if "jacobi" in p),
 ]
+WARPED = ["eagle2", "parallel tree", "jacobi siblings"]  # those of them that rules meet at other samplings
 OTHER_RESIDUALS = ["lantern optimal", "lantern++ optimal", "cool paper"]  # they differ only in what is drawn
 EXACT = {  # rules that must be exact, whatever they are called
     "exact": RULES["exact"],
@@ -110,8 +111,8 @@ def combinations():
     """Every proposer, rule, sampling and guidance, but for those that add nothing to the others.
 
     A rule sees probabilities, which guidance and top-k made before, and a draft's children. So the exact rule meets every
-    sampling under guidance and one without; the others meet every proposer at T=1 under guidance, and what else they see, every way to draw
-    children. Plain decoding asks no rule.
+    sampling under guidance and one without; the others meet every proposer at T=1 under guidance, and other samplings with a few ways to
+    draw children. Plain decoding asks no rule, and the papers' residuals are of token-wise verification.
     """
     for proposer, rule, sampling, cfg in product(PROPOSERS, RULES, SAMPLINGS, CFG):
         if rule == "exact":
@@ -119,12 +120,14 @@ def combinations():
         elif rule == "mixture":
             fits = cfg == 3 and sampling == "T=1" and "chain" in proposer
         elif proposer in WAYS_TO_DRAW:
-            fits = cfg == 3 and (sampling == "T=1" or rule not in OTHER_RESIDUALS)
+            fits = cfg == 3 and (sampling == "T=1" or (proposer in WARPED and rule not in OTHER_RESIDUALS))
         else:
             fits = cfg == 3 and sampling == "T=1" and rule not in OTHER_RESIDUALS and proposer != "none"
         if fits:
             yield proposer, rule, sampling, cfg
-    for proposer, rule in product(OTHERWISE, RULES):
+    for proposer, rule in product(
+        OTHERWISE, ("exact", "lantern optimal", "lantern++ optimal", "cool", "mixture")
+    ):
         yield proposer, rule, "T=0.8, k=6, p=0.9" if rule == "exact" else "T=1", 3.0
 
 
@@ -168,17 +171,14 @@ def test_greedy_exact_is_plain_ar_code_by_code(proposer, cfg):
     assert codes(draw(proposer, "exact", "greedy", cfg, 2)) == plain
 
 
-WARPED = [("greedy", 3.0), ("T=1", 1.0), ("T=0.8, k=6, p=0.9", 3.0)]
-
-
 @pytest.mark.parametrize(
-    ("proposer", "sampling", "cfg"),
-    [*((name, *way) for name in WAYS_TO_DRAW for way in WARPED), *((name, "T=1", 3.0) for name in OTHERWISE)],
+    ("proposer", "sampling"),
+    [*product([*WAYS_TO_DRAW, *OTHERWISE], ["T=1"]), *product(WARPED, ["greedy", "T=0.8, k=6, p=0.9"])],
 )
 @pytest.mark.parametrize("rule", list(EXACT)[1:])
-def test_a_budget_of_nothing_is_the_exact_rule(proposer, rule, sampling, cfg):
-    exact = draw(proposer, "exact", sampling, cfg, 2)
-    assert codes(draw(proposer, rule, sampling, cfg, 2)) == codes(exact)
+def test_a_budget_of_nothing_is_the_exact_rule(proposer, rule, sampling):
+    exact = draw(proposer, "exact", sampling, 3.0, 2)
+    assert codes(draw(proposer, rule, sampling, 3.0, 2)) == codes(exact)
 
 
 @every_cfg
@@ -213,35 +213,11 @@ def test_guidance_and_the_prompt_reach_the_picture(cfg):
     assert codes(draw("none", "exact", "T=1", other, 2))[0] != first[0]
 
 
-def test_progress_reaches_all_codes_and_never_falls():
-    model, seen = ToyTarget(), []
-    engine = Engine(model, NoDraft(), Exact(), Sampling(), Guidance(), 2)
-    generate(engine, ["a", "b", "c"], [1, 2, 3], lambda done, of: seen.append((done, of)))
-    assert [of for _, of in seen] == [3 * model.length] * len(seen)
-    assert seen == sorted(seen) and seen[-1][0] == 3 * model.length
-
-
-def test_an_engine_draws_the_same_picture_twice():
-    model = ToyTarget()
-    engine = Engine(model, PROPOSERS["eagle tree"](model), Exact(), Sampling(), Guidance(3.0), 2)
-    once = codes(generate(engine, ["sea", None], [7, 8]))
-    assert codes(generate(engine, ["sea", None], [7, 8])) == once
-    assert codes(generate(engine, ["sea", None], [9, 8]))[0] != once[0]
-
-
-def test_an_engine_starts_with_every_slot_idle():
-    engine = Engine(ToyTarget(), NoDraft(), Exact(), Sampling(), Guidance(), 3)
-    assert engine.done() == [0, 1, 2]
-    engine.admit(1, "sea", 0)
-    assert engine.done() == [0, 2]
-    engine.step()
-    assert engine.done() == [0, 2] and engine.count.tolist() == [16, 2, 16]
-
-
-@every_proposer
+@pytest.mark.parametrize("proposer", ["none", "eagle2", "parallel tree", "independent tree", "jacobi"])
 def test_stepping_on_does_not_touch_a_finished_sample(proposer):
     model = ToyTarget()
     engine = Engine(model, PROPOSERS[proposer](model), Exact(), Sampling(), Guidance(3.0), 2)
+    assert engine.done() == [0, 1], "every slot is idle at first"
     engine.admit(0, "sea", 1)
     while 0 not in engine.done():
         engine.step()
