@@ -1,4 +1,4 @@
-"""The shape of the source: which way imports flow, how long files are, and that what is public is explained.
+"""The shape of the source: which way imports flow, and how long files are.
 
 A room is a folder of `lanternpp`, or one of its files. The tests read the imports with `ast`, wherever in a
 file they stand.
@@ -205,29 +205,3 @@ def test_no_file_is_long() -> None:
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in MODULES.values()}
     long = [f"{p.relative_to(SOURCE)}: {n} lines" for p, n in lengths.items() if n > MOST_LINES]
     assert not long, f"more than {MOST_LINES} lines is a sign of two ideas in one file: {', '.join(long)}"
-
-
-def public(node: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
-    """Public classes, functions and methods; not what is inside functions."""
-    for child in node.body:
-        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            if child.name.startswith("_") or is_overload(child):
-                continue
-            yield prefix + child.name, child
-            if isinstance(child, ast.ClassDef):
-                yield from public(child, f"{prefix}{child.name}.")
-
-
-def is_overload(node: ast.AST) -> bool:
-    """A typing.overload, whose implementation explains it."""
-    return any(ast.unparse(d).endswith("overload") for d in getattr(node, "decorator_list", []))
-
-
-def test_what_is_public_is_explained() -> None:
-    wrong = [
-        f"{where(name, node)}: {label} has no docstring"
-        for name, tree in TREES_OF.items()
-        for label, node in [("the file", tree), *public(tree)]
-        if not ast.get_docstring(node)  # type: ignore[arg-type]
-    ]
-    assert not wrong, "\n".join(wrong)

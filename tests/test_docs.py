@@ -10,7 +10,7 @@ from pathlib import Path
 import nbformat
 import pytest
 import yaml
-from helpers.documents import DOCS, LINK, PAGES, ROOT, anchors, prose
+from helpers.documents import DOCS, LINK, PAGES, ROOT, anchors, name, prose
 from helpers.models import write_model
 from nbclient import NotebookClient
 
@@ -24,11 +24,6 @@ class Loader(yaml.SafeLoader):
 
 
 Loader.yaml_implicit_resolvers = {}
-
-
-def name(path: Path) -> str:
-    """A path as a test's name."""
-    return str(path.relative_to(ROOT))
 
 
 def links(page: Path) -> list[str]:
