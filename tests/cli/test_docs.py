@@ -67,8 +67,8 @@ def test_the_page_on_papers_has_a_command_for_each_and_figures_of_its_own_method
             paper = PAPERS[args[args.index("--paper") + 1]]
             row = parse_methods(args[args.index("--methods") + 1])
             assert row[1:] and all(entry in parse_methods(paper.methods) for entry in row)
-    for paper, figures in re.findall(r"^\| `(\w[\w+-]*)` \| (.*) \|$", prose(page), re.M):
-        methods = {entry.method for entry in parse_methods(PAPERS[paper].methods)}
+    for called, figures in re.findall(r"^\| `(\w[\w+-]*)` \| (.*) \|$", prose(page), re.M):
+        methods = {entry.method for entry in parse_methods(PAPERS[called].methods)}
         assert set(re.findall(r"`([^`]+)`", figures)) == methods - {"ar"}
 
 
