@@ -204,23 +204,24 @@ ENTRIES = st.fixed_dictionaries(
 )
 
 
-def linear() -> torch.nn.Module:
+def read_tensors(path: Path) -> None:
+    """Into a module, and, of safetensors, as they are."""
     with blank():
-        return torch.nn.Linear(2, 4)
+        linear = torch.nn.Linear(2, 4)
+    one_sentence(lambda: Source.open(path).fill(linear, [SAME], torch.float32))
+    if path.suffix == ".safetensors":
+        one_sentence(lambda: checkpoints.read_safetensors(path))
 
 
 @examples(150)
 @given(
     st.dictionaries(NAMES, st.one_of(ENTRIES, VALUES), max_size=4), st.binary(max_size=70), st.integers(-8, 8)
 )
-def test_a_safetensors_header(
-    tmp_path_factory: pytest.TempPathFactory, header: dict, data: bytes, off: int
-) -> None:
-    path = tmp_path_factory.getbasetemp() / "header.safetensors"
+def test_a_safetensors_header(tmp_path: Path, header: dict, data: bytes, off: int) -> None:
+    path = tmp_path / "header.safetensors"
     text = as_json(header).encode("utf-8", "surrogatepass")
     path.write_bytes(struct.pack("<Q", max(0, len(text) + (off if abs(off) > 6 else 0))) + text + data)
-    one_sentence(lambda: Source.open(path).fill(linear(), [SAME], torch.float32))
-    one_sentence(lambda: checkpoints.read_safetensors(path))
+    read_tensors(path)
 
 
 @examples(60)
@@ -232,16 +233,15 @@ def test_a_safetensors_header(
     ),
     st.sampled_from([0, 1, 127, 255]),
 )
-def test_whole_tensors_of_any_kind(tmp_path_factory: pytest.TempPathFactory, kinds: dict, byte: int) -> None:
-    path = tmp_path_factory.getbasetemp() / "kinds.safetensors"
+def test_whole_tensors_of_any_kind(tmp_path: Path, kinds: dict, byte: int) -> None:
+    path = tmp_path / "kinds.safetensors"
     tensors = {}
     for name, (dtype, shape) in kinds.items():
         size = torch.empty(shape, dtype=dtype).nbytes
         fill = min(byte, 1) if dtype == torch.bool else byte
         tensors[name] = torch.full((size,), fill, dtype=torch.uint8).view(dtype).view(shape)
     checkpoints.save_file(tensors, path)
-    one_sentence(lambda: Source.open(path).fill(linear(), [SAME], torch.float32))
-    one_sentence(lambda: checkpoints.read_safetensors(path))
+    read_tensors(path)
 
 
 @examples(60)
@@ -262,8 +262,8 @@ def test_whole_tensors_of_any_kind(tmp_path_factory: pytest.TempPathFactory, kin
         ),
     )
 )
-def test_an_index_of_shards(tmp_path_factory: pytest.TempPathFactory, document: Any) -> None:
-    folder = tmp_path_factory.getbasetemp() / "index"
+def test_an_index_of_shards(tmp_path: Path, document: Any) -> None:
+    folder = tmp_path / "index"
     folder.mkdir(exist_ok=True)
     (folder / "model.safetensors.index.json").write_text(as_json(document))
     checkpoints.save_file({"weight": torch.zeros(4, 2)}, folder / "a.safetensors")
@@ -299,16 +299,14 @@ CONTENTS = st.recursive(
     st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 255)), max_size=3),
     st.integers(0, 400),
 )
-def test_a_pt_file(
-    tmp_path_factory: pytest.TempPathFactory, content: Any, zipped: bool, flips: list, cut: int
-) -> None:
-    path = tmp_path_factory.getbasetemp() / "content.pt"
+def test_a_pt_file(tmp_path: Path, content: Any, zipped: bool, flips: list, cut: int) -> None:
+    path = tmp_path / "content.pt"
     torch.save(content, path, _use_new_zipfile_serialization=zipped)
     whole = bytearray(path.read_bytes())
     for place, byte in flips:
         whole[place % len(whole)] = byte
     path.write_bytes(whole[: len(whole) - (cut - 300 if cut > 300 else 0)])
-    one_sentence(lambda: Source.open(path).fill(linear(), [SAME], torch.float32))
+    read_tensors(path)
 
 
 @examples(100)
@@ -319,8 +317,8 @@ def test_a_pt_file(
         st.lists(st.lists(st.integers(-1, 3), max_size=4), max_size=5).map(json.dumps).map(str.encode),
     )
 )
-def test_a_tree(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
-    path = tmp_path_factory.getbasetemp() / "tree.json"
+def test_a_tree(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "tree.json"
     path.write_bytes(content)
     one_sentence(lambda: build_tree(Importable(str(path))))
     one_sentence(lambda: build_tree("[" + content.decode("utf-8", "replace")))

@@ -1,4 +1,4 @@
-"""Every proposer with every rule, sampling and guidance. A new proposer, tree or rule adds one row here."""
+"""Every proposer with every rule, sampling and guidance. A new proposer, tree or rule adds one row to `helpers.steps`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from itertools import product
 
 import pytest
 import torch
-from helpers.toys import OracleDrafter, ToyTarget, eagle, neighbours, parallel, smaller
+from helpers import steps
+from helpers.steps import JOINT, SAMPLINGS
+from helpers.toys import OracleDrafter, ToyTarget, neighbours, parallel
 
-from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Exact
-from lanternpp.accept.mixture import DraftMixture
 from lanternpp.accept.neighbours import Lantern, LanternPlusPlus
 from lanternpp.accept.scaled import Cool
 from lanternpp.engine.batching import generate
@@ -21,85 +21,50 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify.choose import VERIFIERS
 from lanternpp.proposers.draft_model import DraftModel
-from lanternpp.proposers.jacobi import Jacobi
-from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.proposers.tree import TreeProposer
-from lanternpp.trees.dynamic import DepthTree, DynamicTree
+from lanternpp.trees.dynamic import DynamicTree
 from lanternpp.trees.shapes import EAGLE, chain
 from lanternpp.trees.static import StaticTree
 
-PROPOSERS = {
-    "none": lambda target: NoDraft(),
-    "eagle chain": lambda target: TreeProposer(eagle(target), StaticTree(chain(4))),
-    "eagle tree": lambda target: TreeProposer(eagle(target), StaticTree(EAGLE)),
+ORACLES = {  # the drafter is the target: all must be kept
     "oracle chain": lambda target: TreeProposer(OracleDrafter(target), StaticTree(chain(4))),
     "oracle tree": lambda target: TreeProposer(OracleDrafter(target), StaticTree(EAGLE)),
-    "eagle2": lambda target: TreeProposer(eagle(target), DynamicTree(4, 3, 12)),
-    "ddd": lambda target: TreeProposer(eagle(target), DepthTree(3, 4, 10, 1, math.log(0.7))),
-    "parallel chain": lambda target: Parallel(parallel(target), StaticTree(chain(4))),
-    "parallel tree": lambda target: Parallel(parallel(target, 2), StaticTree(BUSHY)),
-    "parallel aux chain": lambda target: Parallel(parallel(target, 13, (0,)), StaticTree(chain(12))),
+    "independent oracle": lambda target: DraftModel(target, StaticTree(steps.BUSHY)),
+}
+PROPOSERS = {
+    **steps.PROPOSERS,
+    **ORACLES,
     "parallel eagle2": lambda target: Parallel(parallel(target), DynamicTree(3, 3, 9)),
-    "independent chain": lambda target: DraftModel(smaller(target), StaticTree(chain(4))),
-    "independent tree": lambda target: DraftModel(smaller(target), StaticTree(BUSHY)),
-    "independent eagle2": lambda target: DraftModel(smaller(target), DynamicTree(3, 3, 9)),
-    "independent oracle": lambda target: DraftModel(target, StaticTree(BUSHY)),
-    "jacobi": lambda target: Jacobi(5),
-    "jacobi maximal last": lambda target: Jacobi(5, "maximal", "last"),
-    "jacobi gumbel above": lambda target: Jacobi(5, "gumbel", "above"),
-    "jacobi maximal mixed": lambda target: Jacobi(5, "maximal", "mixed"),
-    "jacobi siblings": lambda target: Jacobi(4, "maximal", "mixed", 2),
-    "jacobi rows": lambda target: Jacobi(3, "maximal", "mixed", 1, 2),
+    "longer than the picture": lambda target: Parallel(parallel(target, 13, (0,)), StaticTree(chain(12))),
 }
-BUSHY = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1))
-OTHERWISE = {  # the same drafts, not verified by a walk: name and verifier, parted by a comma
-    f"{name}, {verify}": PROPOSERS[name]
-    for verify, names in {
-        "block": ("oracle chain", "parallel chain", "parallel aux chain", "jacobi", "jacobi maximal mixed"),
-        "traversal": ("oracle tree", "parallel tree", "independent tree", "jacobi siblings", "jacobi rows"),
-    }.items()
-    for name in names
+# Proposers whose drafts are not verified by a walk, with their verifiers.
+OTHERWISE = [
+    *JOINT,
+    ("oracle chain", "block"),
+    ("oracle tree", "traversal"),
+    ("longer than the picture", "block"),
+]
+EXACT = {  # rules that must be exact, whatever they are called
+    "lantern, delta 0": lambda table: Lantern(table, 0.0),
+    "lantern++, lambda 1": lambda table: LanternPlusPlus(table, 1.0),
+    "cool, delta 1": lambda table: Cool(1.0),
 }
-ORACLES = [
-    "oracle chain",
-    "oracle tree",
-    "independent oracle",
-    "oracle chain, block",
-    "oracle tree, traversal",
-]  # the drafter is the target: all must be kept
 RULES = {
-    "exact": lambda target: Exact(),
-    "lantern": lambda target: Lantern(neighbours(target.codebook, 5), 0.3),
-    "lantern optimal": lambda target: Lantern(neighbours(target.codebook, 5), 0.3, "optimal"),
-    "lantern++": lambda target: LanternPlusPlus(neighbours(target.codebook, 8), 10.0),
-    "lantern++ optimal": lambda target: LanternPlusPlus(neighbours(target.codebook, 8), 10.0, "optimal"),
-    "cool": lambda target: Cool(2.6, 0.2),  # above 1 at every level here: below it, even an oracle is refused
-    "cool paper": lambda target: Cool(2.6, 0.2, "paper"),
-    "mixture": lambda target: DraftMixture(0.3, 0.2),
+    **steps.RULES,
+    # Above 1 at every level here: below it, even an oracle is refused.
+    "cool": lambda table: Cool(2.6, 0.2),
 }
 WAYS_TO_DRAW = [
-    "eagle chain",
-    "eagle tree",
-    "eagle2",
-    "parallel tree",
-    "independent eagle2",
-    *(p for p in PROPOSERS if "jacobi" in p),
+    *("chain", "tree", "eagle2", "parallel tree", "independent eagle2"),
+    *("jacobi gumbel above", "jacobi maximal mixed", "jacobi siblings", "jacobi rows"),
 ]
+WARPED = ["eagle2", "parallel tree", "jacobi siblings"]  # those of them that rules meet at other samplings
+CHAINS = ["chain", "parallel", "longer than the picture"]
 OTHER_RESIDUALS = ["lantern optimal", "lantern++ optimal", "cool paper"]  # they differ only in what is drawn
-EXACT = {  # rules that must be exact, whatever they are called
-    "exact": RULES["exact"],
-    "lantern, delta 0": lambda target: Lantern(neighbours(target.codebook, 5), 0.0),
-    "lantern++, lambda 1": lambda target: LanternPlusPlus(neighbours(target.codebook, 5), 1.0),
-    "cool, delta 1": lambda target: Cool(1.0),
-}
-SAMPLINGS = {"greedy": Sampling(0), "T=1": Sampling(), "T=0.8, k=6, p=0.9": Sampling(0.8, 6, 0.9)}
 CFG = [1.0, 3.0]
-CONDITIONS = [
-    "a",
-    None,
-    "hill",
-]  # toy prompts differ with the word's length: the first is padded, the last is not
+# Toy prompts differ with the word's length: the first is padded, the last is not.
+CONDITIONS = ["a", None, "hill"]
 SEEDS = [3, 4, 1 << 40]
 
 every_proposer = pytest.mark.parametrize("proposer", PROPOSERS)
@@ -107,49 +72,54 @@ every_cfg = pytest.mark.parametrize("cfg", CFG)
 
 
 def combinations():
-    """Every proposer, rule, sampling and guidance, but for those that add nothing to the others.
+    """Every proposer, verifier, rule, sampling and guidance, but for those that add nothing to the others.
 
     A rule sees probabilities, which guidance and top-k made before, and a draft's children. So the exact rule meets every
-    sampling under guidance and one without; the others meet every proposer at T=1 under guidance, and what else they see, every way to draw
-    children. Plain decoding asks no rule.
+    sampling under guidance and one without; the others meet every way to draw children at T=1 under guidance, and other samplings with
+    a few. Plain decoding asks no rule, and the papers' residuals are of token-wise verification.
     """
     for proposer, rule, sampling, cfg in product(PROPOSERS, RULES, SAMPLINGS, CFG):
+        usual = cfg == 3 and sampling == "T=1"
         if rule == "exact":
             fits = cfg == 3 or sampling == "T=1"
-        elif rule == "mixture":
-            fits = cfg == 3 and sampling == "T=1" and "chain" in proposer
+        elif rule in ("mixture", "cactus"):
+            fits = usual and proposer in CHAINS
         elif proposer in WAYS_TO_DRAW:
-            fits = cfg == 3 and (sampling == "T=1" or rule not in OTHER_RESIDUALS)
+            fits = usual or (cfg == 3 and proposer in WARPED and rule not in OTHER_RESIDUALS)
         else:
-            fits = cfg == 3 and sampling == "T=1" and rule not in OTHER_RESIDUALS and proposer != "none"
-        if fits:
-            yield proposer, rule, sampling, cfg
-    for proposer, rule in product(OTHERWISE, RULES):
-        yield proposer, rule, "T=0.8, k=6, p=0.9" if rule == "exact" else "T=1", 3.0
+            fits = usual and rule not in OTHER_RESIDUALS and (proposer in ORACLES or rule == "lantern")
+        if fits and (proposer != "none" or rule == "exact"):
+            yield proposer, "token", rule, sampling, cfg
+    relaxed = ("lantern optimal", "lantern++ optimal", "cool", "mixture")
+    for (proposer, verify), rule in product(OTHERWISE, ("exact", *relaxed)):
+        yield proposer, verify, rule, "warped" if rule == "exact" else "T=1", 3.0
 
 
 @cache
-def draw(proposer: str, rule: str, sampling: str, cfg: float, batch: int) -> list[FinishedSample]:
+def draw(
+    proposer: str, rule: str, sampling: str, cfg: float, batch: int, verify: str = "token"
+) -> list[FinishedSample]:
     """The conditions, through the whole loop."""
     model = ToyTarget(grid=3)
-    acceptance: Acceptance = {**RULES, **EXACT}[rule](model)
-    parts = (PROPOSERS | OTHERWISE)[proposer](model), acceptance, SAMPLINGS[sampling], Guidance(cfg), batch
-    verifier = VERIFIERS[proposer.partition(", ")[2] or "token"]
-    return generate(Engine(model, *parts, verifier=verifier), CONDITIONS, SEEDS)
+    acceptance = (RULES | EXACT)[rule](neighbours(model.codebook, 5))
+    parts = PROPOSERS[proposer](model), acceptance, SAMPLINGS[sampling], Guidance(cfg), batch
+    return generate(Engine(model, *parts, verifier=VERIFIERS[verify]), CONDITIONS, SEEDS)
 
 
 def codes(samples: list[FinishedSample]) -> list[list[int]]:
     return [h.codes.tolist() for h in samples]
 
 
-@pytest.mark.parametrize(("proposer", "rule", "sampling", "cfg"), list(combinations()))
-def test_neither_the_batch_nor_when_a_sample_enters_matters_and_passes_add_up(proposer, rule, sampling, cfg):
-    alone = draw(proposer, rule, sampling, cfg, 1)
-    together = draw(proposer, rule, sampling, cfg, 2)  # the last one enters as another leaves
+@pytest.mark.parametrize(("proposer", "verify", "rule", "sampling", "cfg"), list(combinations()))
+def test_neither_the_batch_nor_when_a_sample_enters_matters_and_passes_add_up(
+    proposer, verify, rule, sampling, cfg
+):
+    alone = draw(proposer, rule, sampling, cfg, 1, verify)
+    together = draw(proposer, rule, sampling, cfg, 2, verify)  # the last one enters as another leaves
     assert codes(together) == codes(alone)
     assert [h.accepted for h in together] == [h.accepted for h in alone]
     model = ToyTarget(grid=3)
-    most = (PROPOSERS | OTHERWISE)[proposer](model).depth + 1
+    most = PROPOSERS[proposer](model).depth + 1
     for sample in together:
         assert sample.codes.shape == (model.length,)
         assert 0 <= sample.codes.min() and sample.codes.max() < model.vocab
@@ -168,22 +138,23 @@ def test_greedy_exact_is_plain_ar_code_by_code(proposer, cfg):
     assert codes(draw(proposer, "exact", "greedy", cfg, 2)) == plain
 
 
-WARPED = [("greedy", 3.0), ("T=1", 1.0), ("T=0.8, k=6, p=0.9", 3.0)]
-
-
 @pytest.mark.parametrize(
-    ("proposer", "sampling", "cfg"),
-    [*((name, *way) for name in WAYS_TO_DRAW for way in WARPED), *((name, "T=1", 3.0) for name in OTHERWISE)],
+    ("proposer", "verify", "sampling"),
+    [
+        *((proposer, "token", "T=1") for proposer in WAYS_TO_DRAW),
+        *((proposer, verify, "T=1") for proposer, verify in OTHERWISE),
+        *((proposer, "token", sampling) for proposer in WARPED for sampling in ("greedy", "warped")),
+    ],
 )
-@pytest.mark.parametrize("rule", list(EXACT)[1:])
-def test_a_budget_of_nothing_is_the_exact_rule(proposer, rule, sampling, cfg):
-    exact = draw(proposer, "exact", sampling, cfg, 2)
-    assert codes(draw(proposer, rule, sampling, cfg, 2)) == codes(exact)
+@pytest.mark.parametrize("rule", EXACT)
+def test_a_budget_of_nothing_is_the_exact_rule(proposer, verify, rule, sampling):
+    exact = draw(proposer, "exact", sampling, 3.0, 2, verify)
+    assert codes(draw(proposer, rule, sampling, 3.0, 2, verify)) == codes(exact)
 
 
 @every_cfg
 @pytest.mark.parametrize("sampling", ["greedy", "T=1"])
-@pytest.mark.parametrize("proposer", ["eagle tree", "eagle2", "independent tree", "jacobi maximal mixed"])
+@pytest.mark.parametrize("proposer", ["tree", "eagle2", "independent", "jacobi maximal mixed"])
 def test_the_toys_can_tell_right_from_wrong(proposer, sampling, cfg):
     drawn = draw(proposer, "exact", sampling, cfg, 2)
     passes = [len(h.accepted) for h in drawn]
@@ -195,16 +166,6 @@ def test_the_toys_can_tell_right_from_wrong(proposer, sampling, cfg):
     assert len({tuple(c) for c in codes(drawn)}) > 1 and len(set(codes(drawn)[0])) > 2
 
 
-def test_relaxed_rules_keep_more_than_the_exact_one():
-    model = ToyTarget(grid=3)
-
-    def passes(rule):
-        engine = Engine(model, PROPOSERS["eagle tree"](model), RULES[rule](model), Sampling(), Guidance(), 6)
-        return sum(len(h.accepted) for h in generate(engine, CONDITIONS * 4, range(12)))
-
-    assert passes("lantern") < passes("exact") and passes("lantern++") < passes("exact")
-
-
 @every_cfg
 def test_guidance_and_the_prompt_reach_the_picture(cfg):
     first = codes(draw("none", "exact", "T=1", cfg, 2))
@@ -213,35 +174,11 @@ def test_guidance_and_the_prompt_reach_the_picture(cfg):
     assert codes(draw("none", "exact", "T=1", other, 2))[0] != first[0]
 
 
-def test_progress_reaches_all_codes_and_never_falls():
-    model, seen = ToyTarget(), []
-    engine = Engine(model, NoDraft(), Exact(), Sampling(), Guidance(), 2)
-    generate(engine, ["a", "b", "c"], [1, 2, 3], lambda done, of: seen.append((done, of)))
-    assert [of for _, of in seen] == [3 * model.length] * len(seen)
-    assert seen == sorted(seen) and seen[-1][0] == 3 * model.length
-
-
-def test_an_engine_draws_the_same_picture_twice():
-    model = ToyTarget()
-    engine = Engine(model, PROPOSERS["eagle tree"](model), Exact(), Sampling(), Guidance(3.0), 2)
-    once = codes(generate(engine, ["sea", None], [7, 8]))
-    assert codes(generate(engine, ["sea", None], [7, 8])) == once
-    assert codes(generate(engine, ["sea", None], [9, 8]))[0] != once[0]
-
-
-def test_an_engine_starts_with_every_slot_idle():
-    engine = Engine(ToyTarget(), NoDraft(), Exact(), Sampling(), Guidance(), 3)
-    assert engine.done() == [0, 1, 2]
-    engine.admit(1, "sea", 0)
-    assert engine.done() == [0, 2]
-    engine.step()
-    assert engine.done() == [0, 2] and engine.count.tolist() == [16, 2, 16]
-
-
-@every_proposer
+@pytest.mark.parametrize("proposer", ["none", "eagle2", "parallel tree", "independent", "jacobi rows"])
 def test_stepping_on_does_not_touch_a_finished_sample(proposer):
     model = ToyTarget()
     engine = Engine(model, PROPOSERS[proposer](model), Exact(), Sampling(), Guidance(3.0), 2)
+    assert engine.done() == [0, 1], "every slot is idle at first"
     engine.admit(0, "sea", 1)
     while 0 not in engine.done():
         engine.step()

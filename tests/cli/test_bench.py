@@ -15,7 +15,6 @@ from helpers.classifiers import splashes, write_classifier
 from PIL import Image
 
 from lanternpp import Pipeline
-from lanternpp.api.model import ASSETS
 from lanternpp.api.picture import save_png
 from lanternpp.evaluation import profile
 
@@ -45,8 +44,9 @@ def own(model, tmp_path) -> Path:
     return write_classifier(Path(shutil.copytree(model, tmp_path / "own")))
 
 
-def test_a_bench_writes_figures_plots_and_pictures(bench):
-    reported = bench("eagle, lantern++ lambda=3", "-n", 2, "--json").json
+def test_a_bench_writes_figures_plots_and_pictures_and_is_told_again_by_resume(bench):
+    requested = ("eagle, lantern++ lambda=3", "-n", 2)
+    reported = bench(*requested, "--json").json
     assert reported == json.loads(Path("b/bench.json").read_text())
     assert [row["method"] for row in reported["methods"]] == ["ar", "eagle", "lantern++ lambda=3"]
     assert reported["prompts"] == ["a red tulip", "a tulip"]
@@ -60,6 +60,9 @@ def test_a_bench_writes_figures_plots_and_pictures(bench):
     for plot in ("rows.png", "passes.png", "speed.png"):
         with Image.open(f"b/{plot}") as image:
             assert image.width > 400 and len(image.convert("L").getcolors()) > 8
+    bench(*requested).refused("--resume")
+    assert bench(*requested, "--resume", "--json").json == reported
+    assert "table.md" in bench(*requested, "--resume").out
 
 
 def test_a_paper_gives_the_settings_of_the_pictures_and_the_columns_of_its_table(bench, own):
@@ -99,9 +102,7 @@ def test_without_matplotlib_there_are_figures_and_no_plots(bench, monkeypatch):
 def test_a_profile_of_each_method_has_the_phases_and_the_operations_of_its_steps(bench, monkeypatch):
     monkeypatch.setattr(profile, "COPIED", 1 << 16)  # the machine is measured on little
     monkeypatch.setattr(profile, "SIDE", 32)
-    requested = ("eagle, lantern++ lambda=3", "-n", 1, "--no-plots", "--no-measure-tv")
-    assert bench(*requested).code == 0 and not list(Path("b").glob("profile-*"))
-    outcome = bench(*requested, "--resume", "--profile")
+    outcome = bench("eagle, lantern++ lambda=3", "-n", 1, "--no-plots", "--no-measure-tv", "--profile")
     assert outcome.code == 0 and outcome.err == "" and "b/profile-*" in outcome.out
     assert "pass " in outcome.out.partition("most self time, %")[2]
     assert "of memory bandwidth, %" in outcome.out and "of arithmetic, %" in outcome.out
@@ -121,16 +122,6 @@ def test_a_profile_of_each_method_has_the_phases_and_the_operations_of_its_steps
         assert sorted(began["pass"] + began["verify"])[::2] == sorted(began["pass"]), "in turn"
         rows = re.findall(rf"^ *{re.escape(name.replace('_', ' '))}(?:  |$)", outcome.out, re.M)
         assert len(rows) == 2, "two tables"
-    told = bench(*requested, "--resume", "--profile", "--json").json
-    assert told == json.loads(Path("b/bench.json").read_text())
-
-
-def test_a_finished_bench_is_told_again_by_resume_and_never_overwritten(bench):
-    requested = ("ar", "-n", 1, "--no-plots")
-    first = bench(*requested, "--json").json
-    bench(*requested).refused("--resume")
-    assert bench(*requested, "--resume", "--json").json == first
-    assert "table.md" in bench(*requested, "--resume").out
 
 
 @pytest.mark.parametrize(
@@ -232,9 +223,6 @@ def test_a_folder_of_pictures_is_measured_without_drawing(run, own, elsewhere, m
     assert table.code == 0 and "Fréchet" in table.out and "100 %" in table.out
 
 
-@pytest.mark.skipif(
-    not (ASSETS / "nature-128" / "classifier").is_dir(), reason="this checkout holds no classifier"
-)
 def test_the_shipped_classifier_knows_what_the_shipped_model_drew(run, prompts):
     prompts.write_text(
         "a photo of a sunflower under a blue sky\na photo of the sea at sunset\na photo of a forest\n"

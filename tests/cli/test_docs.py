@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from cyclopts import App
-from helpers.documents import DOCS, PAGES, ROOT, blocks, prose
+from helpers.documents import DOCS, PAGES, ROOT, blocks, name, prose
 from helpers.families import write_sketch
 
 from lanternpp import Pipeline
@@ -22,11 +22,6 @@ from lanternpp.models.transformers import CLASSES
 
 RUN = [ROOT / "README.md", DOCS / "quickstart.md", DOCS / "extending.md"]
 ELSEWHERE = {"--help", "--num_processes", "--pid"}  # of every verb, and of other programs
-
-
-def name(page: Path) -> str:
-    """A page as a test's name."""
-    return str(page.relative_to(ROOT))
 
 
 def apps(app: App) -> Iterator[App]:
@@ -72,8 +67,8 @@ def test_the_page_on_papers_has_a_command_for_each_and_figures_of_its_own_method
             paper = PAPERS[args[args.index("--paper") + 1]]
             row = parse_methods(args[args.index("--methods") + 1])
             assert row[1:] and all(entry in parse_methods(paper.methods) for entry in row)
-    for name, figures in re.findall(r"^\| `(\w[\w+-]*)` \| (.*) \|$", prose(page), re.M):
-        methods = {entry.method for entry in parse_methods(PAPERS[name].methods)}
+    for called, figures in re.findall(r"^\| `(\w[\w+-]*)` \| (.*) \|$", prose(page), re.M):
+        methods = {entry.method for entry in parse_methods(PAPERS[called].methods)}
         assert set(re.findall(r"`([^`]+)`", figures)) == methods - {"ar"}
 
 

@@ -54,13 +54,6 @@ def test_where_plain_decoding_is_fastest_the_closing_line_says_so(run, model, fi
     assert "ar, as plain decoding is the fastest on this CPU" in out and "1.00 codes per pass" in out
 
 
-def test_no_fit_takes_the_models_own_draft(run, model, fitted) -> None:
-    fitted |= {"plain": 1.0, "chain-2": 1.1}
-    command = ("generate", PROMPT, "--model", model, "--method", "parallel", "--json")
-    settings = run(*command, "--no-fit").json["settings"]
-    assert settings["tree"] == "chain-6" and settings["fit"] is False
-
-
 def test_a_job_draws_with_a_fitted_draft_and_goes_on_with_another(run, model, fitted, elsewhere) -> None:
     (elsewhere / "p.txt").write_text(f"{PROMPT}\na tulip\n")
     command = ("generate", "--prompts", "p.txt", "-o", "o", "--model", model, "--method", "parallel")

@@ -34,12 +34,10 @@ def test_every_method_draws(method: str, run, model, elsewhere: Path) -> None:
     [
         (["--residual", "optimal", "--lambda", 3], {"residual": "optimal", "lam": 3.0, "delta": None}),
         (["--method", "cool", "--delta", 2, "--nu", 0.2], {"delta": 2.0, "nu": 0.2, "neighbours": None}),
-        (["--accept", "exact"], {"accept": "exact", "neighbours": None, "lam": None}),
         (
             ["--method", "jacobi", *WINDOW, "--init", "above", "--alternatives", 2],
             {"window": 5, "coupling": "gumbel", "init": "above", "alternatives": 2, "tree": None},
         ),
-        (["--method", "jacobi", "--proposer", "tree"], {"proposer": "tree", "window": None}),
         (["--method", "independent", "--tree", "eagle-25"], {"tree": "eagle-25", "window": None}),
     ],
 )

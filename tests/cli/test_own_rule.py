@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from lanternpp import Pipeline
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.variation import tv_cost
 from lanternpp.api.settings import resolve
@@ -36,6 +35,31 @@ class Half(Acceptance):
 
 class Picky(Half):
     dials = frozenset({"delta"})
+
+class Kept(Half):
+    """Takes nothing from the others."""
+
+    def relax(self, p, code):
+        return p.scatter(-1, code[..., None], 0.9)
+
+class Negative(Half):
+    def relax(self, p, code):
+        return p + 0.5 * (p - p.mean(-1, keepdim=True))
+
+class Narrow(Half):
+    def relax(self, p, code):
+        return p[..., :2]
+
+class Broken(Half):
+    def relax(self, p, code):
+        return p / self.delta
+
+class Unbuilt(Acceptance):
+    def relax(self, p, code):
+        return p
+
+class Other:
+    pass
 '''
 
 
@@ -65,65 +89,11 @@ def test_it_draws(method: str, own_rules, run, model) -> None:
     assert passes[1] <= passes[0]
 
 
-def test_it_draws_from_python(own_rules, model) -> None:
-    pipe = Pipeline.from_pretrained(str(model))
-    result = pipe(PROMPT, method="eagle", accept="my_rules:Half", delta=0.9)
-    assert result.stats.settings["accept"] == "my_rules:Half" and len(result.images) == 1
-
-
 @pytest.mark.parametrize(
     ("name", "said"), [("my_rules:Quarter", "my_rules:Quarter"), ("no_rules:Half", "in the current folder")]
 )
 def test_one_that_is_not_there_is_one_sentence_of_where_it_is_looked_for(name, said, own_rules, run) -> None:
     run("generate", PROMPT, "--method", "eagle", "--accept", name).refused(name, said)
-
-
-WRONG = '''
-from lanternpp.accept.base import Acceptance
-
-class Kept(Acceptance):
-    """Takes nothing from the others."""
-
-    @classmethod
-    def build(cls, dials):
-        return cls()
-
-    def relax(self, p, code):
-        return p.scatter(-1, code[..., None], 0.9)
-
-class Negative(Kept):
-    def relax(self, p, code):
-        return p + 0.5 * (p - p.mean(-1, keepdim=True))
-
-class Narrow(Kept):
-    def relax(self, p, code):
-        return p[..., :2]
-
-class Broken(Kept):
-    def relax(self, p, code):
-        return p / self.delta
-
-class Unbuilt(Acceptance):
-    def relax(self, p, code):
-        return p
-
-class Other:
-    pass
-
-TREE = [[0], [1], [0, 0]]
-GAPS = [[0, 0]]
-'''
-
-
-@pytest.fixture
-def wrong_rules(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A module in the current folder, which only the command line looks into; a new name for each test."""
-    name = f"rules_{elsewhere.parent.name.replace('-', '_')}"
-    (elsewhere / f"{name}.py").write_text(WRONG)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    # A refused command leaves no file behind, a compiled module included.
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    return name
 
 
 @pytest.mark.parametrize(
@@ -135,22 +105,28 @@ def wrong_rules(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("Broken", "fails on a distribution of 32 codes: AttributeError"),
         ("Unbuilt", "cannot be made: it does not define build"),
         ("Other", "is no class of that kind; give one that derives from lanternpp.accept.base:Acceptance"),
-        ("TREE", "is no class of that kind"),
     ],
 )
 def test_a_rule_that_cannot_judge_is_refused_before_anything_is_drawn(
-    rule, says, wrong_rules, run, model
+    rule, says, own_rules, run, model
 ) -> None:
-    args = ["generate", PROMPT, "--model", model, "--method", "eagle", "--accept", f"{wrong_rules}:{rule}"]
+    args = ["generate", PROMPT, "--model", model, "--method", "eagle", "--accept", f"my_rules:{rule}"]
     run(*args).refused(says)
 
 
-def test_a_tree_may_be_a_list_in_a_module_of_the_current_folder(wrong_rules, run, model) -> None:
+def test_a_tree_may_be_a_list_in_a_module_of_the_current_folder(
+    own_rules, elsewhere: Path, run, model, monkeypatch
+) -> None:
+    """Which only the command line looks into."""
+    (elsewhere / "my_trees.py").write_text("TREE = [[0], [1], [0, 0]]\nGAPS = [[0, 0]]\n")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    # A refused command leaves no file behind, a compiled module included.
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     args = ["generate", PROMPT, "--model", model, "--method", "eagle", "--json", "--tree"]
-    by_name, by_paths = run(*args, f"{wrong_rules}:TREE").json, run(*args, "[[0],[1],[0,0]]").json
+    by_name, by_paths = run(*args, "my_trees:TREE").json, run(*args, "[[0],[1],[0,0]]").json
     assert by_name["passes"] == by_paths["passes"]
-    for name, says in (("GAPS", "has no parent"), ("Other", "is no class of that kind")):
-        run(*args, f"{wrong_rules}:{name}").refused(says)
+    for name, says in (("my_trees:GAPS", "has no parent"), ("my_rules:Other", "is no class of that kind")):
+        run(*args, name).refused(says)
 
 
 def test_what_an_own_rule_spends_is_estimated_where_the_codes_are_many(own_rules) -> None:

@@ -13,11 +13,9 @@ from lanternpp import Pipeline
 
 PROMPT = "a red tulip"
 BEFORE_ANY_MODEL = [
-    ([""], "prompt ''"),
     ([" \n "], "prompt ' \\n '"),
     ([PROMPT, "--temperature", "-0.5"], "--temperature -0.5"),
     ([PROMPT, "--temperature", "nan"], "--temperature nan"),
-    ([PROMPT, "--temperature", "inf"], "--temperature inf"),
     ([PROMPT, "--temperature", "warm"], "'warm'"),
     ([PROMPT, "--cfg", "0.5"], "--cfg 0.5"),
     ([PROMPT, "--top-k", "-1"], "--top-k -1"),
@@ -49,18 +47,15 @@ BEFORE_ANY_MODEL = [
     ([PROMPT, "--method", "lantern", "--lambda", "2"], "lambda 2.0 would change nothing"),
     ([PROMPT, "--accept", "exact", "--neighbours", "5"], "and they take tree"),
     ([PROMPT, "--method", "jacobi", "--tree", "chain-3"], "and they take window, coupling, init"),
-    ([PROMPT, "--method", "eagle", "--window", "8"], "window 8 would change nothing"),
     ([PROMPT, "--method", "ar", "--residual", "paper"], "and they have no dials"),
     ([PROMPT, "--method", "jacobi", "--drafter", "x"], "--drafter x would change nothing"),
     ([PROMPT, "--delta", "-0.1"], "--delta -0.1"),
     ([PROMPT, "--lambda", "0.9"], "--lambda 0.9"),
     ([PROMPT, "--method", "lanten++"], "did you mean 'lantern++'?"),
     ([PROMPT, "--method", "xyz"], "known: ar, "),
-    ([PROMPT, "--accept", "exat"], "did you mean 'exact'?"),
     ([PROMPT, "--tree", "eagle-24"], "did you mean 'eagle-25'?"),
     ([PROMPT, "--tree", "no-such.json"], "no-such.json"),
     ([PROMPT, "-o", "picture.jpg"], "'picture.jpg' does not end in .png"),
-    ([PROMPT, "-o", "picture"], "'picture' does not end in .png"),
     ([PROMPT, "-o", "/proc/none/picture.png"], "'/proc/none/picture.png' cannot be written"),
     ([PROMPT, "--colour", "red"], "--colour"),
     ([PROMPT, "another"], "another"),
@@ -68,14 +63,15 @@ BEFORE_ANY_MODEL = [
 ]
 
 
-@pytest.mark.parametrize("verb", ["generate", "compare"])
-@pytest.mark.parametrize(("args", "names"), BEFORE_ANY_MODEL, ids=lambda v: " ".join(v)[-24:])
+@pytest.mark.parametrize(
+    ("verb", "args", "names"),
+    [("generate", *row) for row in BEFORE_ANY_MODEL] + [("compare", *row) for row in BEFORE_ANY_MODEL[::6]],
+)
 def test_refused_before_any_model_is_read(verb, args, names, run, elsewhere, monkeypatch) -> None:
     monkeypatch.setattr(Pipeline, "from_pretrained", lambda **_: pytest.fail("a model was read"))
     run(verb, *args).refused(names)
 
 
-@pytest.mark.parametrize("verb", ["generate", "compare"])
 @pytest.mark.parametrize(
     ("args", "names"),
     [
@@ -90,8 +86,8 @@ def test_refused_before_any_model_is_read(verb, args, names, run, elsewhere, mon
     ],
     ids=lambda v: " ".join(map(str, v))[-24:],
 )
-def test_refused_by_the_model(verb, args, names, run, model, elsewhere) -> None:
-    run(verb, PROMPT, *args, *(() if "--model" in args else ("--model", model))).refused(names)
+def test_refused_by_the_model(args, names, run, model) -> None:
+    run("generate", PROMPT, *args, *(() if "--model" in args else ("--model", model))).refused(names)
 
 
 def test_a_prompt_without_a_subject_lists_the_subjects(run, model, elsewhere) -> None:
@@ -115,8 +111,7 @@ def test_a_folder_named_like_a_picture_and_a_file_in_place_of_the_folder_are_ref
     assert (elsewhere / "notes").read_text() == "mine"
 
 
-@pytest.mark.parametrize("verb", ["generate", "compare"])
-@pytest.mark.parametrize("content", ["text", "picture"])
+@pytest.mark.parametrize(("verb", "content"), [("generate", "text"), ("compare", "picture")])
 def test_a_file_that_lanternpp_has_not_written_stays(verb, content, run, model, elsewhere) -> None:
     theirs = elsewhere / "x.png"
     if content == "text":
@@ -150,8 +145,7 @@ def test_without_a_smaller_target_one_sentence_says_how_to_give_one(run, broken,
     outcome.refused("name a model folder of the same codes with --drafter")
 
 
-@pytest.mark.parametrize("verb", [["generate"], ["compare", "--runs", 1]])
-def test_a_full_disk_leaves_the_old_picture(verb, run, model, elsewhere, monkeypatch) -> None:
+def test_a_full_disk_leaves_the_old_picture(run, model, elsewhere, monkeypatch) -> None:
     write = Path.write_bytes
 
     def full(self: Path, data: bytes) -> None:
@@ -160,7 +154,7 @@ def test_a_full_disk_leaves_the_old_picture(verb, run, model, elsewhere, monkeyp
 
     (elsewhere / "x.png").write_bytes(b"old")
     monkeypatch.setattr(Path, "write_bytes", full)
-    outcome = run(*verb, PROMPT, "--model", model, "-o", "x.png", "--overwrite")
+    outcome = run("generate", PROMPT, "--model", model, "-o", "x.png", "--overwrite")
     outcome.refused("x.png could not be written, the disk is full: free some room")
     assert [p.name for p in elsewhere.iterdir()] == ["x.png"]
     assert (elsewhere / "x.png").read_bytes() == b"old"

@@ -35,6 +35,11 @@ class Block:
                 yield words[words.index("lanternpp") + 1 :]
 
 
+def name(page: Path) -> str:
+    """A page, or another file, as a test's name."""
+    return str(page.relative_to(ROOT))
+
+
 def blocks(page: Path, language: str) -> list[Block]:
     """The blocks of a page in a language."""
     found = FENCE.findall(page.read_text(encoding="utf-8"))
