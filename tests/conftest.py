@@ -15,6 +15,7 @@ from lanternpp import Pipeline
 
 gc.disable()  # until all tests are collected: what is imported stays
 torch.set_num_threads(1)  # the tests' tensors are small: a second thread makes them ten times slower
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
 os.environ["LANTERNPP_FIT"] = "0"  # drafts would depend on this machine and on what was drawn before
 
 

@@ -6,10 +6,12 @@ import json
 
 import pytest
 import torch
+from helpers.families import write_janus
 from helpers.latents import write_diffusion
 
 from lanternpp import Pipeline
 from lanternpp.kernels.loading import SWITCH, kernels
+from lanternpp.models.transformers import stack
 from lanternpp.nn import int8
 from lanternpp.util.devices import pick_dtype
 
@@ -74,6 +76,15 @@ def test_kernels_draw_from_8_bits_without_torchao(run, model, monkeypatch) -> No
     monkeypatch.setattr(int8, "find_spec", lambda name: None)
     settings = run(*DRAW, model, "--dtype", "int8", "--json").json["settings"]
     assert settings["dtype"].startswith("int8, ")
+
+
+@pytest.mark.skipif(kernels() is None, reason="no kernels here")
+def test_layers_that_stay_with_pytorch_are_not_said_to_have_8_bits(run, tmp_path, monkeypatch) -> None:
+    write_janus(tmp_path / "janus")
+    monkeypatch.setattr(stack, "FORMS", {})
+    done = run(*DRAW, tmp_path / "janus", "--dtype", "int8")
+    assert "LlamaDecoderLayer is not known" in done.err and "weights stay as they are" in done.err
+    assert "on cpu (bfloat16) with" in done.out
 
 
 def test_8_bits_without_torchao_nor_kernels_are_refused_before_a_model_is_read(

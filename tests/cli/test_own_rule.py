@@ -89,6 +89,13 @@ def test_it_draws(method: str, own_rules, run, model) -> None:
     assert passes[1] <= passes[0]
 
 
+@pytest.mark.parametrize("verb", [("generate",), ("compare", "--runs", 1)])
+def test_a_rule_in_place_of_the_methods_own_is_named(verb: tuple[str, ...], own_rules, run, model) -> None:
+    args = (*verb, PROMPT, "--model", model, "--method", "eagle", "-o", "own.png", "--overwrite")
+    assert "my_rules:Half" in run(*args, "--accept", "my_rules:Half", "--delta", 0.3).out
+    assert "rule" not in run(*args).out
+
+
 @pytest.mark.parametrize(
     ("name", "said"), [("my_rules:Quarter", "my_rules:Quarter"), ("no_rules:Half", "in the current folder")]
 )

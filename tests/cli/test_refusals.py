@@ -22,7 +22,7 @@ BEFORE_ANY_MODEL = [
     ([PROMPT, "--top-k", "1.5"], "'1.5'"),
     ([PROMPT, "--top-p", "0"], "--top-p 0.0"),
     ([PROMPT, "--top-p", "1.01"], "--top-p 1.01"),
-    ([PROMPT, "-n", "0"], "--n 0"),
+    ([PROMPT, "-n", "0"], "-n 0 is"),
     ([PROMPT, "--batch-size", "0"], "--batch-size 0"),
     ([PROMPT, "--seed", "-1"], "--seed -1"),
     ([PROMPT, "--neighbours", "0"], "--neighbours 0"),

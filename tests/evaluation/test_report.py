@@ -17,7 +17,15 @@ RUN = {
     "threads": 1,
     "versions": {"torch": "0"},
     "methods": {
-        name: {"batch_size": 1, "cfg": 1.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "compile": False}
+        name: {
+            "batch_size": 1,
+            "cfg": 1.0,
+            "temperature": 1.0,
+            "top_k": 0,
+            "top_p": 1.0,
+            "compile": False,
+            "fit": False,
+        }
         for name in ("ar", "fast")
     },
 }
@@ -84,3 +92,12 @@ def test_the_table_shows_what_was_measured_and_dashes_elsewhere() -> None:
     assert "Fréchet" in lines[0] and "CLIP" not in lines[0]
     assert "| - |" in lines[2] and "7.00 ± 0.50" in lines[3] and "2.00x" in lines[3]
     assert "3 pictures of 2 prompts" in lines[-1]
+
+
+def test_the_table_says_which_drafts_were_fitted_to_the_machine() -> None:
+    fast = RUN["methods"]["fast"] | {"fit": True}
+    methods = {"ar": RUN["methods"]["ar"], "fast": fast | {"tree": "chain-7"}, "slow": fast | {"tree": None}}
+    turns = [*TURNS, turn("slow", 0, 1.0, [[1] * 8])]
+    lines = report.markdown(report.rows(turns, RUN | {"methods": methods}, {}), RUN).splitlines()
+    cells = [line.split(" | ")[1] for line in lines[:1] + lines[2:5]]
+    assert cells == ["draft", "none", "a chain of 7, fitted", "none, fitted"]

@@ -174,6 +174,7 @@ WRONG = {
     "next to nothing": ({"prompt": "tulip", "temperature": 1e-308}, 400, "temperature 1e-308"),
     "a file": ({"prompt": "tulip", "tree": "/etc/passwd"}, 400, "tree '/etc/passwd' is unknown"),
     "a field": ({"prompt": "tulip", "proposer": "tree"}, 400, "'proposer' is unknown"),
+    "an option's name": ({"prompt": "tulip", "lambda": 2}, 400, "'lambda' is called 'lam' here"),
     "a class": ({"prompt": "tulip", "method": "os:system"}, 400, "unknown"),
     "half a pair": ('{"prompt": "\\ud800 tulip"}', 400, "prompt"),
     "no JSON": ("{", 400, "not JSON"),

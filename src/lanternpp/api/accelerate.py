@@ -38,6 +38,7 @@ from lanternpp.models.transformers.call import (
     token_rows,
 )
 from lanternpp.models.transformers.format import Format
+from lanternpp.models.transformers.opening import adapted
 from lanternpp.util.registry import find, unknown
 
 HELD = "_lanternpp"  # the attribute of a model that keeps its pipeline
@@ -56,7 +57,7 @@ class Held(Pipeline):
         if kernels is not None:
             target.decoder.use_kernels(kernels)
         here = Path(str(getattr(model, "name_or_path", "") or "-"))
-        other = model_folder(drafter) if drafter else None
+        other = model_folder(drafter, "drafter") if drafter else None
         super().__init__(Model.of(target, here if here.is_dir() else Path(name), other), name, tuned=False)
         self.of = drafter, kernels, self.model.dtype, self.model.device
 
@@ -123,7 +124,8 @@ def adapter_of(model: Any) -> TransformersTarget:
     places = {str(parameter.device) for parameter in model.parameters()}
     if len(places) > 1:
         raise InputError(f"the model lies on {', '.join(sorted(places))}; load it on one device")
-    return find("model family", name, CLASSES)(model)
+    make: Callable[[Any], TransformersTarget] = find("model family", name, CLASSES)
+    return adapted(make, model)
 
 
 def held(model: Any, drafter: str | Path | None, kernels: str | None = None) -> Held:

@@ -46,8 +46,8 @@ ENDS = 1 << 16  # bytes of a file's beginning and end that are hashed
 PROBE = 64  # codes over which rounding to 8 bits is measured
 
 
-def model_folder(model: str) -> Path:
-    """Where a model lies: a name of `MODELS`, a path, or an id of the hub, which is fetched.
+def model_folder(model: str, what: str = "model") -> Path:
+    """Where a model lies: a name of `MODELS`, a path, or an id of the hub, which is fetched; what: as messages call it.
 
     Raises InputError naming what can be named.
     """
@@ -56,10 +56,10 @@ def model_folder(model: str) -> Path:
         if path.exists():
             return path
     except OSError as error:  # of the name itself, such as one that is too long
-        raise InputError(f"model {model!r} cannot be read: {error.strerror}") from None
+        raise InputError(f"{what} {model!r} cannot be read: {error.strerror}") from None
     hub_model = hub_id(model)
     if hub_model is None:
-        raise InputError(unknown("model", model, MODELS) + "; or give a path, or a hub id")
+        raise InputError(unknown(what, model, MODELS) + "; or give a path, or a hub id")
     return fetch(hub_model)
 
 
@@ -273,6 +273,9 @@ class Model:
             self.effect = in_eight_bits(target)
         if self.packed:
             pack_target(target)
+            # the kernels may compute none of a transformers model's layers
+            refused = source.packing == INT8 and getattr(target.decoder, "packed_dtype", INT8) is None
+            self.int8 = self.int8 and not (refused and folder == self.folder)
         return target
 
     def _pack_while_reading(self, source: Source, int8: bool) -> None:

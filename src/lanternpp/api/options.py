@@ -65,6 +65,11 @@ class Dial(Option):
         """Its name in messages."""
         return self.option[2:].replace("-", "_")
 
+    @property
+    def both(self) -> str:
+        """Its name in Python and over HTTP, and its option where that has another."""
+        return f"{self.name} ({self.option})" if self.names else self.name
+
 
 # fmt: off
 class EngineDials(TypedDict, total=False):
@@ -73,7 +78,7 @@ class EngineDials(TypedDict, total=False):
     batch_size: Annotated[int | None, Dial("Pictures drawn at once; default: all of them, at most 8 (compare: one). Above 64: "
         "at most as many as there are.", ge=1, le=1 << 20, default=1)]
     compile: Annotated[bool | None, Dial("Compile the steps (torch.compile), which the first picture waits for; on a GPU the default once "
-        "`models --warm` has.", default=False)]
+        "`models warm` has.", default=False)]
     fit: Annotated[bool | None, Dial("Draft what is fastest on this machine, which is measured once; --no-fit: what the model's defaults "
         "say. A --tree or --window that you give is kept.", default=True)]
 
@@ -298,12 +303,17 @@ METHODS = {
 def check_method(name: str) -> str:
     """The name of a method, or `AUTO`; InputError lists what exists."""
     if name not in (*METHODS, AUTO):
-        raise InputError(unknown("method", name, [*METHODS, AUTO]))
+        apart = "; dials such as lambda=3 stand beside the name in `bench --methods` alone, elsewhere they are options"
+        raise InputError(unknown("method", name, [*METHODS, AUTO]) + apart * ("=" in name))
     return name
 
 
 def drawn_with(method: str, auto: str | None, settings: Mapping[str, Any] | None = None) -> str:
-    """A method as users read it, with the reason where `auto` chose it, and the draft where settings say that it was fitted."""
+    """A method as users read it, with the reason where `auto` chose it; where settings say so, also a rule that is not the method's
+    own, and the draft that was fitted.
+    """
+    if settings is not None and (rule := rule_of(settings)):
+        return f"{drawn_with(method, auto, {**settings, 'accept': None})} under the rule {rule}"
     if settings is not None and settings.get("fit"):
         where = "this CPU" if str(settings["device"]).startswith("cpu") else "this device"
         draft = draft_of(settings)
@@ -311,6 +321,12 @@ def drawn_with(method: str, auto: str | None, settings: Mapping[str, Any] | None
             return f"{method}, as plain decoding is the fastest on {where}"
         return f"{drawn_with(method, auto)}, {draft}, fitted to {where}"
     return method if auto is None else f"{method} (auto: {auto})"
+
+
+def rule_of(settings: Mapping[str, Any]) -> str | None:
+    """The rule that was given in place of the method's own, by name; None where there is none."""
+    rule = settings["accept"]
+    return None if rule in (None, METHODS[settings["method"]].dials.get("accept")) else str(rule)
 
 
 def place_of(settings: Mapping[str, Any]) -> str:
@@ -340,7 +356,7 @@ class DrawOptions:
     drafter: Another drafter than the model's own.
     dtype: auto, float32, bfloat16, float16, float64, or int8: the target's weights in 8 bits (auto's choice on a CPU; a GPU
         needs torchao).
-    size: Pixels, for a model that draws more than one size (Lumina-mGPT, Emu3).
+    size: Pixels, for a model that draws more than one size (most families, docs/models.md).
     method: A proposer, a tree and an acceptance rule by name. auto takes the method of the model's defaults or of `lanternpp
         tune`, else the fastest lossless one for the drafter that it has.
     """

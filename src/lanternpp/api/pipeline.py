@@ -21,7 +21,7 @@ from lanternpp.api.model import MODELS, Model, model_folder, placed
 from lanternpp.api.options import AUTO, CallOptions, PictureDials, Prompts, Settings, StreamOptions, listing
 from lanternpp.api.results import Partial, Result, Stats, UnfinishedError, check_output, output, versions
 from lanternpp.api.results import images as images_of
-from lanternpp.api.settings import fitted, network_needed, suits, typed, with_tree
+from lanternpp.api.settings import for_target, network_needed, suits, typed, with_tree
 from lanternpp.engine.batching import drawing
 from lanternpp.engine.decode import Engine
 from lanternpp.errors import InputError
@@ -70,7 +70,7 @@ class Pipeline(Engines):
         Raises InputError where a name is unknown or a file is missing, truncated or of another model.
         """
         called = calls.text("model", model)
-        other = None if drafter is None else model_folder(calls.text("drafter", drafter))
+        other = None if drafter is None else model_folder(calls.text("drafter", drafter), "drafter")
         folder = model_folder(called)
         on, kind, int8 = placed(device, dtype, folder)
         if tensor_parallel:
@@ -120,7 +120,7 @@ class Pipeline(Engines):
         Raises InputError, also where an override is a dial that no part of the method reads.
         """
         settings = self.defaults.settings(method, overrides, self._where)
-        return fitted(settings, self.target, self.name, overrides)
+        return for_target(settings, self.target, self.name, overrides)
 
     def fit(self, settings: Settings) -> Settings:
         """Settings with the draft that is fastest on this machine, or with plain decoding's where that is.

@@ -76,7 +76,7 @@ def resolve(
     read = dials_read(merged["proposer"], merged["accept"])
     unread = [name for name in READ if name not in read]
     for name in (name for name in unread if name in given):
-        named = ", ".join(DIALS[dial].spoken for dial in READ if dial in read)
+        named = ", ".join(DIALS[dial].both for dial in READ if dial in read)
         raise InputError(
             f"{DIALS[name].spoken} {given[name]} would change nothing: method {method!r}"
             f"{', which auto takes here,' if auto else ''} has the proposer {merged['proposer']!r} and the rule "
@@ -120,7 +120,7 @@ def _draft_traits(settings: Settings, proposer: type[Proposer] | None = None) ->
     return DraftTraits(drafting, rule, settings.temperature == 0, settings.residual)
 
 
-def fitted(settings: Settings, target: Target, name: str, given: Mapping[str, Any]) -> Settings:
+def for_target(settings: Settings, target: Target, name: str, given: Mapping[str, Any]) -> Settings:
     """The settings for a target that is called `name`; `given`: the overrides. InputError where it cannot be sampled so."""
     if target.channels:
         from lanternpp.engine.latents import MixtureSampling

@@ -23,7 +23,7 @@ from lanternpp.util.registry import HERE
 
 VERBS = {
     "generate": "Draw pictures of a prompt, or of every line of a file.",
-    "compare": "Draw a prompt twice, by plain AR and by a method, with the times under each.",
+    "compare": "Draw a prompt twice, by plain decoding and by a method, with the times under each.",
     "bench": "Compare methods on one model: speed, quality, throughput, profiles.",
     "tune": "Find the draft tree, or Jacobi window, that draws fastest with a method on this machine.",
     "models": "List models, methods and trees; download, convert or warm a model.",

@@ -25,7 +25,16 @@ if TYPE_CHECKING:
     from lanternpp.evaluation.race import Entry, Race
 
 OUTPUT = Path("out/bench")
-DEFAULT_METHODS = ("ar", "eagle", "eagle2", "lantern", "lantern++", "jacobi-coupled", "lantern-jacobi")
+DEFAULT_METHODS = (
+    "ar",
+    "eagle",
+    "eagle2",
+    "parallel",
+    "lantern",
+    "lantern++",
+    "jacobi-coupled",
+    "lantern-jacobi",
+)
 DEFAULT = f"Default: those of {', '.join(DEFAULT_METHODS)} that the model has a drafter for."
 
 
@@ -33,7 +42,7 @@ DEFAULT = f"Default: those of {', '.join(DEFAULT_METHODS)} that the model has a 
 class FieldOptions:
     """The methods of a race.
 
-    methods: Methods separated by commas, each followed by its overrides: "eagle, lantern++ k=10 lambda=5". Plain AR is always
+    methods: Methods separated by commas, each followed by its overrides: "eagle, lantern++ neighbours=10 lambda=5". Plain decoding is always
         among them.
     paper: The published sampling and methods of a paper, not fitted to the machine, and its table's columns. Options of sampling
         and --methods go before it.

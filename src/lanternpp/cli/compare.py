@@ -1,4 +1,4 @@
-"""`lanternpp compare`: plain AR beside a method, with the same prompt, seeds, weights and sampling."""
+"""`lanternpp compare`: plain decoding beside a method, with the same prompt, seeds, weights and sampling."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from lanternpp.api.options import (
     drawn_with,
     names,
     place_of,
+    rule_of,
 )
 from lanternpp.cli import options as opt
 from lanternpp.cli.terminal import Progress, progress_bar, show_table
@@ -43,7 +44,7 @@ def compare(
     options: DrawOptions = DrawOptions(),
     seed: opt.Seed = 0,
 ) -> None:
-    """Draw PROMPT twice, by plain AR and by a method: one PNG with the times under each.
+    """Draw PROMPT twice, by plain decoding and by a method: one PNG with the times under each.
 
     The runs of the two sides take turns, each side after one untimed warm-up. Pictures are drawn one at a
     time, as in the papers, unless --batch-size says otherwise. --measure-tv draws them once more, untimed.
@@ -83,9 +84,9 @@ def race(
     measure_tv: bool,
     progress: Progress | None,
 ) -> tuple[list[tuple[Result, Result]], Stats | None]:
-    """Pairs of plain AR's runs and the method's, one of each in turn; and the statistics of a run that was measured.
+    """Pairs of plain decoding's runs and the method's, one of each in turn; and the statistics of a run that was measured.
 
-    The method's warm-up resolves the shared settings, and plain AR gets the same. Progress is reported
+    The method's warm-up resolves the shared settings, and plain decoding gets the same. Progress is reported
     between runs only, so that the timed ones do nothing else. With `measure_tv`, the method's tv_cost is measured in
     one more run, which draws the same pictures, since measuring takes time.
     """
@@ -113,6 +114,12 @@ def row(results: Sequence[Result], measured: Stats | None = None) -> dict[str, A
     return stats.to_json() | medians | {"seconds_per_run": runs}
 
 
+def named(row: Mapping[str, Any]) -> str:
+    """The method of a run, with the rule where that is not the method's own."""
+    rule = rule_of(row["settings"])
+    return f"{row['method']}, rule {rule}" if rule else str(row["method"])
+
+
 def figures(row: Mapping[str, Any]) -> tuple[str, str, str]:
     """Seconds and passes per picture, and codes per pass, as text."""
     passes = row["passes"] / row["images"]
@@ -124,7 +131,7 @@ def render(prompt: str, images: Sequence[Any], rows: Sequence[Mapping[str, Any]]
     from lanternpp.api.picture import Panel, comparison
 
     base, side = rows
-    drafted = ", ".join(filter(None, (side["method"], draft_of(side["settings"]))))
+    drafted = ", ".join(filter(None, (named(side), draft_of(side["settings"]))))
     headings = (f"{base['method']} (plain autoregressive)", drafted)
     highlights = ("", f"{side['speedup']:.2f}x the speed")
     panels = []
@@ -149,7 +156,7 @@ def show(prompt: str, rows: Sequence[Mapping[str, Any]], bound: str | None) -> N
     caption += [bound] if bound else []
     caption.append(place_of(base["settings"]))
     headings = ["method", "seconds / picture", "passes / picture", "codes / pass", "speed-up"]
-    cells = [[each["method"], *figures(each), f"{each['speedup']:.2f}x"] for each in rows]
+    cells = [[named(each), *figures(each), f"{each['speedup']:.2f}x"] for each in rows]
     if side["tv_cost"] is not None:
         headings.append("TV cost / picture")
         for each, line in zip(rows, cells, strict=True):

@@ -93,7 +93,8 @@ def _parameter(name: str, hint: Any, help: str = "") -> Any:
     if option is None:
         return hint
     option = dataclasses.replace(option, help=option.help or help)
-    called = max(option.names or ("--" + name.replace("_", "-"),), key=len)
+    spelled = option.names or ("--" + name.replace("_", "-"),)
+    called = next((each for each in spelled if len(each) > len("--n")), spelled[0])
     number = next((each for each in (int, float) if each in (kind, *get_args(kind))), None)
     section: dict[str, Any] = {"group": heading(option.group)} if option.group else {}
     made = Parameter(
@@ -145,9 +146,7 @@ Folder = Option(names=("-o", "--output"), metavar="DIR")  # to write to
 Switch = Option(negative=True)  # with a --no- form
 Overwrite = Annotated[
     bool,
-    Option(
-        "Replace pictures that were drawn with other settings, and with -o any file.", group="Many pictures"
-    ),
+    Option("Replace pictures that were drawn with other settings, and with -o any file."),
 ]
 Json = Annotated[bool, Option("Print one JSON object and nothing else.", names=("--json",))]
 Prompts = Annotated[
@@ -239,7 +238,7 @@ def defaults_of(options: DrawOptions) -> Defaults:
     from lanternpp.api.defaults import Defaults
     from lanternpp.api.model import model_folder
 
-    drafter = model_folder(options.drafter) if options.drafter else None
+    drafter = model_folder(options.drafter, "drafter") if options.drafter else None
     return Defaults.read(model_folder(options.model), drafter)
 
 

@@ -63,6 +63,7 @@ def store_rates(model: str, out: Path | None, folder: Path, kind: Kind) -> None:
         return
     pipe = Pipeline.from_pretrained(model, out, tuned=False)
     conditions = usual_conditions(pipe.folder, pipe.target)
+    print("counting how many codes of its drafts are accepted, to fit drafts to machines", file=sys.stderr)
     with progress_bar("counting accepted codes") as progress:
         found = record(pipe, strengths(pipe, kind), folder, conditions, progress=progress)
     rates = ", ".join(f"{name} {codes:.2f}" for name, codes in found.items())

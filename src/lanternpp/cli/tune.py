@@ -32,13 +32,13 @@ def tune(
 ) -> None:
     """Find the draft tree, or Jacobi window, that draws fastest with a method on this machine, and make it the default.
 
-    Draws pictures with one draft after another, each beside plain AR; Optuna proposes the drafts. Interrupt it when you
+    Draws pictures with one draft after another, each beside plain decoding; Optuna proposes the drafts. Interrupt it when you
     like: the same command goes on. One picture at a time unless --batch-size says otherwise; the result serves that many at a
     time, this kind of device and this dtype.
 
     output: Where measurements go; default: out/tune/MODEL-METHOD. The same command goes on.
     restart: Remove the folder's measurements.
-    race: Race the found draft, plain AR and the method's own draft.
+    race: Race the found draft, plain decoding and the method's own draft.
     save: Make the found draft the method's default for this model.
     """
     search.check()
@@ -87,7 +87,7 @@ def show(result: Mapping[str, Any]) -> None:
     """The candidates, the race and the budget on stdout."""
     cells: dict[str, Callable[[Mapping[str, Any]], str]] = {
         "draft": lambda one: words(one["overrides"]),
-        "tokens": lambda one: str(one["nodes"]),
+        "draft codes": lambda one: str(one["nodes"]),
         "step, ms": lambda one: f"{1000 * one['step']:.3g}",
         "codes per pass": lambda one: f"{one['codes_per_pass']:.2f}",
         "speed-up": lambda one: f"{one['speedup']:.2f}x",

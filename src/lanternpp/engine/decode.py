@@ -1,6 +1,6 @@
 """The decoding loop: admit samples, step until they are finished, collect their codes.
 
-Plain AR is the same loop with an empty tree, so a speed-up divides two runs of the same code.
+Plain decoding is the same loop with an empty tree, so a speed-up divides two runs of the same code.
 """
 
 from __future__ import annotations

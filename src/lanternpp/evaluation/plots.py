@@ -63,7 +63,7 @@ def curves(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], x: str,
 def speed(table: Sequence[Mapping[str, Any]], cost: str) -> Any:
     """Cost against speed-up, a point per method."""
     better = "higher is better" if cost == "clip" else "lower is better"
-    with axes_of("speed-up over plain AR", f"{HEADINGS[cost]} ({better})") as axes:
+    with axes_of("speed-up over plain decoding", f"{HEADINGS[cost]} ({better})") as axes:
         for i, row in enumerate(table):
             if row.get(cost) is not None:
                 style = {"fmt": MARKS[i % len(MARKS)], "color": f"C{i % 10}", "alpha": 0.9, "capsize": 2}

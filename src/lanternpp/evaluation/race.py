@@ -67,7 +67,7 @@ class Turn:
 def parse_methods(text: str) -> list[Entry]:
     """Methods separated by commas, each followed by its overrides: "ar, lantern++ k=10 lambda=5".
 
-    Plain AR is put first where it is missing, as all else is measured against it. Raises InputError.
+    Plain decoding is put first where it is missing, as all else is measured against it. Raises InputError.
     """
     found: dict[str, Entry] = {}
     for item in text.split(","):

@@ -72,7 +72,7 @@ def rows(
         ratios = {"speedup": speedup, "efficiency": speedup / row["codes_per_pass"]}
         ratios["latency_speedup"] = plain["latency"] / row["latency"]
         about = {"method": label, "model": run["model"], "batch_size": settings["batch_size"]}
-        about["draft"] = draft_of(settings) or "none"
+        about["draft"] = (draft_of(settings) or "none") + ", fitted" * bool(settings["fit"])
         versions = {"settings": settings, "versions": run["versions"]}
         made.append(about | row | ratios | dict(quality.get(label, {})) | versions)
     return made
@@ -134,10 +134,12 @@ def cell(row: Mapping[str, Any], column: str, brief: bool = False) -> str:
 
 
 def columns(table: Sequence[Mapping[str, Any]], headings: Mapping[str, str] = HEADINGS) -> list[str]:
-    """The columns that some row has a figure for; those of `BATCHES` only where batch sizes differ."""
+    """The columns that some row has a figure for; those of `BATCHES` only where batch sizes differ, drafts also where one was fitted."""
     known = [c for c in headings if c == "where" or any(row.get(c) is not None for row in table)]
-    one_size = len({row["batch_size"] for row in table}) == 1
-    return [c for c in known if not (one_size and c in BATCHES)]
+    if len({row["batch_size"] for row in table}) > 1:
+        return known
+    fitted = any(row["settings"]["fit"] for row in table)
+    return [c for c in known if c not in BATCHES or (c == "draft" and fitted)]
 
 
 def comma_separated(table: Sequence[Mapping[str, Any]], headings: Mapping[str, str]) -> str:

@@ -97,6 +97,7 @@ def rejection_message(rejected: Mapping[str, str], prompts: Path) -> str:
     """The first rejected prompt with its line in the file and the reason, and how many more there are."""
     lines = [line.strip() for line in read_text(prompts, most=LINES).splitlines()]
     prompt, why = next(iter(rejected.items()))
-    more = f" ({len(rejected) - 1} more lines cannot be drawn)" if len(rejected) > 1 else ""
+    others = len(rejected) - 1
+    more = f" ({others} more line{'s' * (others > 1)} cannot be drawn)" if others else ""
     at = f", line {lines.index(prompt) + 1}" if prompt in lines else ""
     return f"{prompts}{at}: {why}{more}"

@@ -22,7 +22,10 @@ from lanternpp.util.registry import imported
 
 
 class NetworkProposer(Proposer):
-    """Grows a draft tree; the network's distribution at a node proposes the node's children."""
+    """Grows a draft tree; the network's distribution at a node proposes the node's children.
+
+    `build` makes the class that a drafter names by its `proposer`, whatever proposer the settings name.
+    """
 
     dials = frozenset({"tree", "verify"})
     drafter: Any
@@ -33,7 +36,7 @@ class NetworkProposer(Proposer):
 
     @classmethod
     def build(cls, parts: Parts) -> Self:
-        """From a network and a tree builder; a drafter may name another proposer than this one."""
+        """From a network and a tree builder; the class is the drafter's `proposer`, or this one for a smaller target."""
         network = parts.network
         kind = imported("proposer", network.proposer) if isinstance(network, Drafter) else cls
         made: Self = kind(network, parts.tree)

@@ -74,7 +74,9 @@ class Parallel(NetworkProposer):
         self.hints = torch.zeros_like(self.next_embeds[:, 1:])  # [B, depth, D] of the features of every level
         self.waiting = torch.zeros_like(self.root)
         every = torch.arange(target.vocab, device=like.device)
-        self.prev_code_table = self.drafter.prev_code(target.embed(every).to(like.dtype))  # [V, H]
+        self.prev_code_table = self.drafter.prev_code(
+            target.embed(every).to(like.dtype)
+        )  # [V, H], H the drafter's condition width
         self._whole_chain = self.builder.chain and self.builder.fixed and self.builder.drawn
         if self._whole_chain:
             self._tree = chain_tree(batch, depth, like.device)
@@ -234,6 +236,9 @@ def layout(known: int, most: int, line: Tensor) -> tuple[Tensor, Tensor, Tensor,
     N = M - known + most, W = known + 1. By how many wait: their places after the decided codes, [W, N]; the scratch slots that
     each attends to, [W, N, M]; and the last that waits, whose hint is that of the root, [W, most, 1]. And their own scratch slots,
     [1, N], which do not depend on `most`, as sums over slots are rounded in their order.
+
+    With depth 2, known = most = 3 and M = 4: where one input waits, slots 1 and 2 are unused, and the query in slot 3 has place 1
+    and attends to slots 0 and 3; where two wait, it has place 2 and attends to slots 0, 1 and 3.
     """
     waiting = torch.arange(known + 1, device=line.device)[:, None]
     query = line >= known

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 
-from lanternpp.api.options import RENAMED
+from lanternpp.api.options import DIALS, RENAMED
 from lanternpp.errors import InputError, one_line
 from lanternpp.serve.schemas import Fault, Refusal
 from lanternpp.serve.tickets import Cancelled, Closed, Expired, Full
@@ -70,7 +70,9 @@ def validation_error_response(errors: list[dict[str, Any]]) -> JSONResponse:
     if param is None:
         return error_response(400, f"the body is not valid: {reason}; send a JSON object", "invalid_body")
     if first["type"] == "extra_forbidden":
-        known, now = param[:MAX_VALUE_CHARS], f"now {RENAMED[param]!r}" if param in RENAMED else "unknown"
+        spoken = {dial.spoken: dial.name for dial in DIALS.values() if dial.spoken != dial.name}
+        called = f"called {spoken[param]!r} here" if param in spoken else "unknown"
+        known, now = param[:MAX_VALUE_CHARS], f"now {RENAMED[param]!r}" if param in RENAMED else called
         return error_response(
             400, f"field {one_line(repr(param), MAX_VALUE_CHARS)} is {now}", "unknown_parameter", known
         )

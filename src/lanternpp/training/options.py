@@ -48,7 +48,9 @@ class TrainingOptions:
     device: Annotated[str, Option("auto, cpu, cuda or cuda:N.")] = "auto"
     compile: Annotated[bool, Option("Compile the networks and the loss.")] = False
     restart: Annotated[bool, Option("Start over instead of going on from a saved state.")] = False
-    checks: Annotated[int, Option("Validations and saved states, evenly over the run.", ge=1)] = 12
+    checks: Annotated[
+        int, Option("Validations and saved states, evenly over the run; 1 for a trial of a few steps.", ge=1)
+    ] = 12
     save_minutes: Annotated[float, Option("A state is also saved this often.", ge=0)] = 5.0
     store: Annotated[Stored, Option("Weights on disk; int8 and int6 have 8 and 6 bits.")] = "float32"
     log_steps: int = 25

@@ -8,8 +8,8 @@ The same expectation is one over chains that the target drew, as p = q exp(s):
 
 A recorded picture is such a chain after each of its codes. So the codes of a draft can be estimated without drawing one; the
 last code of each chain is summed over all its values, not only the recorded one. Where pictures are not the target's own, the
-estimate still grows to its greatest value, g + 1, as q goes to p. Each draft's own chance of being accepted is learned, which
-such a sum is, times the codes that depend on it (`chain_gain`). The ratios at the recorded codes themselves are taken as they
+estimate still grows to its greatest value, g + 1, as q goes to p. The probability that a level is kept is such a
+sum; its gradient is weighted by the codes that depend on that level (`chain_gain`). The ratios at the recorded codes themselves are taken as they
 are: a drafter that may raise q there learns the recorded codes by heart, and drafts no better.
 
 The same chains train the drafter to predict acceptance. A draft is accepted, given that those before it are, with

@@ -194,7 +194,7 @@ def has_window(settings: Settings) -> bool:
 
 
 def window_nodes(dials: Mapping[str, Any]) -> int:
-    """Draft tokens of a pass."""
+    """Draft codes of a pass."""
     return dials["window"] * dials.get("window_rows", 1) + dials.get("alternatives", 0)
 
 

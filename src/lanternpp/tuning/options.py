@@ -19,16 +19,16 @@ class TuningOptions:
 
     n: Pictures for each entrant of the race at the end.
     rounds: Batches that a good draft is drawn for; slow ones are given up earlier.
-    budget_tv: Also choose the strength of a relaxed rule (k and lambda, or delta): at most so much total variation per picture.
-    budget_frechet: The same: a Fréchet distance at most X % above that of plain AR.
+    budget_tv: Also choose the strength of a relaxed rule (neighbours and lambda, or delta): at most so much total variation per picture.
+    budget_frechet: The same: a Fréchet distance at most X % above that of plain decoding.
     budget_pictures: Pictures that a budget is measured on; default: 8, or 100 for Fréchet distances.
     """
 
     n: Annotated[int, Option(ge=1, le=10_000, names=("-n", "--n"))] = 8
     trials: Annotated[int, Option("Drafts that are tried.", ge=1, le=100_000)] = 40
     rounds: Annotated[int, Option(ge=1, le=1000)] = 3
-    nodes: Annotated[int, Option("The most draft tokens of a pass.", ge=1, le=512)] = 64
-    depth: Annotated[int, Option("The most levels of a tree, or tokens of a window.", ge=1, le=32)] = 16
+    nodes: Annotated[int, Option("The most draft codes of a pass.", ge=1, le=512)] = 64
+    depth: Annotated[int, Option("The most levels of a tree, or codes of a window.", ge=1, le=32)] = 16
     budget_tv: Annotated[float | None, Option(ge=0, metavar="X")] = None
     budget_frechet: Annotated[float | None, Option(ge=0, metavar="X")] = None
     budget_pictures: Annotated[int | None, Option(ge=1, le=100_000)] = None

@@ -88,9 +88,10 @@ def _output_distributions(draft: Draft, p: Tensor, q: Tensor, logits: Tensor, ru
 def rejection_tails(p: Tensor, q: Tensor, codes: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
     """Where the verification of a draft ends, and the weights of the code drawn there.
 
-    p, q [B, N, V], q of a chain 0 after its last code; codes [B, N]. Nodes are in the order of `layout.order`, those of a
-    chain in theirs -> the probability [B, N - 1] that all nodes from the i-th on are rejected, i = 1, 2 .., and the weights
-    [B, N, V] of the code after every node, by its id.
+    p, q [B, N, V], q of a chain 0 after its last code; codes [B, N] -> (tails [B, N - 1], left [B, N, V]).
+
+    tails: the probability that all nodes from the i-th on are rejected, i = 1, 2 .., in the order of `layout.order`, those of a
+    chain in theirs. left: the weights of the code after every node, by the node's id.
     """
     return chain_tails(p, q, codes) if tree.chain else tree_tails(p, q, codes, tree)
 
@@ -121,6 +122,7 @@ def tree_tails(p: Tensor, q: Tensor, codes: Tensor, tree: Tree) -> tuple[Tensor,
     # The weights of missing children are written to a place after the last node.
     child = child.where(child >= 0, nodes)
     left = p.clone()
+    # a of a node until its children are used up; then the probability that it is kept
     weight = torch.zeros(len(codes), nodes + 1, dtype=torch.float64, device=p.device)
     weight[:, 0] = 1
     for spans in tree.layout.spans:
@@ -166,6 +168,6 @@ def rejected_distribution(p: Tensor, q: Tensor, codes: Tensor) -> Tensor:
     return (left / mass).where(mass > 0, q[:, :-1])
 
 
-def all_rejected(halt: Tensor) -> Tensor:
-    """halt [B, M], the probability of each of M events -> [B, M - 1], that from the 1st, 2nd .. on none comes true."""
-    return (1 - halt[:, 1:]).flip(1).cumprod(1).flip(1)
+def all_rejected(kept: Tensor) -> Tensor:
+    """kept [B, M], the probability that each of M nodes is kept once it is tried -> [B, M - 1], that of nodes 1, 2 .. on none is."""
+    return (1 - kept[:, 1:]).flip(1).cumprod(1).flip(1)

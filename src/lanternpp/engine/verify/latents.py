@@ -79,6 +79,7 @@ def verify_trajectories(
     if draft.probs is not None:
         q = torch.cat((draft.probs[:, :-1], p[:, -1:]), 1)
         if not rule.lossless:
+            # parameter 0 is the sum of log standard deviations of the earlier steps (`DiffusionSampling.last_step`)
             log_factor = (q - p)[:, :-1, 0]
     return _verdict(draft, p, q, noise, sampling.channels, log_factor)
 

@@ -44,46 +44,48 @@ def verify_tokenwise(
     node = torch.zeros_like(batch)
     alive = torch.ones_like(batch, dtype=torch.bool)
     kept, path = torch.ones_like(batch), [node]
-    # r: p at the current node, without what rejected children took
-    left = sampling.probs(logits[batch, node])
+    # p at the current node, less what rejected children took
+    residual = sampling.probs(logits[batch, node])
     u = noise.fine(Noise.ACCEPT, len(widths), max(widths, default=0))
-    cost = [torch.zeros_like(left[:, 0]) for _ in range(len(widths) + 1)]
+    cost = [torch.zeros_like(residual[:, 0]) for _ in range(len(widths) + 1)]
     for level, width in enumerate(widths):
         here = rule.at(level)
         q = None if draft.probs is None else draft.probs[batch, node]
-        down, below = torch.zeros_like(alive), node
+        accepted, next_node = torch.zeros_like(alive), node
         for rank in range(width):
-            undecided = alive & ~down
+            undecided = alive & ~accepted
             if early_exit and not undecided.any():
                 break
             child = tree.children[batch, node, rank]
             code = draft.codes[batch, child.clamp(min=0)]
-            drawn = q if q is not None else torch.zeros_like(left).scatter_(1, code[:, None], 1)
+            drawn = q if q is not None else torch.zeros_like(residual).scatter_(1, code[:, None], 1)
             chance = drawn.gather(1, code[:, None])[:, 0]
             tried = undecided & (child >= 0) & (chance > 0)
             if early_exit and not tried.any():
                 continue
             # A code that the format forbids is never relaxed.
             permitted = logits[batch, node, code] > float("-inf")
-            relaxed = here.relax_with_draft(left, drawn, code).where(permitted[:, None], left)
-            good = tried & sampling.accepts(relaxed, chance, code, u[:, level, rank])
+            relaxed = here.relax_with_draft(residual, drawn, code).where(permitted[:, None], residual)
+            taken = tried & sampling.accepts(relaxed, chance, code, u[:, level, rank])
             if measure_tv:
-                cost[level] += tried * _cost(sampling, here, left, drawn, code, good)
-            rejected = tried & ~good
-            down, below = down | good, torch.where(good, child, below)
+                cost[level] += tried * _cost(sampling, here, residual, drawn, code, taken)
+            rejected = tried & ~taken
+            accepted, next_node = accepted | taken, torch.where(taken, child, next_node)
             if early_exit and not rejected.any():
                 continue
-            left = left.where(~rejected[:, None], sampling.residual(here, left, relaxed, drawn, code))
+            residual = residual.where(
+                ~rejected[:, None], sampling.residual(here, residual, relaxed, drawn, code)
+            )
             if q is not None:
                 q = q.where(~rejected[:, None], without(q, code))
-        alive, node = down, below
+        alive, node = accepted, next_node
         if early_exit and not alive.any():
             break
-        left = left.where(~alive[:, None], sampling.probs(logits[batch, node]))
+        residual = residual.where(~alive[:, None], sampling.probs(logits[batch, node]))
         kept = kept + alive
         path.append(node)
     path += [node] * (len(widths) + 1 - len(path))
-    bonus = sampling.draw(left, noise)
+    bonus = sampling.draw(residual, noise)
     return verdict_of(draft, torch.stack(path, 1), kept, bonus, torch.stack(cost, 1) if measure_tv else None)
 
 
@@ -93,10 +95,10 @@ def without(q: Tensor, code: Tensor) -> Tensor:
     return q / q.sum(-1, keepdim=True).clamp_(min=torch.finfo(q.dtype).tiny)
 
 
-def _cost(sampling: Sampling, rule: Acceptance, p: Tensor, q: Tensor, code: Tensor, good: Tensor) -> Tensor:
+def _cost(sampling: Sampling, rule: Acceptance, p: Tensor, q: Tensor, code: Tensor, taken: Tensor) -> Tensor:
     """The total variation from p [B, V] that trying one child cost, [B]."""
     if sampling.greedy:
-        return (good & (code != p.argmax(-1))).to(p.dtype)
+        return (taken & (code != p.argmax(-1))).to(p.dtype)
     return tv_cost(rule, p, q).to(p.dtype)
 
 

@@ -18,7 +18,7 @@ from lanternpp.models.hub import quiet
 from lanternpp.models.transformers.call import MODE, Call, set_length
 from lanternpp.models.transformers.decoder import TransformersDecoder, replica
 from lanternpp.models.transformers.format import Format, Raster
-from lanternpp.models.transformers.opening import Text, opened
+from lanternpp.models.transformers.opening import Text, adapted, opened
 from lanternpp.models.vq.codes import Reader
 from lanternpp.nn.backend import backend
 from lanternpp.nn.checkpoints import Store
@@ -91,7 +91,7 @@ class TransformersTarget(Target):
         """The adapter of the model in `source`."""
         make: Callable[[Any], Self] = cls
         with wrong_file(f"{source.path} cannot be opened"):
-            return make(cls.model_in(source, dtype, cls.lacking))
+            return adapted(make, cls.model_in(source, dtype, cls.lacking))
 
     @classmethod
     def model_in(cls, source: Source, dtype: torch.dtype, lacking: tuple[str, ...]) -> Any:

@@ -36,10 +36,33 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def _attention(
-    layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+    layer: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
 ) -> tuple[Tensor, None]:
-    """query [R, H, N, d], key and value [R, Hkv, N, d] of the running pass -> [R, N, H, d]; the mask is the pass's own."""
+    """query [R, H, N, d], key and value [R, Hkv, N, d] of the running pass -> [R, N, H, d]; the mask is the pass's own.
+
+    InputError where attention is not plain: a window of the last tokens, capped scores, sinks.
+    """
     decoder: TransformersDecoder = vars(layer)["decoder"]
+    if sliding_window and sliding_window < decoder._prepared:
+        raise InputError(
+            f"its attention sees the last {sliding_window} tokens alone, and prompt and picture take {decoder._prepared}; "
+            "use the model's own generate"
+        )
+    if softcap is not None or s_aux is not None:
+        raise InputError(
+            "its attention caps scores or has sinks, without which codes differ; use the model's own generate"
+        )
+    if scaling is not None and scaling != query.shape[-1] ** -0.5:
+        query = query * (scaling * query.shape[-1] ** 0.5)
     decoder._attended += 1
     states = (x.transpose(1, 2) for x in (query, key, value))
     return decoder._attend(int(layer.layer_idx), *states), None  # type: ignore[arg-type]
@@ -229,7 +252,10 @@ def shape_of(config: Any, qk_norm: bool) -> DecoderConfig:
         heads=heads,
         hidden=int(config.intermediate_size),
         kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
-        norm_eps=float(config.rms_norm_eps),
+        # of a drafter's own norms; the body has its own modules
+        norm_eps=float(
+            getattr(config, "rms_norm_eps", None) or getattr(config, "layer_norm_eps", None) or 1e-5
+        ),
         qk_norm=qk_norm,
         head_dim=int(getattr(config, "head_dim", None) or 0),
     )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import shutil
 from base64 import b64decode
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -22,6 +22,7 @@ from lanternpp.util.jsonfile import read_object, read_text
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+A = TypeVar("A")
 TOKENIZER, PROCESSOR = "tokenizer.json", "processor"
 MOST_LAYERS, MOST_SIZE, MOST_STAGES = 512, 1 << 24, 64  # in a config.json
 # Qwen's: words, single digits, signs and spaces
@@ -169,6 +170,17 @@ def opened(
         if type(weight.data) is torch.Tensor:
             check_finite(name, weight, source.path)
     return model.eval().requires_grad_(False)
+
+
+def adapted(make: Callable[[Any], A], model: Any) -> A:
+    """An adapter on a model. InputError where the model's modules have other names than the adapter reads."""
+    try:
+        return make(model)
+    except AttributeError as error:
+        raise InputError(
+            f"a {type(model).__name__} has other modules than its adapter reads ({error}); a body needs `layers` with "
+            "`self_attn`, `norm` and `rotary_emb`, as Llama's has"
+        ) from error
 
 
 def check_sizes(config: Any, where: Path, name: str = "") -> None:
