@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from kernels.compiling import alone, setup
 
+from lanternpp import Pipeline
 from lanternpp.kernels import loading
 from lanternpp.kernels.kinds import KINDS, choose
 
@@ -22,6 +23,12 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "emulated bfloat16": ("avx512-vnni", EMULATION),
     "emulated tiles": ("avx512-vnni", (*EMULATION, "-DTILES")),
 }
+
+
+@pytest.fixture(scope="session")
+def nature() -> Pipeline:
+    """The shipped model in bfloat16, by the installed kernels."""
+    return Pipeline.from_pretrained("nature-128", device="cpu", dtype="bfloat16")
 
 
 @pytest.fixture(scope="session")

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from helpers.toys import noise
 from torch import Tensor
 
 from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
+from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
 from lanternpp.kernels.binding import structs
 from lanternpp.kernels.drafter import KernelDrafter
 from lanternpp.kernels.linear import KernelLinear
 from lanternpp.kernels.step import verification
 from lanternpp.nn.decoder import DecoderConfig, grid_table
+from lanternpp.proposers.parallel import _masked
 from lanternpp.trees.chain import chain_tree
+from lanternpp.trees.dynamic import DynamicTree
+from lanternpp.trees.static import StaticTree
 from lanternpp.types import Draft, NeighbourBudget
 
-HALF = torch.bfloat16
+HALF, NEVER = torch.bfloat16, float("-inf")
 TAIL = [name for name, _ in structs.Node._fields_].index("tail")
 
 
@@ -52,3 +58,24 @@ def jointly(
     work = verification(draft.tree, logits, Sampling().warp, budget, True, **given)
     work.run(library)
     return SimpleNamespace(**work.alive)
+
+
+def drafted(builder: StaticTree | DynamicTree, batch: int, vocab: int) -> tuple[Draft, Tensor]:
+    """A draft, and the target's logits at its nodes; some codes are forbidden at some nodes, and the root of some is forced."""
+    common = torch.randn(batch, builder.size, vocab)
+    logits = common + 0.7 * torch.randn(batch, builder.size, vocab)
+    logits[: batch // 4, 1, 1::2] = NEVER
+    logits[: batch // 8, 0, 1:] = NEVER
+    q, rows = common.softmax(-1), torch.arange(batch)[:, None]
+
+    def children(q: Tensor, count: int, level: int) -> Tensor:
+        if not builder.drawn:
+            return Sampling().likeliest(q, count)
+        return Sampling().children(q, count, noise(batch), Noise.DRAFT + level)
+
+    root = torch.zeros(batch).long()
+    draft = builder.grow(root, q[:, 0], lambda at: q[rows, at.node % builder.size], children)
+    if draft.tree.chain:  # chains of a batch end at different places
+        lengths = 1 + torch.arange(batch) % draft.tree.depth.shape[1]
+        draft = replace(draft, tree=_masked(draft.tree, lengths, torch.arange(builder.size)))
+    return draft, logits
