@@ -11,7 +11,7 @@ import torch
 from helpers.checkpoints import write_llamagen
 from helpers.families import EVERY
 from helpers.models import write_model
-from helpers.photos import teacher_of
+from helpers.photos import draw, teacher_of
 from helpers.refusals import rejects
 
 from lanternpp import Pipeline
@@ -76,7 +76,7 @@ def test_finished_shards_are_kept_and_only_the_missing_ones_drawn(
 
 
 def test_prompts_come_from_the_file_the_captions_the_model_or_the_classes(
-    model: Path, tmp_path: Path, paint: Callable[[Path, int], None]
+    model: Path, tmp_path: Path
 ) -> None:
     teacher = teacher_of(read_target(model, torch.float32))
     teacher.place = tmp_path
@@ -92,7 +92,7 @@ def test_prompts_come_from_the_file_the_captions_the_model_or_the_classes(
     (tmp_path / "mine").write_text("tulip\na red dog\n")
     rejects("dog", chosen, tmp_path / "mine")
     for split in ("train", "val"):
-        paint(tmp_path / "data" / split, 2)
+        draw(tmp_path / "data" / split, 2)
     rejects("none of the captions", chosen, data=tmp_path / "data")
     write_llamagen(tmp_path / "c2i")
     teacher.target, teacher.place = read_target(tmp_path / "c2i", torch.float32), tmp_path / "c2i"
