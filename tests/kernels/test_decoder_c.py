@@ -14,7 +14,6 @@ from torch import nn
 from lanternpp.engine.cache import Cache
 from lanternpp.kernels import loading as native
 from lanternpp.kernels.decoder import KernelDecoder
-from lanternpp.kernels.linear import ALIGNED, ROOM, LargePages
 from lanternpp.nn.backend import backend
 from lanternpp.nn.decoder import Decoder, DecoderConfig, grid_table
 from lanternpp.nn.int8 import int8_parts, quantise
@@ -125,15 +124,6 @@ def test_a_row_does_not_depend_on_its_neighbours_nor_on_how_many_there_are(
         assert torch.equal(features(network, start, 2)[0], alone)
         assert torch.equal(features(network, x, 10)[0], many)
         assert torch.equal(features(network, x, 19)[0], many)
-
-
-def test_weights_in_large_pages_are_copies_one_behind_the_other():
-    pages = LargePages()
-    given = [torch.randn(3, 5).to(HALF).T, torch.randn(7), torch.randn(ROOM // 4 + 1), torch.ones(2)]
-    kept = [pages.put(x) for x in given]
-    for x, copied in zip(given, kept, strict=True):
-        assert torch.equal(x, copied) and copied.is_contiguous() and copied.data_ptr() % 64 == 0
-    assert kept[1].data_ptr() - kept[0].data_ptr() == ALIGNED
 
 
 def test_sums_of_equal_weights_and_inputs_stay_within_32_bits(library: object):

@@ -55,22 +55,16 @@ def test_a_walk_without_a_draft_draws_a_code() -> None:
     assert (share - logits[0, 0].softmax(-1)).abs().max() < 0.01
 
 
-def test_a_rule_of_ones_own_has_no_numbers() -> None:
-    table = neighbours(torch.randn(60, 3), 9)
-    assert OwnBudget(table, 2.0).as_numbers(3) is None
-    assert LanternPlusPlus(table.long(), 2.0).as_numbers(3) is None
-    budget = LanternPlusPlus(table, 2.0, nu=0.5).as_numbers(3)
-    assert (
-        budget is not None
-        and budget.limits[0] == (0, 1)
-        and budget.limits[2] == (0, pytest.approx(0.36788, rel=1e-4))
-    )
-
-
 @pytest.mark.parametrize("verifier", [verify_tokenwise, verify_joint])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_rules_of_ones_own_and_float64_are_left_to_pytorch(verifier: Verifier, dtype: torch.dtype) -> None:
-    rule = Exact() if dtype == torch.float64 else OwnBudget(neighbours(torch.randn(60, 3), 9), 2.0, "optimal")
+@pytest.mark.parametrize("unknown", ["a rule of one's own", "a table of int64", "float64"])
+def test_what_is_unknown_in_c_is_left_to_pytorch(verifier: Verifier, unknown: str) -> None:
+    table = neighbours(torch.randn(60, 3), 9)
+    rule = {
+        "a rule of one's own": OwnBudget(table, 2.0, "optimal"),
+        "a table of int64": LanternPlusPlus(table.long(), 2.0, "optimal"),
+        "float64": Exact(),
+    }[unknown]
+    dtype = torch.float64 if unknown == "float64" else torch.float32
     draft, logits = drafted(StaticTree(EAGLE), 50, 60)
     draft, logits = replace(draft, probs=draft.probs.to(dtype)), logits.to(dtype)  # type: ignore[union-attr]
     given = draft, logits, Sampling(0.9, 50), rule, noise(50), False

@@ -86,17 +86,6 @@ def kind_of(found: object) -> str:
 
 
 @installed
-@pytest.mark.parametrize("kind", ["x86-64-v3", "x86-64-v4"])
-def test_what_the_cpu_lacks_is_not_loaded(fresh: pytest.MonkeyPatch, kind: str):
-    real = loading.features
-    if kind not in choose(real(loading.LIBRARIES / loading.installed()["cpu"])):
-        pytest.skip("not this CPU")
-    needs = next(every.needs for every in KINDS if every.name == kind)
-    fresh.setattr(loading, "features", lambda path: real(path) & needs)
-    assert kind_of(loading.kernels()) == kind
-
-
-@installed
 def test_a_kind_can_be_asked_for(fresh: pytest.MonkeyPatch):
     for kind in choose(loading.features(loading.LIBRARIES / loading.installed()["cpu"])):
         fresh.setenv(loading.SWITCH, kind)

@@ -54,6 +54,8 @@ def test_a_run_holds_the_features_of_the_picture_it_drew(aux_layers: tuple[int, 
         assert torch.allclose(features.double(), expected, atol=1e-9)
         assert anchors[0] == 2 and len(anchors) == len(run.kept) == len(hints)
         assert not hints[0].any(), "nothing was rejected before the first draft"
+        beyond = run.kept[:-1, None] + torch.arange(4) > 4
+        assert not hints[1:][beyond].any(), "nor beyond a draft"
         short = replace(run, codes=run.codes[:4], kept=run.kept[:1], features=run.features[:1])
         assert torch.equal(replay(short, 4)[2], hints[:1]), "a picture of one pass"
 
