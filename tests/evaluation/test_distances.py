@@ -70,7 +70,7 @@ def brute(points: Tensor, manifold: Tensor) -> float:
 def test_brute_force_agrees(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the three neighbours of the paper."""
     monkeypatch.setattr(pr, "CHUNK", chunk)
-    random = torch.Generator().manual_seed(3)
+    random = torch.Generator().manual_seed(7)
     generated = torch.randn(40, 3, generator=random).double() * 1.6
     reference = torch.randn(30, 3, generator=random).double()
     precision, recall = pr.precision_recall(generated, reference)

@@ -34,11 +34,6 @@ def drafter_of(dim: int, hidden: int) -> ParallelDrafter:
     return ParallelDrafter(config, grid_table(1, 4, 4).float()).to(HALF).requires_grad_(False)
 
 
-def kernels_of(drafter: ParallelDrafter, head: Tensor, library: Any) -> KernelDrafter:
-    """Its layers in C, with a head [V, D]."""
-    return KernelDrafter(drafter, KernelLinear(library, [(head, None)]), library)
-
-
 def empty_chain(batch: int, levels: int, vocab: int, survival: bool = False) -> Draft:
     """A draft with room for the codes of a chain, all of them the last code."""
     codes, probs = torch.full((batch, levels + 1), vocab - 1), torch.zeros(batch, levels + 1, vocab)
@@ -48,6 +43,34 @@ def empty_chain(batch: int, levels: int, vocab: int, survival: bool = False) -> 
         probs,
         torch.zeros(batch, levels) if survival else None,
     )
+
+
+class Turn:
+    """Random weights and inputs of a drafter's turn."""
+
+    def __init__(
+        self, vocab: int, batch: int, strong: float = 1 / 3, dim: int = 64, hidden: int = 32, levels: int = 4
+    ):
+        torch.manual_seed(vocab + batch)
+        self.drafter = drafter_of(dim, hidden)
+        self.head = (torch.randn(vocab, dim) * strong).to(HALF)
+        self.features = torch.randn(batch, levels, dim).to(HALF)
+        self.query = torch.randn(batch, levels, hidden).to(HALF)
+        self.prev = torch.randn(vocab, hidden).to(HALF)
+        self.u = torch.rand(batch, levels, dtype=torch.float64)
+        self.forbidden: Tensor | None = None
+
+    def drawn(
+        self, library: Any, sampling: Sampling, rows: slice = slice(None), min_survival: float = 0.0
+    ) -> Draft:
+        """The chains of some pictures, in C."""
+        u = self.u[rows]
+        draft = empty_chain(*u.shape, len(self.head), bool(min_survival))
+        forbidden = None if self.forbidden is None else self.forbidden[rows]
+        inputs = {"features": self.features[rows], "query": self.query[rows], "prev": self.prev}
+        made = KernelDrafter(self.drafter, KernelLinear(library, [(self.head, None)]), library)
+        assert made.sample(draft, sampling.warp, min_survival, **inputs, bias=forbidden, u=u)
+        return draft
 
 
 def jointly(

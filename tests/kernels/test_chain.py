@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from helpers.distributions import KINDS, chain_distribution, contexts, distance, sequences
 from helpers.relaxed import RULES as SMALL_RULES
 from helpers.relaxed import distributions_of
-from kernels.drafting import HALF, TAIL, drafter_of, empty_chain, jointly, kernels_of
+from kernels.drafting import HALF, TAIL, Turn, drafter_of, empty_chain, jointly
 from torch import Tensor
 
 from lanternpp import Pipeline
@@ -34,32 +34,7 @@ pytestmark = [
 ]
 
 Threads = Callable[[int], None]
-DIM, HIDDEN, LEVELS = 64, 32, 4
-
-
-class Case:
-    """Random weights and inputs of a drafter's turn."""
-
-    def __init__(self, vocab: int, batch: int, strong: float = 1.0):
-        torch.manual_seed(vocab + batch)
-        self.drafter = drafter_of(DIM, HIDDEN)
-        self.head = (torch.randn(vocab, DIM) * strong / 3).to(HALF)
-        self.features = torch.randn(batch, LEVELS, DIM).to(HALF)
-        self.query = torch.randn(batch, LEVELS, HIDDEN).to(HALF)
-        self.prev = torch.randn(vocab, HIDDEN).to(HALF)
-        self.u = torch.rand(batch, LEVELS, dtype=torch.float64)
-        self.forbidden: Tensor | None = None
-
-    def drawn(
-        self, library: object, sampling: Sampling, rows: slice = slice(None), min_survival: float = 0.0
-    ) -> Draft:
-        u = self.u[rows]
-        draft = empty_chain(len(u), LEVELS, len(self.head), bool(min_survival))
-        forbidden = None if self.forbidden is None else self.forbidden[rows]
-        inputs = {"features": self.features[rows], "query": self.query[rows], "prev": self.prev}
-        made = kernels_of(self.drafter, self.head, library)
-        assert made.sample(draft, sampling.warp, min_survival, **inputs, bias=forbidden, u=u)
-        return draft
+DIM, HIDDEN, LEVELS = 64, 32, 4  # of a `Turn`
 
 
 @pytest.mark.parametrize("batch", [1, 5])
@@ -68,19 +43,19 @@ def test_a_chain_ends_where_none_of_the_batch_survives(
     library: object, batch: int, count: int, threads: Threads
 ) -> None:
     """What is drawn until then is the same as without a cut."""
-    case = Case(300, batch)
-    whole = case.drawn(library, Sampling())
-    drafter = case.drafter
-    act = F.silu(case.query.double() + case.prev[whole.codes[:, :-1]].double()).to(HALF).double()
+    turn = Turn(300, batch)
+    whole = turn.drawn(library, Sampling())
+    drafter = turn.drafter
+    act = F.silu(turn.query.double() + turn.prev[whole.codes[:, :-1]].double()).to(HALF).double()
     after = act @ drafter.up.weight.double().T + drafter.up.bias.double()
     after[:, 0] = 0
     assert drafter.confidence is not None
     weight, bias = drafter.confidence.weight.double(), drafter.confidence.bias.double()
-    expected = ((case.features + after) @ weight.T + bias)[..., 0].sigmoid().cumprod(1)
+    expected = ((turn.features + after) @ weight.T + bias)[..., 0].sigmoid().cumprod(1)
     cuts = [0.0] + [float(expected[:, level].amax()) + 2e-4 for level in range(1, LEVELS)]
     threads(count)
     for level, cut in enumerate(cuts):
-        draft = case.drawn(library, Sampling(), min_survival=cut or 1e-9)
+        draft = turn.drawn(library, Sampling(), min_survival=cut or 1e-9)
         drawn = level or LEVELS
         assert torch.allclose(draft.survival[:, :drawn].double(), expected[:, :drawn], atol=1e-4)
         assert not draft.survival[:, drawn:].any() and not draft.probs[:, drawn:].any()
@@ -90,9 +65,9 @@ def test_a_chain_ends_where_none_of_the_batch_survives(
 
 def logits_in_c(logits: Tensor, sampling: Sampling) -> Tensor:
     """Logits [LEVELS, V] -> distributions, by a head of zeros."""
-    case = Case(logits.shape[1], 1, 0.0)
-    case.forbidden = logits[None]
-    probs = case.drawn(native.library(), sampling).probs
+    turn = Turn(logits.shape[1], 1, 0.0)
+    turn.forbidden = logits[None]
+    probs = turn.drawn(native.library(), sampling).probs
     assert probs is not None
     return probs[0, :-1].double()
 
@@ -113,20 +88,20 @@ def test_improbable_codes_keep_their_share() -> None:
     vocab, count = 40_001, 40_000
     logits = torch.zeros(LEVELS, vocab)
     logits[:, 0] = torch.tensor(4e10).log()
-    case = Case(vocab, 1, 0.0)
-    case.forbidden = logits[None]
+    turn = Turn(vocab, 1, 0.0)
+    turn.forbidden = logits[None]
     for share in (0.25, 0.5, 0.75):
-        case.u[:] = 1 - 1e-6 * (1 - share)
-        codes = case.drawn(native.library(), Sampling()).codes[0, 1:]
+        turn.u[:] = 1 - 1e-6 * (1 - share)
+        codes = turn.drawn(native.library(), Sampling()).codes[0, 1:]
         assert (codes - share * count).abs().max() < 100
 
 
 def test_a_sample_does_not_depend_on_the_batch_nor_on_the_threads(library: object, threads: Threads) -> None:
-    case = Case(300, 9)
-    whole = case.drawn(library, Sampling(0.9, 50, 0.9))
+    turn = Turn(300, 9)
+    whole = turn.drawn(library, Sampling(0.9, 50, 0.9))
     for count, rows in ((1, slice(2, 3)), (2, slice(1, 6)), (3, slice(0, 9))):
         threads(count)
-        part = case.drawn(library, Sampling(0.9, 50, 0.9), rows)
+        part = turn.drawn(library, Sampling(0.9, 50, 0.9), rows)
         assert torch.equal(part.probs, whole.probs[rows]) and torch.equal(part.codes, whole.codes[rows])
 
 
@@ -168,12 +143,12 @@ def test_enumerated_the_distribution_is_that_of_the_rule(
 def test_what_it_does_not_know_is_left_to_pytorch() -> None:
     library = native.library()
     assert library is not None
-    case, head = Case(40, 17), KernelLinear(library, [(torch.randn(40, DIM).to(HALF), None)])
-    made, headless = (kernel_drafter(case.drafter, each, library) for each in (head, None))
+    turn, head = Turn(40, 17), KernelLinear(library, [(torch.randn(40, DIM).to(HALF), None)])
+    made, headless = (kernel_drafter(turn.drafter, each, library) for each in (head, None))
     assert made is not None and headless is not None
     for pictures, each, drawn in ((16, made, True), (17, made, False), (16, headless, False)):
-        inputs = {name: getattr(case, name)[:pictures] for name in ("features", "query", "u")}
-        inputs |= {"prev": case.prev, "bias": None}
+        inputs = {name: getattr(turn, name)[:pictures] for name in ("features", "query", "u")}
+        inputs |= {"prev": turn.prev, "bias": None}
         assert each.sample(empty_chain(pictures, LEVELS, 40), (1.0, 0, 1.0), **inputs) == drawn
     assert made.inputs(torch.zeros(1, 1, DIM), torch.zeros(1, 1, DIM), 1, None) is None
     assert kernel_drafter(drafter_of(DIM, HIDDEN).float(), head, library) is None

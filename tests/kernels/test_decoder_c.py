@@ -42,12 +42,11 @@ def in_8_bits(network: Decoder) -> Decoder:
 
 
 def in_float64(network: Decoder) -> Decoder:
-    """With the weights that those of `network` stand for."""
+    """With the weights that 8 bits stand for."""
     found = copy.deepcopy(network)
     for child, known in zip(found.modules(), network.modules(), strict=True):
-        parts = int8_parts(known.weight) if isinstance(known, nn.Linear) else None
-        if parts:
-            child.weight = nn.Parameter(parts[0].double() * parts[1].double()[:, None], requires_grad=False)
+        if isinstance(known, nn.Linear):
+            child.weight = nn.Parameter(known.weight.dequantize(), requires_grad=False)
     return found.double()
 
 

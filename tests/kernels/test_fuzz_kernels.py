@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from helpers.stacks import StackPasses, with_biases
 from helpers.toys import neighbours, noise, stored_in_8_bits
-from kernels.drafting import drafted, drafter_of, empty_chain, kernels_of
+from kernels.drafting import Turn, drafted
 from kernels.rounding import groups_inputs, multiplied
 from torch import Tensor, nn
 
@@ -191,28 +191,23 @@ def test_chains(library: object, rng: Random, vocab: int) -> None:
     )
     if vocab == MOST_CODES:
         dim, batch = 30, 2
-    levels, drafter = 3, drafter_of(dim, hidden)
-    head = (torch.randn(vocab, dim) / 2).to(HALF)
-    features, query = torch.randn(batch, levels, dim).to(HALF), torch.randn(batch, levels, hidden).to(HALF)
-    prev, u = torch.randn(vocab, hidden).to(HALF), torch.rand(batch, levels, dtype=torch.float64)
+    levels = 3
+    turn = Turn(vocab, batch, 0.5, dim, hidden, levels)
     sampling = Sampling(rng.choice([0.0, 0.7, 1.0]), rng.choice([0, 0, 1, 50]), rng.choice([1.0, 1.0, 0.6]))
-    forbidden = torch.zeros(batch, levels, vocab)
-    forbidden[:, rng.randrange(levels), vocab // 2 + 1 :] = NEVER
-    forbidden[0, -1, 1:] = NEVER  # forced
-    draft = empty_chain(batch, levels, vocab)
-    made = kernels_of(drafter, head, library)
-    made.sample(draft, sampling.warp, features=features, query=query, prev=prev, bias=forbidden, u=u)
+    turn.forbidden = torch.zeros(batch, levels, vocab)
+    turn.forbidden[:, rng.randrange(levels), vocab // 2 + 1 :] = NEVER
+    turn.forbidden[0, -1, 1:] = NEVER  # forced
+    draft, drafter, head = turn.drawn(library, sampling), turn.drafter, turn.head.double()
     assert draft.probs is not None and not draft.probs[:, -1].any(), "what is the caller's"
     probs, codes = draft.probs[:, :-1], draft.codes
-    drawn = probs.argmax(-1) if sampling.greedy else draw(probs, u[..., None])[..., 0]
+    drawn = probs.argmax(-1) if sampling.greedy else draw(probs, turn.u[..., None])[..., 0]
     assert (codes[:, 0] == vocab - 1).all() and torch.equal(codes[:, 1:], drawn)
     up, bias = drafter.up.weight.double(), drafter.up.bias.double()
-    numbers, scale = quantised((head.double() @ up).float(), 8)
-    active = F.silu(query.double() + prev[codes[:, :-1]].double()).to(HALF)
-    turn = numbers.double() * scale.double()[:, None]
-    more = multiplied(active, library) @ turn.T + head.double() @ bias
+    numbers, scale = quantised((head @ up).float(), 8)
+    active = F.silu(turn.query.double() + turn.prev[codes[:, :-1]].double()).to(HALF)
+    more = multiplied(active, library) @ (numbers.double() * scale.double()[:, None]).T + head @ bias
     more[:, 0] = 0
-    exact = sampling.probs(features.double() @ head.double().T + more + forbidden)
+    exact = sampling.probs(turn.features.double() @ head.T + more + turn.forbidden)
     far, cut = (probs - exact).abs().sum(-1), sampling.top_k or sampling.top_p < 1
     assert far.median() < 2e-3 and far.max() < (2.1 if cut else 0.05), "a cut may keep another code"
 
