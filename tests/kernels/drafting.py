@@ -28,9 +28,10 @@ HALF, NEVER = torch.bfloat16, float("-inf")
 TAIL = [name for name, _ in structs.Node._fields_].index("tail")
 
 
-def drafter_of(dim: int, hidden: int) -> ParallelDrafter:
+def drafter_of(dim: int, hidden: int, aux_layers: tuple[int, ...] = ()) -> ParallelDrafter:
     """A drafter with a layer for the confidence, in bfloat16."""
-    config = ParallelConfig(DecoderConfig(dim, 1, 1, 32, head_dim=4), 2, hidden, confidence=True)
+    decoder = DecoderConfig(dim, 1, 1, 32, head_dim=4)
+    config = ParallelConfig(decoder, 2, hidden, aux_layers=aux_layers, confidence=True)
     return ParallelDrafter(config, grid_table(1, 4, 4).float()).to(HALF).requires_grad_(False)
 
 
