@@ -31,7 +31,7 @@ def test_pictures_come_in_the_order_of_their_names_with_their_prompts(tmp_path: 
     assert [image.getpixel((0, 0))[0] for image in gallery] == [0, 10, 20, 30, 40]
 
 
-@pytest.mark.parametrize("count", [2, 3, 5, 9, 12])
+@pytest.mark.parametrize("count", [2, 5, 12])
 def test_a_grid_that_generate_wrote_is_the_pictures_it_shows(count: int, tmp_path: Path) -> None:
     images = [plain((i * 10, 100, 0), (16, 12)) for i in range(count)]
     save_png(grid(images), tmp_path / "sheet.png", {"prompt": "a rose", "images": str(count)})
@@ -51,10 +51,7 @@ def test_an_imagefolder_has_captions_and_only_the_pictures_it_names(tmp_path: Pa
     (tmp_path / "val" / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     gallery = Gallery.read(reference_folder(tmp_path))
     assert gallery.prompts == ["prompt 0", "a red thing"]
-
-
-def test_a_folder_without_val_is_its_own_reference(tmp_path: Path) -> None:
-    assert reference_folder(tmp_path) == tmp_path
+    assert reference_folder(tmp_path / "val") == tmp_path / "val", "a folder without val/"
 
 
 def test_what_cannot_be_read_is_named_ten_at_a_time(tmp_path: Path) -> None:
@@ -71,13 +68,6 @@ def test_sizes_that_differ_are_named(tmp_path: Path) -> None:
     plain((0, 0, 0), (20, 24)).save(tmp_path / "odd.webp")
     rejects(r"most pictures are 20 x 20, but not odd.webp \(20 x 24\)", Gallery.read, tmp_path, one_size=True)
     assert len(Gallery.read(tmp_path)) == 5
-
-
-@pytest.mark.parametrize(
-    ("least", "names"), [(4, "holds 3 pictures; at least 4 are needed"), (100, "at least 100")]
-)
-def test_too_few_pictures_say_how_many_are_needed(least: int, names: str, tmp_path: Path) -> None:
-    rejects(names, Gallery.read, fill(tmp_path, 3), least)
 
 
 def test_what_is_no_folder_and_a_broken_list_are_rejected(tmp_path: Path) -> None:

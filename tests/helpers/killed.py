@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,6 @@ from helpers.processes import SECONDS, at_low_priority
 from lanternpp.cli import main
 from lanternpp.nn import checkpoints
 from lanternpp.training import codes, features, rates, rollouts
-from lanternpp.training.drafter import train
-from lanternpp.training.eagle import EagleTask
-from lanternpp.training.options import DrafterSettings, TrainingData, TrainingOptions
 from lanternpp.tuning import study  # noqa: F401
 
 JOURNALS = ("trials.jsonl", "turns.jsonl")
@@ -33,6 +30,8 @@ COMMANDS = {
     "--steps 26 --batch-size 3",
     "pictures": f"{TRAIN} --data photos --kind parallel --steps 26 --batch-size 4",
     "rollouts": f"{TRAIN} --self --prompts mine --kind parallel --rollouts 12 --drafter tiny/parallel -o tiny/next --steps 26 --batch-size 3",
+    "together": f"{TRAIN} --self --prompts mine --samples 8 --sample-batch 4 --loss guided --noise 0 --steps 4 "
+    "--batch-size 4 --device cpu",
     "tune": "tune --model tiny --prompts mine --nodes 5 --depth 3 --rounds 2 --trials 6 -n 2 --no-plots --dtype float32",
 }
 
@@ -61,7 +60,13 @@ def ended(process: Any) -> int:
     return process.exitcode
 
 
-def obey(name: str, folder: str, life: float | None = None) -> None:
+def process_of(rank: int, port: int) -> dict[str, str]:
+    """The environment of one of two processes that train together."""
+    team = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    return team | {"MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+
+
+def obey(name: str, folder: str, life: float | None = None, env: Mapping[str, str] = {}) -> None:
     """Run a command in a folder; `work` then holds the seconds that it took of the processor, and `said` what it printed.
 
     After `life` seconds of its own work, whatever else the machine does, the system ends the process.
@@ -71,6 +76,7 @@ def obey(name: str, folder: str, life: float | None = None) -> None:
     os.chdir(folder)
     sys.stderr = Path("said").open("a")  # noqa: SIM115
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores Ctrl-C
+    os.environ |= env
     os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
     features.SHARD, codes.PART, codes.BATCH, rollouts.PART, rates.PASSES = 1 << 14, 8, 4, 2, 20
     began = time.process_time()
@@ -107,16 +113,3 @@ def measured(folder: Path) -> list[str]:
         text = path.read_text()
         found += [f"{path} {line}" for line in text[: text.rfind("\n") + 1].splitlines()]
     return found
-
-
-def learn(model: str, rank: int, size: int, port: int) -> None:
-    """Four steps of batches of four, by process `rank` of `size`; errors are the exit status."""
-    torch.set_num_threads(1)
-    if size > 1:
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
-    place = Path(model)
-    options = TrainingOptions(place / "drafter", 4, checks=1, log_steps=2, device="cpu")
-    settings = DrafterSettings(loss="guided", batch_size=4, warmup=2, noise=0.0).of("eagle")
-    own = TrainingData(own=True, prompts=place / "mine", samples=8, sample_batch=4)
-    assert train(place, EagleTask, settings, own, options)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -41,12 +40,6 @@ def draw(folder: Path, count: int, subject: str = "square") -> None:
         Image.fromarray(to_bytes(image)[0].numpy()).save(folder / name)
         rows.append({"file_name": name, "text": f"a photo of a {colour} {subject}", "label": colour})
     (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-@pytest.fixture(scope="session")
-def paint() -> Callable[..., None]:
-    """Writes a folder of that many captioned pictures."""
-    return draw
 
 
 @pytest.fixture
@@ -105,13 +98,6 @@ def random_codes(texts: tuple[str, ...], labels: tuple[str, ...] | None = None, 
 def made_codes(count: int) -> Codes:
     """Random codes of pictures of red and blue squares."""
     return random_codes(("a red square", "a blue square", "a photo") * (count // 3))
-
-
-@pytest.fixture
-def twin(model: Path, tmp_path: Path) -> Path:
-    """Another like `model`."""
-    shutil.copytree(model, tmp_path / "twin")
-    return tmp_path / "twin"
 
 
 @pytest.fixture

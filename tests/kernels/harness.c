@@ -1,7 +1,7 @@
 /* Calls one function of a library of kernels with arguments from a file, on an emulated CPU.
 
    harness LIBRARY features            prints what `cpu.c` says
-   harness LIBRARY FUNCTION IN OUT     IN: numbers of 64 bits, then bytes, as `record` of test_emulated.py writes them; OUT: the
+   harness LIBRARY FUNCTION IN OUT     IN: numbers of 64 bits, then bytes, as `decode` of test_emulated.py writes them; OUT: the
                                        bytes of all regions after the call */
 
 #include <dlfcn.h>

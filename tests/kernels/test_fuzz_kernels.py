@@ -1,17 +1,18 @@
-"""Kernels beside PyTorch over odd shapes: 1 to 3 codes and 300,000, one head, 1 to 300 rows, widths that are no multiple of anything."""
+"""Kernels beside PyTorch over odd shapes: 1 to 3 codes and 100,000, one head, 1 to 300 rows, widths that are no multiple of anything."""
 
 from __future__ import annotations
 
 import copy
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers.stacks import StackPasses, with_biases
 from helpers.toys import neighbours, noise, stored_in_8_bits
-from kernels.drafting import drafter_of, empty_chain, kernels_of
+from kernels.drafting import Turn, drafted
 from kernels.rounding import groups_inputs, multiplied
 from torch import Tensor, nn
 
@@ -31,11 +32,9 @@ from lanternpp.kernels.decoder import KernelDecoder
 from lanternpp.kernels.linear import KernelLinear
 from lanternpp.nn.checkpoints import quantised
 from lanternpp.nn.decoder import Decoder, DecoderConfig, Stack, grid_table
-from lanternpp.proposers.parallel import _masked
 from lanternpp.trees.dynamic import DynamicTree
 from lanternpp.trees.shapes import EAGLE, SHAPES, chain
 from lanternpp.trees.static import StaticTree
-from lanternpp.types import Draft
 
 pytestmark = [
     pytest.mark.skipif(native.library() is None, reason="no kernels here"),
@@ -44,7 +43,7 @@ pytestmark = [
 
 SEEDS = range(14)
 VOCABS = [1, 2, 3, 7, 63, 64, 65, 1000, 4097]
-MOST_CODES = 300_000
+MOST_CODES = 100_000
 HALF, NEVER = torch.bfloat16, float("-inf")
 
 
@@ -79,7 +78,8 @@ def shape_of(rng: Random) -> DecoderConfig:
     hidden = rng.choice([1, 2, 3, 6, 11]) * 32 + rng.choice([0, 0, 0, 0, 16, 4])
     kv_heads = rng.choice([n for n in (1, 2, 3, 6) if heads % n == 0])
     flags = {name: rng.random() < 0.5 for name in ("qk_norm", "first_norm", "final_norm")}
-    return DecoderConfig(width, 2, heads, hidden, kv_heads, head_dim=head_dim, **flags)
+    eps = rng.choice([1e-5, 1e-2])
+    return DecoderConfig(width, 2, heads, hidden, kv_heads, head_dim=head_dim, norm_eps=eps, **flags)
 
 
 def tree_pass(network: Decoder, x: Tensor, parent: list[int]) -> Tensor:
@@ -110,19 +110,22 @@ def test_passes(library: object, rng: Random) -> None:
                 same.weight = nn.Parameter(stored_in_8_bits(child.weight), requires_grad=False)
     mine, only_after = copy.deepcopy(plain), rng.random() < 0.5
     norms = [torch.rand(config.dim) + 0.5 for _ in range(4)] if rng.random() < 0.4 else []
+    heads = [torch.rand(n, config.head_dim) + 0.5 for n in (config.heads, config.num_kv_heads)]
+    gate, rms = rng.choice(["silu", "gelu_tanh"]), not config.qk_norm and rng.random() < 0.5
 
     def stack(network: Decoder) -> Stack:
-        """As some models have it, with norms of what sublayers return, in the place of their inputs' or beside these."""
+        """As some models have it: norms of what sublayers return, in the place of their inputs' or beside these, or of heads."""
         found, left = network.stack(), iter(norms)
-        given = {"attention_norm": None, "ffn_norm": None} if norms and only_after else {}
+        given: dict[str, Any] = {"attention_norm": None, "ffn_norm": None} if norms and only_after else {}
+        given |= {"q_norm": (heads[0], None), "k_norm": (heads[1], None)} if rms else {}
         layers = [
             replace(layer, attention_out_norm=next(left, None), ffn_out_norm=next(left, None), **given)
             for layer in found.layers
         ]
-        return replace(found, layers=layers)
+        return replace(found, layers=layers, gate=gate, **({"qk_norm": "rms"} if rms else {}))
 
     mine.native = KernelDecoder(stack(plain), plain.rotary_table, library, int8)  # type: ignore[arg-type]
-    if norms:
+    if norms or rms or gate != "silu":
         plain.native, exact.native = (StackPasses(stack(x), x.rotary_table) for x in (plain, exact))
     rows, nodes = rng.choice([(1, 1), (1, 300), (300, 1), (2, 8), (3, 43), (10, 13), (17, 1), (5, 26)])
     parent = [rng.randint(max(-1, i - 5), i - 1) for i in range(nodes)]
@@ -188,27 +191,23 @@ def test_chains(library: object, rng: Random, vocab: int) -> None:
     )
     if vocab == MOST_CODES:
         dim, batch = 30, 2
-    levels, drafter = 3, drafter_of(dim, hidden)
-    head = (torch.randn(vocab, dim) / 2).to(HALF)
-    features, query = torch.randn(batch, levels, dim).to(HALF), torch.randn(batch, levels, hidden).to(HALF)
-    prev, u = torch.randn(vocab, hidden).to(HALF), torch.rand(batch, levels, dtype=torch.float64)
+    levels = 3
+    turn = Turn(vocab, batch, 0.5, dim, hidden, levels)
     sampling = Sampling(rng.choice([0.0, 0.7, 1.0]), rng.choice([0, 0, 1, 50]), rng.choice([1.0, 1.0, 0.6]))
-    forbidden = torch.zeros(batch, levels, vocab)
-    forbidden[:, rng.randrange(levels), vocab // 2 + 1 :] = NEVER
-    draft = empty_chain(batch, levels, vocab)
-    made = kernels_of(drafter, head, library)
-    made.sample(draft, sampling.warp, features=features, query=query, prev=prev, bias=forbidden, u=u)
+    turn.forbidden = torch.zeros(batch, levels, vocab)
+    turn.forbidden[:, rng.randrange(levels), vocab // 2 + 1 :] = NEVER
+    turn.forbidden[0, -1, 1:] = NEVER  # forced
+    draft, drafter, head = turn.drawn(library, sampling), turn.drafter, turn.head.double()
     assert draft.probs is not None and not draft.probs[:, -1].any(), "what is the caller's"
     probs, codes = draft.probs[:, :-1], draft.codes
-    drawn = probs.argmax(-1) if sampling.greedy else draw(probs, u[..., None])[..., 0]
+    drawn = probs.argmax(-1) if sampling.greedy else draw(probs, turn.u[..., None])[..., 0]
     assert (codes[:, 0] == vocab - 1).all() and torch.equal(codes[:, 1:], drawn)
     up, bias = drafter.up.weight.double(), drafter.up.bias.double()
-    numbers, scale = quantised((head.double() @ up).float(), 8)
-    active = F.silu(query.double() + prev[codes[:, :-1]].double()).to(HALF)
-    turn = numbers.double() * scale.double()[:, None]
-    more = multiplied(active, library) @ turn.T + head.double() @ bias
+    numbers, scale = quantised((head @ up).float(), 8)
+    active = F.silu(turn.query.double() + turn.prev[codes[:, :-1]].double()).to(HALF)
+    more = multiplied(active, library) @ (numbers.double() * scale.double()[:, None]).T + head @ bias
     more[:, 0] = 0
-    exact = sampling.probs(features.double() @ head.double().T + more + forbidden)
+    exact = sampling.probs(turn.features.double() @ head.T + more + turn.forbidden)
     far, cut = (probs - exact).abs().sum(-1), sampling.top_k or sampling.top_p < 1
     assert far.median() < 2e-3 and far.max() < (2.1 if cut else 0.05), "a cut may keep another code"
 
@@ -241,27 +240,6 @@ def builder_of(rng: Random, vocab: int) -> StaticTree | DynamicTree:
         if rank < 5 and len(above) < 6:
             paths.append((*above, rank))
     return StaticTree(tuple(paths[1:]))
-
-
-def drafted(builder: StaticTree | DynamicTree, batch: int, vocab: int) -> tuple[Draft, Tensor]:
-    """A draft, and the target's logits at its nodes; some codes are forbidden at some nodes, and the root of some is forced."""
-    common = torch.randn(batch, builder.size, vocab)
-    logits = common + 0.7 * torch.randn(batch, builder.size, vocab)
-    logits[: batch // 4, 1, 1::2] = NEVER
-    logits[: batch // 8, 0, 1:] = NEVER
-    q, rows = common.softmax(-1), torch.arange(batch)[:, None]
-
-    def children(q: Tensor, count: int, level: int) -> Tensor:
-        if not builder.drawn:
-            return Sampling().likeliest(q, count)
-        return Sampling().children(q, count, noise(batch), Noise.DRAFT + level)
-
-    root = torch.zeros(batch).long()
-    draft = builder.grow(root, q[:, 0], lambda at: q[rows, at.node % builder.size], children)
-    if draft.tree.chain:  # chains of a batch end at different places
-        lengths = 1 + torch.arange(batch) % draft.tree.depth.shape[1]
-        draft = replace(draft, tree=_masked(draft.tree, lengths, torch.arange(builder.size)))
-    return draft, logits
 
 
 def test_verification(library: object, rng: Random, vocab: int) -> None:

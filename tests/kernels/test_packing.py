@@ -90,15 +90,16 @@ def test_the_shipped_tokenizer_draws_the_same_with_packed_weights() -> None:
 
 
 @pytest.mark.skipif(native.library() is None, reason="no kernels here")
-def test_pictures_have_the_same_bytes_for_any_number_of_threads(threads: Callable[[int], None]) -> None:
+def test_pictures_have_the_same_bytes_for_any_number_of_threads(
+    nature: Pipeline, threads: Callable[[int], None]
+) -> None:
     """As other work leaves the drawing thread fewer while it draws."""
-    pipe = Pipeline.from_pretrained("nature-128", device="cpu", dtype="bfloat16")
-    if backend().gemm_dtype(next(pipe.target.parameters())) != torch.bfloat16:
+    if backend().gemm_dtype(next(nature.target.parameters())) != torch.bfloat16:
         pytest.skip("pixels are decoded in float32 here, whose rounding does depend on it")
     codes = torch.randint(4096, (1, 256), generator=torch.Generator().manual_seed(0))
     drawn = []
-    for count in (1, 2, 3, 5, 8, 64):
+    for count in (1, 3, 8):
         threads(count)
-        drawn.append(images(pipe.target, codes)[0].tobytes())
+        drawn.append(images(nature.target, codes)[0].tobytes())
         assert torch.get_num_threads() == count
     assert len(set(drawn)) == 1

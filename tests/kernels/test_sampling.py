@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.toys import noise
-from torch import Tensor, nn
+from helpers.toys import neighbours, noise
+from kernels.drafting import drafted
+from torch import Tensor
 
 from lanternpp import Pipeline
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.neighbours import LanternPlusPlus
-from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify.choose import Verifier, with_native
 from lanternpp.engine.verify.joint import verify_joint
@@ -43,27 +43,6 @@ class OwnBudget(LanternPlusPlus):
         return p.square()
 
 
-def table_of(vocab: int, near: int) -> Tensor:
-    """[V, near] other codes."""
-    torch.manual_seed(0)
-    table = torch.stack([torch.randperm(vocab - 1)[:near] for _ in range(vocab)])
-    return (table + (table >= torch.arange(vocab)[:, None])).int()
-
-
-def drafted(builder: StaticTree, batch: int, vocab: int) -> tuple[Draft, Tensor]:
-    """A draft, and the target's logits at its nodes."""
-    generator = torch.Generator().manual_seed(vocab)
-    common = torch.randn(batch, builder.size, vocab, generator=generator) * 1.5
-    logits = common + 0.7 * torch.randn(batch, builder.size, vocab, generator=generator)
-    q, rows = common.softmax(-1), torch.arange(batch)[:, None]
-
-    def children(q: Tensor, count: int, level: int) -> Tensor:
-        return Sampling().children(q, count, noise(batch), Noise.DRAFT + level)
-
-    root = torch.zeros(batch).long()
-    return builder.grow(root, q[:, 0], lambda at: q[rows, at.node % builder.size], children), logits
-
-
 def test_a_walk_without_a_draft_draws_a_code() -> None:
     """Of the target's distribution."""
     batch, vocab = 40_000, 7
@@ -76,22 +55,16 @@ def test_a_walk_without_a_draft_draws_a_code() -> None:
     assert (share - logits[0, 0].softmax(-1)).abs().max() < 0.01
 
 
-def test_a_rule_of_ones_own_has_no_numbers() -> None:
-    table = table_of(60, 9)
-    assert OwnBudget(table, 2.0).as_numbers(3) is None
-    assert LanternPlusPlus(table.long(), 2.0).as_numbers(3) is None
-    budget = LanternPlusPlus(table, 2.0, nu=0.5).as_numbers(3)
-    assert (
-        budget is not None
-        and budget.limits[0] == (0, 1)
-        and budget.limits[2] == (0, pytest.approx(0.36788, rel=1e-4))
-    )
-
-
 @pytest.mark.parametrize("verifier", [verify_tokenwise, verify_joint])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_rules_of_ones_own_and_float64_are_left_to_pytorch(verifier: Verifier, dtype: torch.dtype) -> None:
-    rule = Exact() if dtype == torch.float64 else OwnBudget(table_of(60, 9), 2.0, "optimal")
+@pytest.mark.parametrize("unknown", ["a rule of one's own", "a table of int64", "float64"])
+def test_what_is_unknown_in_c_is_left_to_pytorch(verifier: Verifier, unknown: str) -> None:
+    table = neighbours(torch.randn(60, 3), 9)
+    rule = {
+        "a rule of one's own": OwnBudget(table, 2.0, "optimal"),
+        "a table of int64": LanternPlusPlus(table.long(), 2.0, "optimal"),
+        "float64": Exact(),
+    }[unknown]
+    dtype = torch.float64 if unknown == "float64" else torch.float32
     draft, logits = drafted(StaticTree(EAGLE), 50, 60)
     draft, logits = replace(draft, probs=draft.probs.to(dtype)), logits.to(dtype)  # type: ignore[union-attr]
     given = draft, logits, Sampling(0.9, 50), rule, noise(50), False
@@ -101,24 +74,14 @@ def test_rules_of_ones_own_and_float64_are_left_to_pytorch(verifier: Verifier, d
 
 @pytest.mark.parametrize("method", ["eagle", "eagle2", "lantern"])
 def test_the_shipped_model_draws_the_same_for_any_number_of_threads(
-    method: str, threads: Callable[[int], None]
+    method: str, nature: Pipeline, threads: Callable[[int], None]
 ) -> None:
-    pipe = Pipeline.from_pretrained("nature-128", device="cpu", dtype="bfloat16")
-    assert pipe.target.native_head is not None
     drawn = []
     for count in (1, 3):
         threads(count)
-        engine = pipe.new_engine(pipe.settings(method))
+        engine = nature.new_engine(nature.settings(method))
         engine.admit(0, "a photo of a red tulip", 3)
-        for _ in range(6):
+        for _ in range(3):
             engine.step()
         drawn.append(engine.codes[0, : int(engine.count[0])].clone())
     assert torch.equal(*drawn)
-
-
-def test_without_kernels_pytorch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, used = nn.Linear(32, 40), backend()
-    assert used.head(None) is None and used.head(nn.Identity()) is None and used.head(layer) is None
-    assert used.head(layer.bfloat16()) is not None
-    monkeypatch.setenv(native.SWITCH, "0")
-    assert backend().head(layer) is None and backend().probs(torch.zeros(1, 40), (1.0, 0, 1.0)) is None

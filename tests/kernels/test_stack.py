@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from textwrap import dedent
 
 import pytest
@@ -15,39 +16,31 @@ pytestmark = pytest.mark.skipif(native.library() is None, reason="no kernels her
 KERNELS = """
     import threading
     import torch
-    from lanternpp.nn.backend import backend
+    from kernels.drafting import Turn, drafted
+    from lanternpp.engine.sampling import Sampling
     from lanternpp.kernels import loading as native
-    from lanternpp.nn.decoder import Decoder, DecoderConfig
-    from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
     from lanternpp.kernels.decoder import KernelDecoder
-    from lanternpp.kernels.drafter import KernelDrafter
-    from lanternpp.kernels.linear import KernelLinear
-    from lanternpp.nn.decoder import grid_table
-    from lanternpp.trees.chain import chain_tree
-    from lanternpp.types import Draft, NeighbourBudget, Nodes
+    from lanternpp.nn.backend import backend
+    from lanternpp.nn.decoder import Decoder, DecoderConfig, grid_table
+    from lanternpp.trees.shapes import chain
+    from lanternpp.trees.static import StaticTree
+    from lanternpp.types import NeighbourBudget, Nodes
 
     def rows_of_codes(vocab, table):
         sampling, warp = backend(), (0.9, 100, 0.95)
-        logits = torch.randn(1, 3, vocab)
+        draft, logits = drafted(StaticTree(chain(2)), 1, vocab)
         p = sampling.probs(logits, warp)
         assert torch.allclose(p.sum(-1), torch.ones(1, 3)) and ((p > 0).sum(-1) <= 100).all()
         u = torch.rand(1, 3, 40_000, dtype=torch.float64)
         assert (p.gather(-1, sampling.children(p, u, 8)) > 0).all()
         assert torch.equal(sampling.children(p, None, 8), p.topk(8).indices)
-        q = logits.softmax(-1)
-        draft = Draft(chain_tree(1, 2, torch.device("cpu")), torch.zeros(1, 3, dtype=torch.int64), q)
         for walk in (True, False):
             budget = NeighbourBudget(table, ((0.1, 0.0), (0.1, 0.0), (0.1, 0.0)), True)
             chances = torch.full((1, 2, 1) if walk else (1, 1), 0.5).double()
             verdict = sampling.verify(draft, logits, warp, budget, chances, torch.full((1, 1), 0.5).double())
             assert 1 <= verdict.kept <= 3 and 0 <= verdict.bonus < vocab
-        drafter = ParallelDrafter(ParallelConfig(DecoderConfig(32, 1, 1, 32), 2, 16), grid_table(1, 4, 32).float())
-        head = KernelLinear(native.library(), [(torch.randn(vocab, 32).bfloat16(), None)])
-        chain = KernelDrafter(drafter.bfloat16(), head, native.library())
-        inputs = {"features": torch.randn(1, 2, 32).bfloat16(), "query": torch.randn(1, 2, 16).bfloat16()}
-        inputs |= {"prev": torch.randn(vocab, 16).bfloat16(), "bias": None, "u": torch.rand(1, 2).double()}
-        assert chain.sample(draft, warp, **inputs)
-        assert (draft.probs.gather(-1, draft.codes[:, 1:, None].expand(-1, -1, 1)) > 0).all()
+        draft = Turn(vocab, 1, dim=32, hidden=16, levels=2).drawn(native.library(), Sampling(*warp))
+        assert (draft.probs[:, :-1].gather(-1, draft.codes[:, 1:, None]) > 0).all()
 
     def passes(rows, nodes):
         config = DecoderConfig(64, 1, 2, 96)
@@ -78,5 +71,7 @@ KERNELS = """
 
 def test_kernels_run_in_threads_of_256_kb() -> None:
     """Those of OpenMP too; 300,000 codes, passes of 300 nodes and of 20,000 rows."""
-    run = python("-c", dedent(KERNELS), env=os.environ | {"OMP_STACKSIZE": "256k"})
+    places = str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")
+    path = os.pathsep.join(filter(None, places))
+    run = python("-c", dedent(KERNELS), env=os.environ | {"OMP_STACKSIZE": "256k", "PYTHONPATH": path})
     assert (run.returncode, run.stdout) == (0, "all"), run.stderr

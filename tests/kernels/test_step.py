@@ -20,6 +20,7 @@ from lanternpp.kernels.binding import structs
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
 
 PROMPTS = ["a photo of a red tulip", "a photo of a forest", "a photo of a mountain"]
+SMALL_PROMPTS = ["a red tulip", "a tulip", "red tulip"]
 METHODS = {
     "plain": ("ar", {}),
     "plain, warped": ("ar", {"top_k": 200, "top_p": 0.9, "temperature": 0.9}),
@@ -38,11 +39,6 @@ PARALLEL = {
     "neighbours": 8,
     "residual": "optimal",
 }  # as the shipped model's lantern++ has it
-
-
-@pytest.fixture(scope="module")
-def pipeline() -> Pipeline:
-    return Pipeline.from_pretrained("nature-128")
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +63,13 @@ def assert_same(found: list[FinishedSample], expected: list[FinishedSample]) -> 
         assert torch.equal(one.codes, other.codes) and one.accepted == other.accepted
 
 
-# The shipped model draws one picture by every method, and three by one; a small one draws three by every method.
+# A small model draws three pictures by every method, the shipped one by few.
 @pytest.mark.parametrize(
     ("model", "name", "batch"),
     [
-        *(("pipeline", name, 1) for name in METHODS),
-        ("pipeline", "jointly, relaxed", 2),
         *(("small", name, 2) for name in METHODS),
+        ("nature", "token by token", 1),
+        ("nature", "jointly, relaxed", 2),
     ],
 )
 def test_whole_pictures_are_those_of_steps_by_parts(
@@ -82,7 +78,7 @@ def test_whole_pictures_are_those_of_steps_by_parts(
     """Three pictures in a batch of two, so that one enters while another is drawn, and one slot is idle in the end; one by two threads."""
     threads(3 - batch)
     pipe, (method, dials) = request.getfixturevalue(model), METHODS[name]
-    prompts = PROMPTS if model == "pipeline" else ["a red tulip", "a tulip", "red tulip"]
+    prompts = PROMPTS if model == "nature" else SMALL_PROMPTS
     if model == "small":  # of fewer codes
         dials = dials | {name: 20 for name in ("top_k",) if name in dials}
         dials |= PARALLEL if method == "lantern++" else {}
@@ -93,12 +89,12 @@ def test_whole_pictures_are_those_of_steps_by_parts(
 
 
 @pytest.mark.parametrize("method", ["ar", "parallel"])
-def test_steps_by_parts_take_over_where_drafts_are_observed(pipeline: Pipeline, method: str) -> None:
+def test_steps_by_parts_take_over_where_drafts_are_observed(small: Pipeline, method: str) -> None:
     """From the middle of a picture on, and back."""
-    expected = generate(by_parts(engine_of(pipeline, method, 1)), PROMPTS[:1], [1])
-    engine = engine_of(pipeline, method, 1)
+    expected = generate(by_parts(engine_of(small, method, 1)), SMALL_PROMPTS[:1], [1])
+    engine = engine_of(small, method, 1)
     counter = AcceptanceByRank(engine.target.length)
-    engine.admit(0, PROMPTS[0], 1)
+    engine.admit(0, SMALL_PROMPTS[0], 1)
     steps = 0
     while not engine.done():
         steps += 1
@@ -108,8 +104,8 @@ def test_steps_by_parts_take_over_where_drafts_are_observed(pipeline: Pipeline, 
     assert int(counter.passes) > 0
 
 
-def test_phases_are_timed_in_whole_steps(pipeline: Pipeline) -> None:
-    engine = engine_of(pipeline, "parallel", 1)
+def test_phases_are_timed_in_whole_steps(nature: Pipeline) -> None:
+    engine = engine_of(nature, "parallel", 1)
     engine._target_forward = None  # type: ignore[method-assign,assignment]
     timed = TimedEngine(engine)
     timed.admit(PROMPTS[:1], [1])
@@ -129,25 +125,20 @@ def test_phases_are_timed_in_whole_steps(pipeline: Pipeline) -> None:
     ],
 )
 def test_what_is_unknown_in_c_is_drawn_by_parts(
-    pipeline: Pipeline, method: str, dials: dict[str, object]
+    nature: Pipeline, method: str, dials: dict[str, object]
 ) -> None:
-    engine = engine_of(pipeline, method, 1, **dials)
+    engine = engine_of(nature, method, 1, **dials)
     assert engine.fused is None
     engine.admit(0, PROMPTS[0], 1)
     engine.step()
     assert engine.decided()[0] > 1
 
 
-def test_without_kernels_there_are_no_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(native.SWITCH, "0")
-    assert engine_of(Pipeline.from_pretrained("nature-128"), "ar", 1).fused is None
-
-
 @pytest.mark.parametrize("part", ["target", "drafter"])
-def test_a_pass_over_more_rows_takes_no_less_memory(pipeline: Pipeline, part: str) -> None:
+def test_a_pass_over_more_rows_takes_no_less_memory(nature: Pipeline, part: str) -> None:
     """A step has memory for its largest pass, and a drafter's passes over a chain of three may have three rows or six."""
-    proposer = engine_of(pipeline, "parallel", 1).proposer
-    passes = {"target": pipeline.target, "drafter": proposer.drafter}[part].decoder.native
+    proposer = engine_of(nature, "parallel", 1).proposer
+    passes = {"target": nature.target, "drafter": proposer.drafter}[part].decoder.native
     sizes = []
     for nodes in range(1, 40):
         work = structs.Pass(passes.shape, passes.layers, 1, nodes, 300)

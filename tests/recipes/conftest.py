@@ -1,24 +1,21 @@
 """A tiny imagefolder of coloured shapes, models for it, and the scripts that train on them."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers.photos import command, data, model, paint, ready, tokenizer, twin
+from helpers.photos import command, data, draw, model, ready, tokenizer
 from helpers.stages import diffusion, eagle, kl, mixture
 
-__all__ = ["command", "data", "model", "paint", "ready", "tokenizer", "twin"]
+__all__ = ["command", "data", "model", "ready", "tokenizer"]
 
 
 @pytest.fixture(scope="session")
-def latent_model(
-    tmp_path_factory: pytest.TempPathFactory, paint: Callable[[Path, int], None]
-) -> tuple[Path, Path]:
+def latent_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """(pictures, a model of latents with its three networks, all hardly trained)."""
     place = tmp_path_factory.mktemp("latents")
     for split, count in (("train", 12), ("val", 4)):
-        paint(place / "data" / split, count)
+        draw(place / "data" / split, count)
     for part in (kl, mixture, eagle):
         assert part(place / "data", place / "model")
     return place / "data", place / "model"

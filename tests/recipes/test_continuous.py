@@ -38,6 +38,8 @@ def test_losses_are_one_graph_when_compiled(
     made = mixture if model_of == "latent_model" else diffusion
     assert made(data, tmp_path, steps=1, compiled=True)
     assert eagle(data, tmp_path, steps=1, compiled=True)
+    found = facts(tmp_path, "drafter")["validation"]
+    assert 0 < found["accept"] <= 1 and {"accept2", "guided", "feature"} <= found.keys()
 
 
 def test_the_tokenizer_learns_and_tells_its_noise(data: Path, tmp_path: Path) -> None:
@@ -180,12 +182,6 @@ def test_diffusion_heads_are_compared_at_the_same_noisy_latents() -> None:
     overlap = 2 * torch.special.ndtr(torch.tensor(-0.5)).item()
     assert comparison.acceptance(other, same).mean().item() == pytest.approx(overlap, abs=0.01)
     assert comparison.agreement(same, same) == 1 > comparison.agreement(other, same)
-
-
-@pytest.mark.parametrize("model_of", ["latent_model", "diffusion_model"])
-def test_a_drafter_is_measured(model_of: str, request: pytest.FixtureRequest) -> None:
-    found = facts(request.getfixturevalue(model_of)[1], "drafter")["validation"]
-    assert 0 < found["accept"] <= 1 and {"accept2", "guided", "feature"} <= found.keys()
 
 
 def test_what_is_of_codes_is_rejected(latent_model: tuple[Path, Path], tmp_path: Path, model: Path) -> None:

@@ -18,7 +18,7 @@ from lanternpp.api.model import read_target
 from lanternpp.errors import InputError
 from lanternpp.models.vq.autoencoder import read_vq
 from lanternpp.models.words import WordsTarget
-from lanternpp.training.codes import Codes, Sampler
+from lanternpp.training.codes import Codes
 from pictures import Pictures
 from weights import init_weights
 from words import TargetSettings, TargetTask, code_logits, corrupt_codes, unigram
@@ -49,15 +49,6 @@ def test_cached_codes_are_the_tokenizers(data: Path, model: Path) -> None:
     for variant, images in enumerate((centres, centres.flip(3))):
         agree = (vq.encode(images) == codes.train.codes[:, variant].long()).double().mean()
         assert agree > 0.9  # the cache is encoded in bfloat16 where that is fast
-
-
-def test_every_variant_comes_once_before_any_comes_again() -> None:
-    sampler = Sampler(8, 6, 4, seed=3)
-    seen = torch.zeros(8, 6, dtype=torch.int64)
-    for step in range(2 * 6):  # six epochs of two steps
-        index, variant, _ = sampler(step)
-        seen[index, variant] += 1
-    assert (seen == 1).all()
 
 
 def task(model: Path, codes: Codes, **settings: Any) -> TargetTask:

@@ -1,5 +1,5 @@
 """A tiny imagefolder of coloured shapes, and a tokenizer for it."""
 
-from helpers.photos import data, model, paint, ready, tokenizer, twin
+from helpers.photos import data, model, ready, tokenizer
 
-__all__ = ["data", "model", "paint", "ready", "tokenizer", "twin"]
+__all__ = ["data", "model", "ready", "tokenizer"]

@@ -1,11 +1,11 @@
 """Reading an imagefolder: what is left out is named, what is fed is reproducible."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.photos import draw
 from helpers.refusals import rejects
 
 from lanternpp.training.codes import Sampler, generator
@@ -13,10 +13,8 @@ from lanternpp.training.pictures import DataWarning, read_rows
 from pictures import Pictures
 
 
-def test_a_corrupt_picture_is_named_skipped_and_counted(
-    tmp_path: Path, paint: Callable[[Path, int], None]
-) -> None:
-    paint(tmp_path / "train", 120)
+def test_a_corrupt_picture_is_named_skipped_and_counted(tmp_path: Path) -> None:
+    draw(tmp_path / "train", 120)
     (tmp_path / "train" / "red" / "004.png").write_bytes(b"\x89PNG\r\n\x1a\nnothing")
     with pytest.warns(DataWarning, match=r"1 of 120 .*red/004.png"):
         pictures = Pictures.read(tmp_path, "train", 32)
@@ -75,10 +73,15 @@ def test_crops_are_what_they_say(data: Path) -> None:
     assert not torch.equal(draws[0], draws[2])
 
 
-def test_order_visits_every_picture_once_an_epoch_and_depends_on_the_step_alone() -> None:
-    sampler = Sampler(10, 1, 5, seed=3)
-    seen = [sampler(step)[0] for step in range(4)]
-    assert sorted(torch.cat(seen[:2]).tolist()) == list(range(10))
-    assert sorted(torch.cat(seen[2:]).tolist()) == list(range(10))
-    assert torch.equal(Sampler(10, 1, 5, seed=3)(3)[0], seen[3])
-    assert not torch.equal(torch.cat(seen[:2]), torch.cat(seen[2:]))
+def test_every_epoch_has_every_picture_in_a_variant_that_has_not_come_and_depends_on_the_step_alone() -> None:
+    sampler = Sampler(10, 6, 5, seed=3)
+    steps = [sampler(step)[:2] for step in range(2 * 6)]  # six epochs of two steps
+    epochs = [torch.cat((steps[i][0], steps[i + 1][0])) for i in range(0, 12, 2)]
+    assert all(sorted(epoch.tolist()) == list(range(10)) for epoch in epochs)
+    assert not torch.equal(epochs[0], epochs[1])
+    seen = torch.zeros(10, 6, dtype=torch.int64)
+    for index, variant in steps:
+        seen[index, variant] += 1
+    assert (seen == 1).all()
+    for again, known in zip(Sampler(10, 6, 5, seed=3)(3), steps[3], strict=False):
+        assert torch.equal(again, known)  # type: ignore[arg-type]

@@ -108,13 +108,9 @@ def test_what_is_kept_is_predicted_and_nothing_else_changes(ready: Path) -> None
     [
         ({"loss": "paper"}, "loss 'paper' is none of parallel's: choose guided, lk, both, block"),
         ({"levels": 1}, "--levels 1 is out of range; use 2 to 64"),
-        ({"levels": 65}, "--levels 65"),
-        ({"fade": 0.0}, "--fade 0.0"),
         ({"fade": 1.1}, "--fade 1.1"),
         ({"aux_layers": -1}, "--aux-layers -1"),
-        ({"lr": 0.0}, "--lr 0.0"),
-        ({"muon_lr": 2.0}, "--muon-lr 2.0"),
-        ({"layers": 0}, "--layers 0"),
+        ({"muon_lr": 0.0}, "--muon-lr 0.0"),
     ],
 )
 def test_a_setting_that_is_wrong_is_named(setting: dict[str, Any], said: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.killed import ended, learn, start
+from helpers.killed import ended, obey, process_of, start
 from helpers.models import change, write_model
 from helpers.refusals import rejects
 from helpers.stages import log, weights
@@ -26,23 +26,23 @@ CPU = torch.device("cpu")
 
 def test_two_processes_learn_what_one_does_from_the_same_batches(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    write_model(tmp_path / "one")
-    shutil.rmtree(tmp_path / "one" / "drafter")
+    shutil.rmtree(write_model(tmp_path / "one" / "tiny") / "drafter")
     (tmp_path / "one" / "mine").write_text("red tulip\na tulip\n")
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    lives = [start(learn, str(tmp_path / "one"), 0, 1, port)]
-    lives += [start(learn, str(tmp_path / "two"), rank, 2, port) for rank in range(2)]
+    lives = [start(obey, "together", str(tmp_path / "one"))]
+    lives += [
+        start(obey, "together", str(tmp_path / "two"), None, process_of(rank, port)) for rank in range(2)
+    ]
     assert [ended(life) for life in lives] == [0, 0, 0]
-    alone, together = (weights(tmp_path / name, "drafter") for name in ("one", "two"))
+    models = tmp_path / "one" / "tiny", tmp_path / "two" / "tiny"
+    alone, together = (weights(model, "drafter") for model in models)
     gaps = torch.cat([(tensor - together[name]).abs().flatten() for name, tensor in alone.items()])
     assert gaps.max() < 2e-3  # where a gradient is next to nothing, Adam's step has the sign of its rounding
     assert (gaps > 1e-4).double().mean() < 1e-3
-    losses = [
-        [row["loss"] for row in log(tmp_path / name, "drafter") if "loss" in row] for name in ("one", "two")
-    ]
+    losses = [[row["loss"] for row in log(model, "drafter") if "loss" in row] for model in models]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 

@@ -22,7 +22,7 @@ from lanternpp.proposers.parallel import Parallel
 from lanternpp.training.codes import Codes
 from lanternpp.training.features import drafter_inputs
 from lanternpp.training.options import DrafterSettings
-from lanternpp.training.rollouts import Rollout, RolloutTask, grown, record, replay, split_of
+from lanternpp.training.rollouts import RolloutTask, grown, record, replay, split_of
 from lanternpp.trees.shapes import chain
 from lanternpp.trees.static import StaticTree
 
@@ -54,6 +54,10 @@ def test_a_run_holds_the_features_of_the_picture_it_drew(aux_layers: tuple[int, 
         assert torch.allclose(features.double(), expected, atol=1e-9)
         assert anchors[0] == 2 and len(anchors) == len(run.kept) == len(hints)
         assert not hints[0].any(), "nothing was rejected before the first draft"
+        beyond = run.kept[:-1, None] + torch.arange(4) > 4
+        assert not hints[1:][beyond].any(), "nor beyond a draft"
+        short = replace(run, codes=run.codes[:4], kept=run.kept[:1], features=run.features[:1])
+        assert torch.equal(replay(short, 4)[2], hints[:1]), "a picture of one pass"
 
 
 @pytest.mark.parametrize(
@@ -67,25 +71,6 @@ def test_runs_are_those_of_the_rule_and_the_verifier_that_are_given(
     for run in record(engine_of(target, parallel(target), 2, rule, verifier), TEXTS):
         sample = expected[TEXTS.index(run.text or "")]
         assert run.codes.tolist() == sample.codes.tolist() and run.kept.tolist() == sample.accepted[1:]
-
-
-def test_hints_lie_where_the_rejected_nodes_were() -> None:
-    features = torch.arange(2.0 * 4).view(2, 4, 1)  # two passes over three drafts
-    run = Rollout("x", torch.zeros(7, dtype=torch.int32), torch.tensor([2, 4]), features, torch.zeros(1, 1))
-    known, anchors, hints = replay(run, 3)
-    assert known[:, 0].tolist() == [
-        0,
-        0,
-        1,
-        4,
-        5,
-        6,
-        7,
-    ]  # the prompt, two of the first pass, four of the second
-    assert anchors.tolist() == [0, 2]
-    assert hints[1, :, 0].tolist() == [2, 3, 0]
-    short = Rollout("x", run.codes[:4], run.kept[:1], features[:1], run.prompt)  # a picture of one pass
-    assert replay(short, 3)[2].tolist() == [[[0.0]] * 3]
 
 
 @pytest.mark.parametrize("aux_layers", [(), (0, 1)])

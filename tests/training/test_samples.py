@@ -11,11 +11,12 @@ import torch
 from helpers.checkpoints import write_llamagen
 from helpers.families import EVERY
 from helpers.models import write_model
-from helpers.photos import teacher_of
+from helpers.photos import draw, teacher_of
 from helpers.refusals import rejects
 
 from lanternpp import Pipeline
 from lanternpp.api.model import placed, read_target
+from lanternpp.kernels.loading import kernels
 from lanternpp.training import codes
 from lanternpp.training.codes import OwnCodes, Prompts, choose_prompts, hold_out
 from lanternpp.training.drafter import train
@@ -76,7 +77,7 @@ def test_finished_shards_are_kept_and_only_the_missing_ones_drawn(
 
 
 def test_prompts_come_from_the_file_the_captions_the_model_or_the_classes(
-    model: Path, tmp_path: Path, paint: Callable[[Path, int], None]
+    model: Path, tmp_path: Path
 ) -> None:
     teacher = teacher_of(read_target(model, torch.float32))
     teacher.place = tmp_path
@@ -92,7 +93,7 @@ def test_prompts_come_from_the_file_the_captions_the_model_or_the_classes(
     (tmp_path / "mine").write_text("tulip\na red dog\n")
     rejects("dog", chosen, tmp_path / "mine")
     for split in ("train", "val"):
-        paint(tmp_path / "data" / split, 2)
+        draw(tmp_path / "data" / split, 2)
     rejects("none of the captions", chosen, data=tmp_path / "data")
     write_llamagen(tmp_path / "c2i")
     teacher.target, teacher.place = read_target(tmp_path / "c2i", torch.float32), tmp_path / "c2i"
@@ -123,10 +124,8 @@ def test_drafters_of_every_family_learn_from_its_own_pictures_and_from_recorded_
     into = {part: TrainingOptions(folder / part, 2, checks=1) for part in ("parallel", "next")}
     into["drafter"] = TrainingOptions(folder / "drafter", 10, checks=1)
     runs = replace(own, rollouts=3, drafter=folder / "parallel")
-    rejects("no parallel drafter to go on with", train, folder, RolloutTask, all_levels, runs, into["next"])
     assert train(folder, EagleTask, one, own, into["drafter"])
     assert train(folder, ParallelTask, all_levels, own, into["parallel"])
-    rejects("name another folder with -o", train, folder, RolloutTask, all_levels, runs, into["parallel"])
     assert train(folder, RolloutTask, all_levels, runs, into["next"])
     facts = {part: json.loads((folder / part / "provenance.json").read_text()) for part in into}
     assert facts["next"]["data"]["runs"] == 3 and len(facts["next"]["validation"]["accept"]) == 3
@@ -140,3 +139,20 @@ def test_drafters_of_every_family_learn_from_its_own_pictures_and_from_recorded_
         pipe = Pipeline.from_pretrained(folder, drafter, device="cpu", dtype="float64")
         fast = pipe(texts[0], method="eagle", proposer=proposer, temperature=0.0)
         assert torch.equal(plain.codes, fast.codes) and fast.stats.passes <= plain.stats.passes
+
+
+@pytest.mark.parametrize("able", [False, True])
+def test_a_target_that_has_drawn_is_read_again_to_learn_from(
+    able: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It draws in what is fastest, and teaches in what the training computes in."""
+    for probe in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
+        monkeypatch.setattr(torch.cpu, probe, lambda: able)
+    teacher = Teacher("nature-128", TrainingOptions(tmp_path / "drafter", device="cpu"), None, draws=True)
+    assert teacher.dtype is (torch.bfloat16 if able else torch.float32)
+    assert teacher.drawing_dtype is (torch.bfloat16 if able or kernels() else torch.float32)
+    drawn_with = teacher.target
+    assert next(drawn_with.parameters()).dtype is teacher.drawing_dtype
+    learned_from = teacher.trainable()
+    assert next(learned_from.parameters()).dtype is teacher.dtype
+    assert (learned_from is drawn_with) == (teacher.drawing_dtype is torch.float32)
