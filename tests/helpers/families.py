@@ -268,8 +268,8 @@ def rewrite(folder: Path, names: dict[str, str]) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def write_janus(folder: Path, authors: bool = False, **language: int) -> Any:
-    """A tiny Janus of 4 x 4 codes; the transformers model that wrote it. authors: in their own layout; language: its sizes."""
+def write_janus(folder: Path, **language: int) -> Any:
+    """A tiny Janus of 4 x 4 codes; the transformers model that wrote it. language: its sizes."""
     from transformers import JanusConfig, JanusForConditionalGeneration
 
     vocab = write_tokenizer(folder, [BEGIN, PAD, DRAW, "<|User|>:", "<|Assistant|>:"])
@@ -300,34 +300,7 @@ def write_janus(folder: Path, authors: bool = False, **language: int) -> Any:
     model = JanusForConditionalGeneration(config).eval()
     lively(model)
     model.save_pretrained(folder)
-    if authors:
-        rewrite(folder, JANUS_AUTHORS)
-        written = json.loads((folder / "config.json").read_text())
-        written["model_type"] = "multi_modality"
-        written["architectures"] = ["MultiModalityCausalLM"]
-        written["language_config"] = written.pop("text_config")
-        del written["language_config"]["rms_norm_eps"]
-        (folder / "config.json").write_text(json.dumps(written))
     return model
-
-
-JANUS_AUTHORS = {
-    r"^lm_head": "language_model.lm_head",
-    r"^model\.language_model": "language_model.model",
-    r"^model\.vision_model": "vision_model",
-    r"^model\.aligner": "aligner",
-    r"^model\.generation_embeddings": "gen_embed",
-    r"^model\.generation_aligner\.fc1": "gen_aligner.layers.0",
-    r"^model\.generation_aligner\.hidden_layers\.0": "gen_aligner.layers.2",
-    r"^model\.generation_head\.proj_out": "gen_head.output_mlp_projector",
-    r"^model\.generation_head": "gen_head",
-    r"^model\.vqmodel": "gen_vision_model",
-    r"mid\.block_1": "mid.0",
-    r"mid\.attn_1": "mid.1",
-    r"mid\.block_2": "mid.2",
-    r"(gen_vision_model\.\w+)\.(up|down)\.(\d+)\.block": r"\1.conv_blocks.\3.res",
-    r"(gen_vision_model\.\w+)\.(up|down)\.(\d+)": r"\1.conv_blocks.\3",
-}
 
 
 def write_emu3(folder: Path, hub: bool = False, size: str = "32x32") -> Any:

@@ -61,24 +61,18 @@ def test_features_are_the_encoders_without_padding(encoder: Path) -> None:
     assert torch.allclose(features, states[:4], atol=1e-5)
 
 
-def test_it_loads_once_and_forgets_nothing_when_released(encoder: Path, monkeypatch) -> None:
-    text, like = T5Text(encoder), torch.empty(0)
-    first = text.features("a tulip", like)
-    loaded = text._encoder
-    text.features("a red tulip", like)
-    assert text._encoder is loaded
-    text.release()
-    monkeypatch.setattr(text, "_load", lambda _: pytest.fail("loaded again"))
-    assert torch.equal(text.features("a tulip", like), first)
-
-
-def test_what_was_asked_for_longest_ago_is_forgotten_first(encoder: Path, monkeypatch) -> None:
+def test_features_are_remembered_and_what_was_asked_for_longest_ago_goes_first(
+    encoder: Path, monkeypatch
+) -> None:
+    """Without the encoder too, once it is released."""
     text, like = T5Text(encoder), torch.empty(0)
     text.cache_texts(2 - text._kept)  # room for two
-    for prompt in ("a tulip", "a red tulip", "a tulip", "a blue tulip"):
+    first = text.features("a tulip", like)
+    for prompt in ("a red tulip", "a tulip", "a blue tulip"):
         text.features(prompt, like)
-    monkeypatch.setattr(text, "_encoded", lambda *_: pytest.fail("encoded again"))
-    text.features("a tulip", like)
+    text.release()
+    monkeypatch.setattr(text, "_load", lambda *_: pytest.fail("loaded again"))
+    assert torch.equal(text.features("a tulip", like), first)
     text.features("a blue tulip", like)
 
 
