@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
 import shutil
 from pathlib import Path
@@ -17,6 +16,7 @@ from helpers.families import (
     CODES,
     EVERY,
     PIXELS,
+    configured,
     with_drafters,
     write_glm_image,
     write_glm_processor,
@@ -341,18 +341,17 @@ def test_a_size_that_cannot_be_drawn_is_refused(name: str, size: str, said: str,
     rejects(said, read_target, models / name, torch.float32, given={"size": size})
 
 
-def edited(folder: Path, to: Path, **changes: Any) -> Path:
-    """A copy of a checkpoint whose config has other fields; None removes one."""
+def edited(folder: Path, to: Path, *removed: str, **changes: Any) -> Path:
+    """A copy of a checkpoint whose config has other fields."""
     shutil.copytree(folder, to)
-    config = json.loads((to / "config.json").read_text()) | changes
-    (to / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    configured(to, *removed, **changes)
     return to
 
 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"hidden_size": None}, "asks for .* weights and the files hold"),
+        ({"hidden_size": 1 << 14}, "asks for .* weights and the files hold"),
         ({"hidden_act": "gelup"}, "gelup"),
         ({"num_hidden_layers": 3}, r"missing model\.layers\.2"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000 is out of range"),
@@ -369,7 +368,7 @@ def test_a_config_that_does_not_fit_is_refused_in_one_line(
 
 def test_what_is_missing_beside_a_checkpoint_is_named(models: Path, tmp_path: Path) -> None:
     lumina = models / LUMINA
-    text_only = edited(models / "anole", tmp_path / "chameleon-7b", vocabulary_map=None)
+    text_only = edited(models / "anole", tmp_path / "chameleon-7b", "vocabulary_map")
     write_tokenizer(text_only, ["<s>", "</s>", "<unk>"])
     rejects("only writes text", read_target, text_only, torch.float32)
     (text_only / "tokenizer.json").write_text("not JSON")

@@ -94,7 +94,7 @@ def offloaded(model: Any) -> None:
 
 
 def a_dynamic_rope(model: Any) -> None:
-    other = BODIES["llama"]()
+    other = body("llama")
     other.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     model.rotary_emb = type(model.rotary_emb)(other.config)
 
