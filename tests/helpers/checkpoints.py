@@ -17,6 +17,9 @@ from torch import Tensor
 from lanternpp.models.vq.vqgan import VQGANConfig
 
 VOCAB, CLASSES, CAPTION = 48, 10, 24
+CODES = torch.tensor([5, 17, 3, 40, 8, 21])  # drawn one after another
+PARENTS = [-1, 0, 0, 1, 1, 2, 3]  # of a draft
+TREE_CODES = torch.tensor([5, 17, 30, 3, 9, 44, 12])
 
 
 def numbers(name: str, shape: tuple[int, ...]) -> Tensor:
