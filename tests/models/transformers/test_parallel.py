@@ -15,7 +15,7 @@ from lanternpp import InputError, Pipeline
 
 
 def test_processes_draw_together_what_one_draws_alone(tmp_path: Path) -> None:
-    for name in ("emu3.5", "simplear", "liquid", "janus"):
+    for name in ("emu3.5", "simplear", "janus"):
         PUBLISHED[name](tmp_path / "drawn" / name)
         with_drafters(tmp_path / "drawn" / name)
     write_chameleon(tmp_path / "refused" / "without a plan")
