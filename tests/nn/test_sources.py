@@ -15,8 +15,6 @@ from helpers.refusals import rejects
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lanternpp.nn import checkpoints
-from lanternpp.nn.checkpoints import Store
 from lanternpp.nn.decoder import Decoder, DecoderConfig, line_table
 from lanternpp.nn.sources import SAME, Rename, Source, blank
 
@@ -99,27 +97,6 @@ def test_parameters_take_the_dtype_and_buffers_keep_theirs(tmp_path: Path) -> No
     ours = filled(LAYOUTS["trained.pt"](tmp_path), torch.bfloat16)
     assert {ours.wqkv.weight.dtype, ours.norm.weight.dtype} == {torch.bfloat16}
     assert ours.codebook.dtype == ours.rotary_table.dtype == torch.float32
-
-
-def test_shapes_and_config_are_read_without_the_weights(tmp_path: Path) -> None:
-    save_file(upstream(), tmp_path / "model.safetensors")
-    source = Source.open(tmp_path)
-    assert source.config == {} and source.kinds == set()
-    assert source.shapes() == {name: tuple(tensor.shape) for name, tensor in upstream().items()}
-    (tmp_path / "config.json").write_text('{"model_type": "x", "architectures": ["XForY"]}')
-    assert Source.open(tmp_path / "model.safetensors").kinds == {"x", "XForY"}
-
-
-@pytest.mark.parametrize("store", ["int8", "int6"])
-def test_our_own_folders_of_fewer_bits_are_undone(tmp_path: Path, store: Store) -> None:
-    weight = torch.randn(8, 5)
-    checkpoints.save(tmp_path, {"kind": "toy"}, {"weight": weight}, store)
-    source = Source.open(tmp_path)
-    assert source.shapes() == {"weight": (8, 5)}
-    with blank():
-        linear = nn.Linear(5, 8, bias=False)
-    source.fill(linear, [SAME], torch.float32)
-    assert torch.equal(linear.weight, checkpoints.load(tmp_path)[1]["weight"])
 
 
 @pytest.mark.parametrize(

@@ -510,7 +510,6 @@ def test_sizes_of_glm_image_and_how_its_checkpoint_samples(
 
 
 def test_what_glm_image_cannot_do_is_said_in_a_sentence(glm_pipe: Pipeline, tmp_path: Path) -> None:
-    rejects('draw with output_type="codes"', glm_pipe, "red sea")
     rejects("output_type", glm_pipe.stream, "red sea")
     rejects("without guidance", glm_pipe, "red sea", cfg=2.0, output_type="codes")
     rejects("cannot be converted", glm_pipe.target.save, tmp_path, "float32")
