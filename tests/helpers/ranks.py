@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ from transformers.distributed import DistributedConfig
 
 import lanternpp
 from helpers.processes import SECONDS
-from lanternpp import InputError, Pipeline
+from helpers.refusals import rejects
+from lanternpp import Pipeline
 
 
 def drawn(pipe: Pipeline) -> dict[str, Any]:
@@ -44,15 +44,6 @@ def in_place(folder: Path, rank: int, arguments: dict[str, Any]) -> list[list[in
     return codes
 
 
-def refused(make: Callable[[], Any]) -> str:
-    """The sentence of its InputError."""
-    try:
-        make()
-    except InputError as error:
-        return str(error)
-    return "nothing was wrong"
-
-
 def main(place: Path) -> None:
     """`drawn`: folders of models that are divided; `refused`: of those that cannot be; `simplear`: one for `in_place`."""
     signal.alarm(SECONDS)  # a process that waits for another one in vain ends
@@ -62,7 +53,7 @@ def main(place: Path) -> None:
         return Pipeline.from_pretrained(folder, device="cpu", dtype="float64", tensor_parallel=True)
 
     results: dict[str, Any] = {path.name: drawn(opened(path)) for path in (place / "drawn").iterdir()}
-    results |= {path.name: refused(lambda p=path: opened(p)) for path in (place / "refused").iterdir()}
+    results |= {path.name: rejects(".", opened, path) for path in (place / "refused").iterdir()}
     asked = {"generation_mode": "image", "do_sample": True, "guidance_scale": 2.0}
     results["in place"] = in_place(place / "drawn" / "simplear", rank, asked)
     (place / f"{rank}.json").write_text(json.dumps(results))
