@@ -99,6 +99,13 @@ def test_parameters_take_the_dtype_and_buffers_keep_theirs(tmp_path: Path) -> No
     assert ours.codebook.dtype == ours.rotary_table.dtype == torch.float32
 
 
+def test_a_config_beside_a_file_names_its_kinds(tmp_path: Path) -> None:
+    save_file(upstream(), tmp_path / "model.safetensors")
+    assert Source.open(tmp_path).config == {}
+    (tmp_path / "config.json").write_text('{"model_type": "x", "architectures": ["XForY"]}')
+    assert Source.open(tmp_path / "model.safetensors").kinds == {"x", "XForY"}
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
