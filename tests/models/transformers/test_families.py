@@ -150,6 +150,8 @@ def test_greedy_codes_of_glm_image_are_those_of_transformers(
         result = glm_pipe(PROMPTS[:2], method=method, temperature=0, output_type="codes")
         assert torch.equal(result.codes, codes), method
     assert result.stats.codes_per_pass > 1
+    book: Any = glm_pipe.target.codebook
+    assert torch.allclose(book.norm(dim=-1), torch.ones(CODES, dtype=book.dtype))  # as it is looked up
     left, right = codes[0, -2:].tolist()
     assert glm_pipe.target.prior(codes[:1]).tolist() == [[left, left, right, right] * 2]  # type: ignore[operator]
 
