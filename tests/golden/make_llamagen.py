@@ -14,14 +14,12 @@ from pathlib import Path
 import torch
 from autoregressive.models.gpt import ModelArgs, Transformer, TransformerBlock, precompute_freqs_cis_2d
 from helpers import checkpoints
+from helpers.checkpoints import CODES, PARENTS, TREE_CODES
 from safetensors.torch import save_file
 from tokenizer.tokenizer_image.vq_model import Decoder, VectorQuantizer
 from torch import Tensor, nn
 
 GRID, SLOTS, STEPS = 4, 6, 6
-CODES = torch.tensor([5, 17, 3, 40, 8, 21])  # one after another
-TREE = [-1, 0, 0, 1, 1, 2, 3]  # parents
-TREE_CODES = torch.tensor([5, 17, 30, 3, 9, 44, 12])
 PADDING = 2  # slots of padding before the text
 
 
@@ -74,7 +72,7 @@ def walk(net: Transformer, text: bool, branches: Tensor, codes: list[int]) -> Te
 
 def path(node: int) -> list[int]:
     """The codes from the root to a node."""
-    return [*(path(TREE[node]) if TREE[node] >= 0 else []), int(TREE_CODES[node])]
+    return [*(path(PARENTS[node]) if PARENTS[node] >= 0 else []), int(TREE_CODES[node])]
 
 
 def drafter() -> Tensor:
@@ -105,7 +103,9 @@ def main() -> None:
     for name, text, heads in (("c2i", False, 1), ("c2i heads", False, 4), ("t2i", True, 1)):
         net, branches = target(text, heads), conditions(text)
         kept[f"{name} steps"] = walk(net, text, branches, CODES.tolist())
-        kept[f"{name} tree"] = torch.stack([walk(net, text, branches, path(n))[-1] for n in range(len(TREE))])
+        kept[f"{name} tree"] = torch.stack(
+            [walk(net, text, branches, path(n))[-1] for n in range(len(PARENTS))]
+        )
     kept["drafter"] = drafter()
     vq = nn.Module()
     given = checkpoints.vq16()

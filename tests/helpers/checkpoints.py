@@ -8,15 +8,24 @@ from __future__ import annotations
 
 import json
 import zlib
+from itertools import product
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lanternpp.models.vq.vqgan import VQGANConfig
+from lanternpp.models.vq.layouts import LLAMAGEN, PARAMETER, TAMING, Names, rules
+from lanternpp.models.vq.vqgan import VQGAN, VQGANConfig, VQGANEncoder
+from lanternpp.nn.sources import blank
 
 VOCAB, CLASSES, CAPTION = 48, 10, 24
+PARAMETERS = [
+    f"{layer}{kind}" for layer in ("", "norm_layer.", "conv_y.", "conv_b.") for kind in ("weight", "bias")
+]
+CODES = torch.tensor([5, 17, 3, 40, 8, 21])  # drawn one after another
+PARENTS = [-1, 0, 0, 1, 1, 2, 3]  # of a draft
+TREE_CODES = torch.tensor([5, 17, 30, 3, 9, 44, 12])
 
 
 def numbers(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -118,72 +127,22 @@ def write_drafter(folder: Path, text: bool = False) -> Path:
 
 
 def vqgan_shapes(
-    config: VQGANConfig, encoder: bool = False, llamagen: bool = False
+    config: VQGANConfig, encoder: bool = False, names: Names = TAMING
 ) -> dict[str, tuple[int, ...]]:
-    """The names and shapes of a VQ decoder in the layout of taming-transformers or of LlamaGen; encoder: and of the encoder."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    first, mixed, last = ("0", "1", "2") if llamagen else ("block_1", "attn_1", "block_2")
-    residual = "res" if llamagen else "block"
+    """The names and shapes of a VQ decoder in a layout; encoder: and of the encoder.
 
-    def conv(name: str, inputs: int, outputs: int, side: int) -> None:
-        shapes[f"{name}.weight"], shapes[f"{name}.bias"] = (outputs, inputs, side, side), (outputs,)
-
-    def norm(name: str, channels: int) -> None:
-        if config.spatial and name.startswith("decoder"):
-            for part in ("conv_y", "conv_b"):
-                conv(f"{name}.{part}", config.dim, channels, 1)
-            name = f"{name}.norm_layer"
-        shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (channels,)
-
-    def block(name: str, inputs: int, outputs: int) -> None:
-        norm(f"{name}.norm1", inputs)
-        conv(f"{name}.conv1", inputs, outputs, 3)
-        norm(f"{name}.norm2", outputs)
-        conv(f"{name}.conv2", outputs, outputs, 3)
-        if inputs != outputs:
-            conv(f"{name}.nin_shortcut", inputs, outputs, 1)
-
-    def mix(name: str, channels: int) -> None:
-        norm(f"{name}.norm", channels)
-        for part in ("q", "k", "v", "proj_out"):
-            conv(f"{name}.{part}", channels, channels, 1)
-
-    def middle(name: str, channels: int) -> None:
-        block(f"{name}.mid.{first}", channels, channels)
-        mix(f"{name}.mid.{mixed}", channels)
-        block(f"{name}.mid.{last}", channels, channels)
-
-    def level(name: str, inputs: int, outputs: int, blocks: int, attention: bool) -> None:
-        for i in range(blocks):
-            block(f"{name}.{residual}.{i}", outputs if i else inputs, outputs)
-            if attention:
-                mix(f"{name}.attn.{i}", outputs)
-
-    widths = [config.channels * m for m in config.multiples]
-    coarsest = len(widths) - 1
-    shapes["quantize.embedding.weight"] = (config.codes, config.dim)
-    conv("post_quant_conv", config.dim, config.latent, 1)
-    conv("decoder.conv_in", config.latent, widths[-1], 3)
-    middle("decoder", widths[-1])
-    for stage in reversed(range(len(widths))):
-        up = f"decoder.conv_blocks.{coarsest - stage}" if llamagen else f"decoder.up.{stage}"
-        inputs = widths[min(stage + 1, coarsest)]
-        level(up, inputs, widths[stage], config.blocks, config.attention and stage == coarsest)
-        if stage:
-            conv(f"{up}.upsample.conv", widths[stage], widths[stage], 3)
-    norm("decoder.norm_out", widths[0])
-    conv("decoder.conv_out", widths[0], 3, 3)
-    if encoder:
-        conv("encoder.conv_in", 3, config.channels, 3)
-        for stage, width in enumerate(widths):
-            down, inputs = f"encoder.down.{stage}", [config.channels, *widths][stage]
-            level(down, inputs, width, config.blocks - 1, config.attention and stage == coarsest)
-            if stage < coarsest:
-                conv(f"{down}.downsample.conv", width, width, 3)
-        middle("encoder", widths[-1])
-        norm("encoder.norm_out", widths[-1])
-        conv("encoder.conv_out", widths[-1], config.latent, 3)
-        conv("quant_conv", config.latent, config.dim, 1)
+    Names are those that our rules take. What is drawn from tensors of other names is not what the authors' code drew of these.
+    """
+    shapes: dict[str, tuple[int, ...]] = {"quantize.embedding.weight": (config.codes, config.dim)}
+    for kind in (VQGAN, VQGANEncoder) if encoder else (VQGAN,):
+        with blank():
+            ours = kind(config).state_dict()
+        for rule, parameter in product(rules(config, names, encoder=kind is VQGANEncoder), PARAMETERS):
+            tensor = ours.get(rule.name.replace(r"\1", parameter))
+            if tensor is not None and rule.pattern.endswith(PARAMETER):
+                theirs = rule.pattern.removesuffix(PARAMETER).replace("\\", "")
+                rows = rule.part[1] - rule.part[0] if rule.part else len(tensor)
+                shapes[f"{theirs}.{parameter}"] = (rows, *tensor.shape[1:])
     return shapes
 
 
@@ -191,7 +150,7 @@ def vq16() -> dict[str, Tensor]:
     """LlamaGen's tokenizer: its decoder, and a little of what drawing does not need."""
     config = VQGANConfig(codes=VOCAB, dim=4, channels=32, multiples=(1, 1, 1, 1, 2), latent=16)
     unread = {"quant_conv.weight": (16, 4, 1, 1), "encoder.conv_in.weight": (3, 32, 3, 3)}
-    tensors = made(vqgan_shapes(config, llamagen=True) | unread)
+    tensors = made(vqgan_shapes(config, names=LLAMAGEN) | unread)
     tensors["decoder.conv_out.weight"] *= 0.2  # most pixels within [-1, 1]
     return tensors | {"quantize.codebook_used": torch.zeros(16)}
 

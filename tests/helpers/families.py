@@ -58,15 +58,32 @@ def visual_token(code: int) -> str:
     return f"<|visual token {code:06d}|>"
 
 
-def lively(module: torch.nn.Module, seed: int = 0) -> None:
-    """Weights strong enough for the context to matter; norms and biases that are not one and zero."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, weight in module.named_parameters():
+def model_of(name: str, **fields: Any) -> Any:
+    """A model by the name of its class in transformers, of a config with these fields.
+
+    Weights are strong enough for the context to matter; norms and biases are not one and zero.
+    """
+    import transformers
+
+    kind = getattr(transformers, name)
+    torch.manual_seed(0)
+    model = kind(kind.config_class(**fields)).eval()
+    generator = torch.Generator().manual_seed(0)
+    norm = 0.0 if name.startswith("Gemma") else 1.0  # Gemma's norms add one
+    for part, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)
-        if "norm" in name or weight.dim() == 1:
-            weight.data = noise * 0.2 + (1.0 if name.endswith("weight") else 0.0)
+        if "norm" in part or weight.dim() == 1:
+            weight.data = noise * 0.2 + (norm if part.endswith("weight") else 0.0)
         else:
             weight.data = noise * (1.5 / weight[0].numel() ** 0.5)
+    return model
+
+
+def configured(folder: Path, *removed: str, **changes: Any) -> None:
+    """Change fields of a folder's config.json."""
+    config = json.loads((folder / "config.json").read_text()) | changes
+    config = {name: value for name, value in config.items() if name not in removed}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def write_tokenizer(folder: Path, tokens: list[str]) -> dict[str, int]:
@@ -118,8 +135,6 @@ def write_chameleon(
     **changes: Any,
 ) -> Any:
     """A tiny Chameleon; the transformers model that wrote it. Lumina's has norms that all heads share."""
-    from transformers import ChameleonConfig, ChameleonForConditionalGeneration
-
     vocab = write_tokenizer(folder, tokens or chameleon_tokens())
     vq = CHAMELEON_VQ
     fields = {
@@ -136,9 +151,7 @@ def write_chameleon(
             "resolution": 64,
         },
     }
-    torch.manual_seed(0)
-    model = ChameleonForConditionalGeneration(ChameleonConfig(**fields | changes)).eval()
-    lively(model)
+    model = model_of("ChameleonForConditionalGeneration", **fields | changes)
     if lumina:  # one row of norms, as its authors store it
         for layer in model.model.layers:
             for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
@@ -182,7 +195,8 @@ def write_lumina2(folder: Path) -> Any:
     torch.save(taming(LUMINA2_VQ, encoder=True), folder / "movqgan_270M.ckpt")
     text = {"bos_token": None, "eos_token": {"content": special[0]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(text))
-    return sized(folder, model, "32x32")
+    configured(folder, size="32x32")
+    return model
 
 
 EMU35_VQ = VQGANConfig(
@@ -198,8 +212,6 @@ EMU35_VQ = VQGANConfig(
 
 def write_emu35(folder: Path, tokenizer: bool = True) -> Any:
     """A tiny Emu3.5 of 64 px in its authors' layout; the transformers model that is the same. Its words are bytes and a few pairs."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     tokens = [*(bytes([n]) for n in range(256)), b"re", b" the", b" t"]
     lines = [f"{b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)]
     ids = {name: len(tokens) + place for place, name in enumerate(EMU35_SPECIAL)}
@@ -214,23 +226,15 @@ def write_emu35(folder: Path, tokenizer: bool = True) -> Any:
         "rms_norm_eps": 1e-5,
         "vocab_size": len(tokens) + len(ids) + CODES,
     }
-    torch.manual_seed(0)
-    rope = {"rope_type": "default", "rope_theta": 1e6}
-    model = Qwen3ForCausalLM(Qwen3Config(**sizes, rope_parameters=rope, pad_token_id=0)).eval()
-    lively(model)
-    for name, value in named.items():
-        setattr(model.config, name, value)
+    model = model_of("Qwen3ForCausalLM", **sizes | named, rope_parameters=ROPE, pad_token_id=0)
     model.save_pretrained(folder)
-    written = json.loads((folder / "config.json").read_text())
-    del written["rope_parameters"], written["layer_types"]
-    written |= {"model_type": "Emu3", "architectures": ["Emu3ForCausalLM"], "rope_theta": 1e6}
-    (folder / "config.json").write_text(
-        json.dumps(written | {"attention_dropout": 0.1, "rope_scaling": None})
-    )
+    theirs = {"model_type": "Emu3", "architectures": ["Emu3ForCausalLM"], "rope_theta": ROPE["rope_theta"]}
+    theirs |= {"attention_dropout": 0.1, "rope_scaling": None, "size": "64x64"}
+    configured(folder, "rope_parameters", "layer_types", **theirs)
     (folder / "emu3.tiktoken").write_text("".join(lines))
     if tokenizer:
         write_ibq(folder / "Emu3.5-VisionTokenizer")
-    return sized(folder, model, "64x64")
+    return model
 
 
 def write_ibq(folder: Path) -> None:
@@ -238,13 +242,6 @@ def write_ibq(folder: Path) -> None:
     folder.mkdir(parents=True)
     save_file(taming(EMU35_VQ, encoder=True), folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({"model_type": "Emu3p5VisionVQ", "codebook_size": CODES}))
-
-
-def sized(folder: Path, model: Any, size: str) -> Any:
-    """The same model, after its config.json got a size."""
-    written = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(written | {"size": size}))
-    return model
 
 
 LANGUAGE = {
@@ -255,6 +252,7 @@ LANGUAGE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
+ROPE = {"rope_type": "default", "rope_theta": 1e6}
 
 
 def rewrite(folder: Path, names: dict[str, str]) -> None:
@@ -268,12 +266,11 @@ def rewrite(folder: Path, names: dict[str, str]) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def write_janus(folder: Path, authors: bool = False, **language: int) -> Any:
-    """A tiny Janus of 4 x 4 codes; the transformers model that wrote it. authors: in their own layout; language: its sizes."""
-    from transformers import JanusConfig, JanusForConditionalGeneration
-
+def write_janus(folder: Path, **language: int) -> Any:
+    """A tiny Janus of 4 x 4 codes; the transformers model that wrote it. language: its sizes."""
     vocab = write_tokenizer(folder, [BEGIN, PAD, DRAW, "<|User|>:", "<|Assistant|>:"])
-    config = JanusConfig(
+    model = model_of(
+        "JanusForConditionalGeneration",
         text_config=LANGUAGE
         | {"model_type": "llama", "vocab_size": len(vocab) + 3, "rms_norm_eps": 1e-6}
         | language,
@@ -296,48 +293,17 @@ def write_janus(folder: Path, authors: bool = False, **language: int) -> Any:
             "image_token_embed_dim": 32,
         },
     )
-    torch.manual_seed(0)
-    model = JanusForConditionalGeneration(config).eval()
-    lively(model)
     model.save_pretrained(folder)
-    if authors:
-        rewrite(folder, JANUS_AUTHORS)
-        written = json.loads((folder / "config.json").read_text())
-        written["model_type"] = "multi_modality"
-        written["architectures"] = ["MultiModalityCausalLM"]
-        written["language_config"] = written.pop("text_config")
-        del written["language_config"]["rms_norm_eps"]
-        (folder / "config.json").write_text(json.dumps(written))
     return model
-
-
-JANUS_AUTHORS = {
-    r"^lm_head": "language_model.lm_head",
-    r"^model\.language_model": "language_model.model",
-    r"^model\.vision_model": "vision_model",
-    r"^model\.aligner": "aligner",
-    r"^model\.generation_embeddings": "gen_embed",
-    r"^model\.generation_aligner\.fc1": "gen_aligner.layers.0",
-    r"^model\.generation_aligner\.hidden_layers\.0": "gen_aligner.layers.2",
-    r"^model\.generation_head\.proj_out": "gen_head.output_mlp_projector",
-    r"^model\.generation_head": "gen_head",
-    r"^model\.vqmodel": "gen_vision_model",
-    r"mid\.block_1": "mid.0",
-    r"mid\.attn_1": "mid.1",
-    r"mid\.block_2": "mid.2",
-    r"(gen_vision_model\.\w+)\.(up|down)\.(\d+)\.block": r"\1.conv_blocks.\3.res",
-    r"(gen_vision_model\.\w+)\.(up|down)\.(\d+)": r"\1.conv_blocks.\3",
-}
 
 
 def write_emu3(folder: Path, hub: bool = False, size: str = "32x32") -> Any:
     """A tiny Emu3 of 8 px a code and a size that its config.json tells; the transformers model that wrote it. hub: under the names of the hub's files."""
-    from transformers import Emu3Config, Emu3ForConditionalGeneration
-
     special = ["<|endoftext|>", "<|extra_200|>", "<|extra_201|>", "<|extra_203|>", "<|extra_204|>"]
     special += ["<|image token|>", "<|image start|>", "<|image end|>", "<image>"]
     vocab = write_tokenizer(folder, [*special, *map(visual_token, range(CODES)), "4*4", "2*3"])
-    config = Emu3Config(
+    model = model_of(
+        "Emu3ForConditionalGeneration",
         text_config=LANGUAGE | {"vocab_size": len(vocab) + 3, "pad_token_id": 0, "attention_dropout": 0.0},
         vq_config={
             "codebook_size": CODES,
@@ -348,16 +314,13 @@ def write_emu3(folder: Path, hub: bool = False, size: str = "32x32") -> Any:
         },
         vocabulary_map=vocab,
     )
-    torch.manual_seed(0)
-    model = Emu3ForConditionalGeneration(config).eval()
-    lively(model)
     for name, moving in model.named_buffers():
         if name.endswith("running_mean"):
             moving.normal_(0, 0.1)
         elif name.endswith("running_var"):
             moving.uniform_(0.5, 2)
     model.save_pretrained(folder)
-    sized(folder, model, size)
+    configured(folder, size=size)
     if hub:
         names = {r"^lm_head": "text_model.lm_head", r"^model\.text_model": "text_model.model"}
         rewrite(folder, names | {r"^model\.vqmodel": "vqmodel"})
@@ -415,22 +378,11 @@ def cosmos(book: tuple[int, int], latent: int = 8, width: int = 8) -> dict[str, 
 
 def write_language(folder: Path, kind: str, tokens: list[str], levels: list[int], **fields: Any) -> Any:
     """A tiny language model of 64 codes, 4 x 4 of a picture, after the words; the transformers model that wrote it."""
-    import transformers
-
     vocab = write_tokenizer(folder, tokens)
-    config = getattr(transformers, f"{kind}Config")(
-        **LANGUAGE | {"vocab_size": len(vocab) + CODES, "tie_word_embeddings": True} | fields
-    )
-    config.levels, config.size = levels, "64"
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    lively(model)
-    if kind == "Gemma":  # whose norms add one
-        for weight in (p for name, p in model.named_parameters() if "norm" in name):
-            weight.data -= 1
-        model.get_input_embeddings().weight.data /= (
-            4  # else codes repeat themselves: they are scaled, and the head's too
-        )
+    fields |= LANGUAGE | {"vocab_size": len(vocab) + CODES, "levels": levels, "size": "64"}
+    model = model_of(f"{kind}ForCausalLM", **fields, tie_word_embeddings=True)
+    if kind == "Gemma":  # else codes repeat themselves: they are scaled, and the head's too
+        model.get_input_embeddings().weight.data /= 4
     model.save_pretrained(folder)
     return model
 
@@ -439,8 +391,7 @@ def write_liquid(folder: Path, head_dim: int = 16) -> Any:
     """A tiny Liquid, its heads wider than their share of 8, as Gemma's are; the transformers model that wrote it."""
     tokens = ["<pad>", "<eos>", "<bos>", "<boi>", "<eoi>", "<unconditional>"]
     model = write_language(folder, "Gemma", tokens, [CODES], head_dim=head_dim, eos_token_id=1)
-    written = json.loads((folder / "config.json").read_text()) | {"hidden_act": "gelu"}  # as published
-    (folder / "config.json").write_text(json.dumps(written))
+    configured(folder, hidden_act="gelu")  # as published
     save_file(taming(CHAMELEON_VQ), folder / "vqgan.safetensors")
     return model
 
@@ -448,22 +399,16 @@ def write_liquid(folder: Path, head_dim: int = 16) -> Any:
 def write_sketch(folder: Path) -> None:
     """The model of `docs/extending.md`: a Llama over 20 words, whose files say nothing of codes."""
     write_language(folder, "Llama", ["<s>", "<draw>", "<pad>"], [CODES])
-    written = json.loads((folder / "config.json").read_text())
-    del written["levels"], written["size"]
-    (folder / "config.json").write_text(json.dumps(written))
+    configured(folder, "levels", "size")
     save_file(taming(CHAMELEON_VQ), folder / "vqgan.safetensors")
 
 
 def write_simplear(folder: Path, decoder: bool = True) -> Any:
     """A tiny SimpleAR with a config.json as its authors' code writes it; the transformers model that wrote it."""
-    theta = 1e6
-    rope = {"rope_type": "default", "rope_theta": theta}
     tokens = ["<|endoftext|>", "<|im_end|>", "<|t2i|>", "<|soi|>", "<|vtokens|>"]
-    model = write_language(folder, "Qwen2", tokens, [4, 4, 4], rope_parameters=rope)
-    written = json.loads((folder / "config.json").read_text())
-    del written["rope_parameters"], written["layer_types"]
-    written |= {"architectures": ["SimpARForCausalLM"], "rope_theta": theta, "sliding_window": 32768}
-    (folder / "config.json").write_text(json.dumps(written))
+    model = write_language(folder, "Qwen2", tokens, [4, 4, 4], rope_parameters=ROPE)
+    theirs = {"architectures": ["SimpARForCausalLM"], "rope_theta": ROPE["rope_theta"]}
+    configured(folder, "rope_parameters", "layer_types", **theirs, sliding_window=32768)
     if decoder:
         save_file(cosmos((CODES, 3)), folder / "vq_cosmos.safetensors")
     return model
@@ -494,24 +439,23 @@ def write_glm_processor(folder: Path) -> Any:
 
 def write_glm_image(folder: Path, positions: int = LANGUAGE["max_position_embeddings"]) -> Any:
     """A tiny GLM-Image of 64 codes and 4 tokens besides, of which 65 ends a picture; the transformers model that wrote it."""
-    from transformers import GlmImageConfig, GlmImageForConditionalGeneration
-
     rope = {
         "rope_type": "default",
         "rope_theta": 10000.0,
         "partial_rotary_factor": 0.5,
         "mrope_section": [1, 1],
     }
-    config = GlmImageConfig(
+    model = model_of(
+        "GlmImageForConditionalGeneration",
         text_config=LANGUAGE
         | {
             "max_position_embeddings": positions,
             "vocab_size": 100,
             "vision_vocab_size": CODES + 4,
-            "hidden_size": 32,
             "rope_parameters": rope,
-        }
-        | {"pad_token_id": 90, "eos_token_id": CODES + 1},
+            "pad_token_id": 90,
+            "eos_token_id": CODES + 1,
+        },
         vision_config={
             "depth": 1,
             "hidden_size": 16,
@@ -524,9 +468,6 @@ def write_glm_image(folder: Path, positions: int = LANGUAGE["max_position_embedd
         image_start_token_id=CODES,
         image_end_token_id=CODES + 1,
     )
-    torch.manual_seed(0)
-    model = GlmImageForConditionalGeneration(config).eval()
-    lively(model)
     model.save_pretrained(folder)
     return model
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from helpers.processes import commands
+
 COMMIT = "c0ffee" + "0" * 34
+Outcome = tuple[int, str, str]
 
 
 class Hub(ThreadingHTTPServer):
@@ -54,24 +58,11 @@ class Answer(BaseHTTPRequestHandler):
             return self.refuse("RevisionNotFound")
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         if rest[:1] == ["tree"]:
-            return self.say(
-                [
-                    {
-                        "type": "file",
-                        "path": str(p.relative_to(folder)),
-                        "size": p.stat().st_size,
-                        "oid": etag(p),
-                    }
-                    for p in files
-                ]
-            )
-        return self.say(
-            {
-                "id": repo,
-                "sha": COMMIT,
-                "siblings": [{"rfilename": str(p.relative_to(folder))} for p in files],
-            }
-        )
+            sizes = {str(path.relative_to(folder)): (path.stat().st_size, etag(path)) for path in files}
+            found = ({"path": name, "size": size, "oid": oid} for name, (size, oid) in sizes.items())
+            return self.say([{"type": "file", **each} for each in found])
+        siblings = [{"rfilename": str(path.relative_to(folder))} for path in files]
+        return self.say({"id": repo, "sha": COMMIT, "siblings": siblings})
 
     def file(self, path: Path) -> None:
         if not path.is_file():
@@ -129,3 +120,10 @@ def hub(root: Path) -> Iterator[Hub]:
         server.shutdown()
         server.server_close()
         thread.join(60)
+
+
+def ended(place: Path, address: str, *requested: list[str], **more: str) -> list[Outcome]:
+    """How commands in one process ended, with a hub at an address: status, stdout, stderr."""
+    env = os.environ | {"HF_ENDPOINT": address, "HF_HOME": str(place / "home"), "HF_HUB_DISABLE_XET": "1"}
+    env |= {"XDG_CACHE_HOME": str(place / "cache"), "NO_PROXY": "127.0.0.1"} | more
+    return commands(requested, place, env=env)[1]

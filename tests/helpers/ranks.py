@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,21 @@ from transformers.distributed import DistributedConfig
 
 import lanternpp
 from helpers.processes import SECONDS
-from lanternpp import InputError, Pipeline
-
-METHODS = ("eagle", "jacobi-coupled", "lantern-jacobi")
+from helpers.refusals import rejects
+from lanternpp import Pipeline
 
 
 def drawn(pipe: Pipeline) -> dict[str, Any]:
-    """Codes of a guided batch, passes and a sum of the pixels, greedy and sampled: by the parallel drafter, for the layers that a
-    family divides, and of SimpleAR by several methods."""
+    """Codes of a guided batch, passes and a sum of the pixels: by the parallel drafter, for the layers that a family divides, and of
+    SimpleAR by other methods too."""
     found = {}
-    for method in ("parallel", *(METHODS if pipe.name == "simplear" else ())):
-        dials = {"neighbours": 8} if method.startswith("lantern") else {}
-        for temperature in (0.0, 1.0):
-            given = {"method": method, "cfg": 2.0, "temperature": temperature, "seed": 3, **dials}
-            result = pipe(["a red tulip", "the red sea"], **given)
-            pixels = sum(map(sum, (image.tobytes() for image in result.images)))
-            found[f"{method} {temperature}"] = [result.codes.tolist(), result.stats.passes, pixels]
+    for method in ("parallel", *(("eagle", "lantern-jacobi") if pipe.name == "simplear" else ())):
+        dials = {"neighbours": 8} if method == "lantern-jacobi" else {}
+        result = pipe(
+            ["a red tulip", "the red sea"], method=method, cfg=2.0, temperature=1.0, seed=3, **dials
+        )
+        pixels = sum(map(sum, (image.tobytes() for image in result.images)))
+        found[method] = [result.codes.tolist(), result.stats.passes, pixels]
     return found
 
 
@@ -46,15 +44,6 @@ def in_place(folder: Path, rank: int, arguments: dict[str, Any]) -> list[list[in
     return codes
 
 
-def refused(make: Callable[[], Any]) -> str:
-    """The sentence of its InputError."""
-    try:
-        make()
-    except InputError as error:
-        return str(error)
-    return "nothing was wrong"
-
-
 def main(place: Path) -> None:
     """`drawn`: folders of models that are divided; `refused`: of those that cannot be; `simplear`: one for `in_place`."""
     signal.alarm(SECONDS)  # a process that waits for another one in vain ends
@@ -64,7 +53,7 @@ def main(place: Path) -> None:
         return Pipeline.from_pretrained(folder, device="cpu", dtype="float64", tensor_parallel=True)
 
     results: dict[str, Any] = {path.name: drawn(opened(path)) for path in (place / "drawn").iterdir()}
-    results |= {path.name: refused(lambda p=path: opened(p)) for path in (place / "refused").iterdir()}
+    results |= {path.name: rejects(".", opened, path) for path in (place / "refused").iterdir()}
     asked = {"generation_mode": "image", "do_sample": True, "guidance_scale": 2.0}
     results["in place"] = in_place(place / "drawn" / "simplear", rank, asked)
     (place / f"{rank}.json").write_text(json.dumps(results))

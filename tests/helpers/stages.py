@@ -38,7 +38,6 @@ def tokenizer(
     steps: int = 8,
     stop: int | None = None,
     config: Any = VQ_SHAPE,
-    restart: bool = False,
     codes_of: Path | None = None,
     weights_of: Path | None = None,
     classifier_of: Path | None = None,
@@ -46,7 +45,7 @@ def tokenizer(
 ) -> bool:
     """A tokenizer; by default without a discriminator and a perceptual loss."""
     small = {"batch_size": 4, "adversarial": False, "perceptual": 0.0, **settings}
-    where = options(model / "tokenizer", steps, stop, restart=restart)
+    where = options(model / "tokenizer", steps, stop)
     others = {"codes_of": codes_of, "weights_of": weights_of, "classifier_of": classifier_of}
     return tokenizers.train(data, config, tokenizers.TokenizerSettings(**small), where, **others)
 

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, T5EncoderModel
 
 from lanternpp.errors import InputError
 from lanternpp.models.base import PromptWarning
-from lanternpp.models.conditions import FEATURES, T5Text, TextCondition, class_of, classes, clean, text_of
+from lanternpp.models.conditions import FEATURES, T5Text, TextCondition, class_of, classes, clean
 from lanternpp.models.hub import quiet
 
 CLEANED = {  # what the authors' own cleaning makes of them
@@ -61,24 +61,18 @@ def test_features_are_the_encoders_without_padding(encoder: Path) -> None:
     assert torch.allclose(features, states[:4], atol=1e-5)
 
 
-def test_it_loads_once_and_forgets_nothing_when_released(encoder: Path, monkeypatch) -> None:
-    text, like = T5Text(encoder), torch.empty(0)
-    first = text.features("a tulip", like)
-    loaded = text._encoder
-    text.features("a red tulip", like)
-    assert text._encoder is loaded
-    text.release()
-    monkeypatch.setattr(text, "_load", lambda _: pytest.fail("loaded again"))
-    assert torch.equal(text.features("a tulip", like), first)
-
-
-def test_what_was_asked_for_longest_ago_is_forgotten_first(encoder: Path, monkeypatch) -> None:
+def test_features_are_remembered_and_what_was_asked_for_longest_ago_goes_first(
+    encoder: Path, monkeypatch
+) -> None:
+    """Without the encoder too, once it is released."""
     text, like = T5Text(encoder), torch.empty(0)
     text.cache_texts(2 - text._kept)  # room for two
-    for prompt in ("a tulip", "a red tulip", "a tulip", "a blue tulip"):
+    first = text.features("a tulip", like)
+    for prompt in ("a red tulip", "a tulip", "a blue tulip"):
         text.features(prompt, like)
-    monkeypatch.setattr(text, "_encoded", lambda *_: pytest.fail("encoded again"))
-    text.features("a tulip", like)
+    text.release()
+    monkeypatch.setattr(text, "_load", lambda *_: pytest.fail("loaded again"))
+    assert torch.equal(text.features("a tulip", like), first)
     text.features("a blue tulip", like)
 
 
@@ -117,16 +111,6 @@ def test_stored_features_are_rows_of_numbers(encoder: Path, tmp_path: Path) -> N
 def test_a_long_prompt_is_cut_with_a_warning(encoder: Path) -> None:
     with pytest.warns(PromptWarning, match="13 tokens; this model reads the first 5"):
         assert T5Text(encoder, tokens=5).features("red " * 12, torch.empty(0)).shape == (5, 24)
-
-
-def test_stored_features_stand_in_for_the_encoder(encoder: Path, tmp_path: Path) -> None:
-    like = torch.empty(0, dtype=torch.bfloat16)
-    rows = {text: T5Text(encoder).features(text, like).contiguous() for text in ("a tulip", "a red tulip")}
-    save_file(rows, tmp_path / FEATURES)
-    text = text_of(tmp_path, {"text": str(tmp_path / "nowhere")})
-    expected = T5Text(encoder).features("a red tulip", like).float()
-    assert torch.equal(text.features("a red tulip", torch.empty(0)), expected)
-    rejects("cannot be loaded", text.features, "a blue tulip", torch.empty(0))
 
 
 def test_texts_lie_right_and_null_rows_are_padded_like_them(encoder: Path) -> None:

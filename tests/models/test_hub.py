@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
-from helpers.hub import COMMIT, hub
+from helpers.hub import COMMIT, Outcome, ended, hub
 from helpers.models import write_model
-from helpers.processes import commands
 from helpers.refusals import rejects
 
 from lanternpp.models.hub import HubId, choose, hub_id
 
 DRAW = ["generate", "a red tulip", "--model", "lamp/tiny", "--json", "-o", "a.png"]
 ABSENT = {"lamp/absent": "lamp/absent", "lamp/tiny@v9": "v9", "lamp/tiny/other.pt": "other.pt"}
-Outcome = tuple[int, str, str]
 
 
 def shelf(place: Path) -> Path:
@@ -27,25 +24,10 @@ def shelf(place: Path) -> Path:
     return place / "hub"
 
 
-def ended(place: Path, address: str, *requested: list[str], **more: str) -> list[Outcome]:
-    """How commands in one process ended: status, stdout, stderr."""
-    env = os.environ | {"HF_ENDPOINT": address, "HF_HOME": str(place / "home"), "HF_HUB_DISABLE_XET": "1"}
-    env |= {"XDG_CACHE_HOME": str(place / "cache"), "NO_PROXY": "127.0.0.1"} | more
-    return commands(requested, place, env=env)[1]
-
-
 def bench(shelf: Path, prompts: str, out: str) -> list[str]:
     quick = ["--methods", "ar", "-n", "1", "--no-plots", "--no-measure-tv", "--json"]
-    return [
-        "bench",
-        "--model",
-        str(shelf / "lamp/tiny"),
-        *quick,
-        "--prompts",
-        f"lamp/words/{prompts}",
-        "-o",
-        out,
-    ]
+    where = ["--model", str(shelf / "lamp/tiny"), "--prompts", f"lamp/words/{prompts}"]
+    return ["bench", *where, *quick, "-o", out]
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import checkpoints
+from helpers.checkpoints import CODES, PARENTS, TREE_CODES
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -16,18 +17,8 @@ from lanternpp.engine.cache import Cache
 from lanternpp.models.base import Target
 
 GOLDEN = load_file(Path(__file__).parent.parent / "golden" / "llamagen.safetensors")
-CODES = torch.tensor([5, 17, 3, 40, 8, 21])
-PARENTS = [-1, 0, 0, 1, 1, 2, 3]
-TREE_CODES = torch.tensor([5, 17, 30, 3, 9, 44, 12])
 TEXT = "a text"
-CASES = [
-    ("c2i", "official", 1),
-    ("c2i", "llama", 1),
-    ("c2i heads", "official", 4),
-    ("c2i heads", "llama", 4),
-    ("t2i", "official", 1),
-    ("t2i", "llama", 1),
-]
+CASES = [("c2i", "official", 1), ("c2i heads", "official", 4), ("c2i heads", "llama", 4), ("t2i", "llama", 1)]
 
 
 def opened(name: str, layout: str, heads: int, folder: Path) -> Target:

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
+from helpers.stacks import StackPasses
 
 from lanternpp.engine.cache import Cache
 from lanternpp.nn.decoder import Decoder, DecoderConfig, angle_table, grid_table, line_table
@@ -24,12 +24,12 @@ def test_tables_turn_by_the_place_on_a_line_and_by_row_and_column_on_a_grid():
 
 
 SHAPES = {
-    "plain": DecoderConfig(dim=16, layers=2, heads=2, hidden=24),
-    "grouped": DecoderConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden=24),
-    "one group": DecoderConfig(dim=32, layers=1, heads=4, kv_heads=1, hidden=24),
-    "no norms": DecoderConfig(dim=16, layers=2, heads=2, hidden=24, first_norm=False, final_norm=False),
-    "normed heads": DecoderConfig(dim=16, layers=2, heads=2, hidden=24, qk_norm=True),
-    "wide heads": DecoderConfig(dim=16, layers=2, heads=4, kv_heads=2, hidden=24, head_dim=8),
+    "plain": DecoderConfig(dim=16, layers=3, heads=2, hidden=24),
+    "one group": DecoderConfig(dim=32, layers=3, heads=4, kv_heads=1, hidden=24),
+    "a drafter": DecoderConfig(dim=16, layers=3, heads=2, hidden=24, first_norm=False, final_norm=False),
+    "normed heads": DecoderConfig(dim=32, layers=3, heads=4, kv_heads=2, hidden=24, qk_norm=True),
+    "wide heads": DecoderConfig(dim=16, layers=3, heads=4, kv_heads=2, hidden=24, head_dim=8),
+    "another epsilon": DecoderConfig(dim=16, layers=3, heads=2, hidden=24, norm_eps=0.1),
 }
 every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
@@ -48,34 +48,33 @@ def network(shape: DecoderConfig) -> Decoder:
 
 @every_shape
 def test_a_pass_into_the_cache_is_the_causal_pass(shape):
+    """By the modules, and by plain operations on the decoder's `Stack`, which kernels compute."""
     decoder = network(shape)
     x = torch.randn(2, 9, shape.dim, dtype=torch.float64)
-    cache = Cache(shape, 2, 16, x)
-    memory = cache.rows(torch.arange(2), torch.zeros(2, dtype=torch.int64), 5)
-    first = decoder(x[:, :5], memory.nodes(), memory)
-    count = torch.arange(4).expand(2, -1)
-    rest = decoder(
-        x[:, 5:], cache.nodes(count, torch.ones(4, 4, dtype=torch.bool).tril().expand(2, -1, -1)), cache
-    )
-    assert torch.allclose(torch.cat((first, rest), 1), decoder.forward_sequence(x), atol=1e-10)
+    expected = decoder.forward_sequence(x, aux_layers=(0, 1))
+    for native in (None, StackPasses(decoder.stack(), decoder.rotary_table)):
+        decoder.native = native
+        cache = Cache(shape, 2, 16, x)
+        memory = cache.rows(torch.arange(2), torch.zeros(2, dtype=torch.int64), 5)
+        first = decoder(x[:, :5], memory.nodes(), memory, (0, 1))
+        count, mask = torch.arange(4).expand(2, -1), torch.ones(4, 4, dtype=torch.bool).tril()
+        rest = decoder(x[:, 5:], cache.nodes(count, mask.expand(2, -1, -1)), cache, (0, 1))
+        assert torch.allclose(torch.cat((first, rest), 1), expected, atol=1e-10)
+    assert native.passes == 2
 
 
 @every_shape
 def test_layers_below_the_last_are_returned_as_they_leave_them(shape):
-    """By a pass over the whole sequence and by one into the cache; the features are the same with and without."""
-    decoder = network(replace(shape, layers=3))
-    x, features = torch.randn(2, 5, shape.dim, dtype=torch.float64), []
+    decoder = network(shape)
+    x = torch.randn(2, 5, shape.dim, dtype=torch.float64)
+    features = [decoder.forward_sequence(x)]
     lower = copy.deepcopy(decoder)
     lower.norm = torch.nn.Identity()
     for count in (1, 2):
         lower.blocks = decoder.blocks[:count]
         features.append(lower.forward_sequence(x))
-    expected = torch.cat((decoder.forward_sequence(x), *features), -1)
-    assert torch.equal(decoder.forward_sequence(x, aux_layers=(0, 1)), expected)
-    memory = Cache(decoder.config, 2, 8, x).rows(torch.arange(2), torch.zeros(2, dtype=torch.int64), 5)
-    assert torch.allclose(decoder(x, memory.nodes(), memory, (0, 1)), expected, atol=1e-10)
-    top = torch.cat((expected[..., : shape.dim], expected[..., 2 * shape.dim :]), -1)
-    assert torch.equal(decoder.forward_sequence(x, aux_layers=(1,)), top)
+    assert torch.equal(decoder.forward_sequence(x, aux_layers=(0, 1)), torch.cat(features, -1))
+    assert torch.equal(decoder.forward_sequence(x, aux_layers=(1,)), torch.cat(features[::2], -1))
 
 
 def test_a_position_beyond_the_grid_is_the_last_one():

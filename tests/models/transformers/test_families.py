@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,11 +15,11 @@ from helpers.families import (
     CODES,
     EVERY,
     PIXELS,
+    configured,
     with_drafters,
     write_glm_image,
     write_glm_processor,
     write_janus,
-    write_simplear,
     write_tokenizer,
 )
 from helpers.processes import python
@@ -31,7 +29,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 import lanternpp
-from lanternpp import InputError, Pipeline
+from lanternpp import Pipeline
 from lanternpp.api.model import read_target
 from lanternpp.api.options import METHODS
 from lanternpp.drafters.published import PublishedDrafter
@@ -41,7 +39,6 @@ from lanternpp.models.transformers.format import Raster
 from lanternpp.models.transformers.glm_image import GlmImage
 from lanternpp.models.transformers.janus import BEGIN, DRAW, PAD
 from lanternpp.models.vq.codes import nearest
-from lanternpp.nn.decoder import HeadNorm
 from lanternpp.nn.sources import Source
 
 PROMPTS = ["a photo of the red tulip", "red sea", "the sea at sunset"]
@@ -80,30 +77,30 @@ def names(folder: Path, ids: list[int]) -> str:
     return " ".join(str(tokenizer.id_to_token(i)) for i in ids)
 
 
-@pytest.mark.parametrize(("count", "guided"), [(1, False), (3, True)])
-@pytest.mark.parametrize("name", ["chameleon", "janus", "emu3", "lumina2", "emu3.5", "liquid", "simplear"])
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    [*((name, 3.0) for name in CASES if name != "glm-image"), ("emu3", 1.0), ("liquid", 1.0)],
+)
 def test_pipeline_accelerate_and_generate_draw_the_same_greedy_codes(
-    name: str, guided: bool, count: int, tmp_path: Path
+    name: str, scale: float, tmp_path: Path
 ) -> None:
-    """Pixels too, by the model's own decoder. transformers' Janus cannot draw without guidance."""
+    """Pixels too, by the model's own decoder."""
     case = CASES[name](tmp_path)
-    pipe, model, texts = pipeline(tmp_path), case.model, PROMPTS[:count]
+    pipe, model = pipeline(tmp_path), case.model
     target: Any = pipe.target
-    scale = 3.0 if guided else 1.0
-    given = case.call(target, texts, scale) | {"do_sample": False}
-    expected = None if name == "janus" and not guided else model.generate(**given)
+    given = case.call(target, PROMPTS, scale) | {"do_sample": False}
+    expected = model.generate(**given)
     lanternpp.accelerate(model, window=5)
-    drawn = model.generate(**given)
-    assert expected is None or torch.equal(drawn, expected)
+    assert torch.equal(model.generate(**given), expected)
     assert model.generate.codes_per_pass > 1
-    assert torch.equal(model.generate(**given, method="ar", window=None), drawn)
+    assert torch.equal(model.generate(**given, method="ar", window=None), expected)
     lanternpp.restore(model)
     assert "generate" not in vars(model)
-    assert expected is None or torch.equal(model.generate(**given), expected)
+    assert torch.equal(model.generate(**given), expected)
     for method in ("ar", "jacobi-coupled"):
-        result = pipe(texts, method=method, temperature=0.0, cfg=scale)
+        result = pipe(PROMPTS, method=method, temperature=0.0, cfg=scale)
         tokens = result.codes if name == "janus" else target.token_ids(result.codes)
-        assert torch.equal(tokens, case.tokens(drawn, given, target)), method
+        assert torch.equal(tokens, case.tokens(expected, given, target)), method
     assert tokens.unique().numel() > 3
     grid = target.raster.grid(result.codes)
     if name in ("janus", "emu3"):
@@ -127,25 +124,22 @@ def glm_pipe(glm: tuple[Path, Any, Any]) -> Pipeline:
     return Pipeline.from_pretrained(glm[0], device="cpu", dtype="float64", size="64x32")
 
 
-@pytest.mark.parametrize("count", [1, 3])
+HOW = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+OTHERS = list(range(CODES, CODES + 4))  # GLM-Image's tokens that are no codes
+
+
 def test_greedy_codes_of_glm_image_are_those_of_transformers(
-    glm: tuple[Path, Any, Any], glm_pipe: Pipeline, count: int
+    glm: tuple[Path, Any, Any], glm_pipe: Pipeline
 ) -> None:
-    """A small picture of 11 x 22 codes and a large one of 1 x 2, from prompts of different lengths."""
+    """A small picture of 11 x 22 codes and a large one of 1 x 2, from prompts of different lengths.
+
+    Its decoder gets the large picture at twice its resolution.
+    """
     _, model, processor = glm
-    messages = [[{"role": "user", "content": [{"type": "text", "text": text}]}] for text in PROMPTS[:count]]
-    inputs = processor.apply_chat_template(
-        messages,
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-        target_h=32,
-        target_w=64,
-        padding=True,
-    )
+    messages = [[{"role": "user", "content": [{"type": "text", "text": text}]}] for text in PROMPTS[:2]]
+    inputs = processor.apply_chat_template(messages, **HOW, target_h=32, target_w=64, padding=True)
     assert inputs["image_grid_thw"][:2].tolist() == [[1, 1, 2], [1, 11, 22]]
-    others = list(range(CODES, CODES + 4))
-    call = {**inputs, "do_sample": False, "max_new_tokens": 244, "suppress_tokens": others}
+    call = {**inputs, "do_sample": False, "max_new_tokens": 244, "suppress_tokens": OTHERS}
     expected = model.generate(**call)
     lanternpp.accelerate(model, window=5)
     assert torch.equal(model.generate(**call), expected)
@@ -153,9 +147,13 @@ def test_greedy_codes_of_glm_image_are_those_of_transformers(
     codes = expected[:, inputs["input_ids"].shape[1] :]
     assert codes.unique().numel() > 3
     for method in ("ar", "jacobi-coupled"):
-        result = glm_pipe(PROMPTS[:count], method=method, temperature=0, output_type="codes")
+        result = glm_pipe(PROMPTS[:2], method=method, temperature=0, output_type="codes")
         assert torch.equal(result.codes, codes), method
     assert result.stats.codes_per_pass > 1
+    book: Any = glm_pipe.target.codebook
+    assert torch.allclose(book.norm(dim=-1), torch.ones(CODES, dtype=book.dtype))  # as it is looked up
+    left, right = codes[0, -2:].tolist()
+    assert glm_pipe.target.prior(codes[:1]).tolist() == [[left, left, right, right] * 2]  # type: ignore[operator]
 
 
 def test_greedy_codes_of_an_edit_by_glm_image_are_those_of_transformers(
@@ -166,10 +164,9 @@ def test_greedy_codes_of_an_edit_by_glm_image_are_those_of_transformers(
     pipe = Pipeline.from_pretrained(folder, device="cpu", dtype="float64", size="128x96")
     pictures = [Image.effect_noise(size, 120).convert("RGB") for size in ((96, 64), (64, 128))]
     content = [*({"type": "image", "image": one} for one in pictures), {"type": "text", "text": PROMPT}]
-    how = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "target_h": 96, "target_w": 128}
-    inputs = processor.apply_chat_template([{"role": "user", "content": content}], **how)
-    others = list(range(CODES, CODES + 4))
-    call = {**inputs, "do_sample": False, "max_new_tokens": 12, "suppress_tokens": others}
+    messages = [{"role": "user", "content": content}]
+    inputs = processor.apply_chat_template(messages, **HOW, target_h=96, target_w=128)
+    call = {**inputs, "do_sample": False, "max_new_tokens": 12, "suppress_tokens": OTHERS}
     codes = model.generate(**call)[:, inputs["input_ids"].shape[1] :]
     greedy: Any = {"temperature": 0, "output_type": "codes", "image": pictures}
     for method in ("ar", "jacobi-coupled"):
@@ -179,18 +176,13 @@ def test_greedy_codes_of_an_edit_by_glm_image_are_those_of_transformers(
     grids = [list(grid.shape) for grid in target.depicted(PROMPT, pictures).pictures]
     assert grids == inputs["image_grid_thw"][:-1, 1:].tolist()
     rejects("differ in length, so each edits in a call of its own", pipe, PROMPTS, **greedy)
-    with pytest.raises(InputError, match="the pictures cannot be shown: absolute aspect ratio"):
-        pipe(PROMPT, output_type="codes", image=Image.new("RGB", (300, 30)))
+    narrow = Image.new("RGB", (300, 30))
+    rejects("cannot be shown: absolute aspect ratio", pipe, PROMPT, output_type="codes", image=narrow)
 
 
-# A family with row ends meets every method, one without every draft and neighbours; the others have a draft of each kind.
+# A family with row ends meets every method; the others have drafts with neighbours, and drafters in tests/training/test_samples.py.
 DRAWN = [("emu3", method) for method in METHODS]
-DRAWN += [("janus", method) for method in METHODS if method not in ("cool", "lantern", "lantern-static")]
-DRAWN += [
-    (name, method)
-    for name in EVERY.keys() - {"janus", "emu3"}
-    for method in ("ar", "eagle", "parallel", "lantern-jacobi")
-]
+DRAWN += [(name, "lantern-jacobi") for name in EVERY.keys() - {"emu3"}]
 
 
 @pytest.mark.parametrize(("name", "method"), sorted(DRAWN))
@@ -204,8 +196,7 @@ def test_every_method_draws_alone_and_in_a_batch_guided_and_not(name: str, metho
     for result in (one, three):
         grid = torch.nn.functional.pad(result.codes, (0, int(ends)), value=CODES)
         rows = grid.unflatten(1, (4, 4 + ends))
-        assert (rows[..., :4] < CODES).all()
-        assert not ends or (rows[..., -1] == CODES).all()
+        assert torch.equal(rows == CODES, (torch.arange(4 + ends) == 4).expand_as(rows))
         assert result.images[0].size == (side, side)
     if METHODS[method].dials["accept"] == "exact":
         drafted = pipe(PROMPT, method=method, temperature=0.0)
@@ -213,7 +204,7 @@ def test_every_method_draws_alone_and_in_a_batch_guided_and_not(name: str, metho
 
 
 KERNELS = [(name, "auto") for name in ("emu3", "lumina2", "emu3.5", "liquid", "simplear")]
-KERNELS += [(name, "bfloat16") for name in EVERY]
+KERNELS += [(name, "bfloat16") for name in ("anole", "janus", LUMINA, "emu3")]
 
 
 @pytest.mark.skipif(library() is None, reason="there are no kernels for this machine")
@@ -350,25 +341,24 @@ def test_a_size_that_cannot_be_drawn_is_refused(name: str, size: str, said: str,
     rejects(said, read_target, models / name, torch.float32, given={"size": size})
 
 
-def edited(folder: Path, to: Path, **changes: Any) -> Path:
-    """A copy of a checkpoint whose config has other fields; None removes one."""
+def edited(folder: Path, to: Path, *removed: str, **changes: Any) -> Path:
+    """A copy of a checkpoint whose config has other fields."""
     shutil.copytree(folder, to)
-    config = json.loads((to / "config.json").read_text()) | changes
-    (to / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    configured(to, *removed, **changes)
     return to
 
 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"hidden_size": None}, "asks for .* weights and the files hold"),
+        ({"hidden_size": 1 << 14}, "asks for .* weights and the files hold"),
         ({"hidden_act": "gelup"}, "gelup"),
         ({"num_hidden_layers": 3}, r"missing model\.layers\.2"),
+        ({"intermediate_size": 50}, r"down_proj\.weight is \(32, 48\) where \(32, 50\) is expected"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000 is out of range"),
         ({"max_position_embeddings": 16}, "4x4 codes.*16 positions"),
         ({"model_type": "llava", "architectures": ["Llava"]}, "no model family.*Anole-7B"),
         ({"vocabulary_map": {"IMGIMGAZ": 4, "IMGIMGBZ": 5}}, "has 2 codes and the tokenizer"),
-        ({"num_attention_heads": "many"}, "num_attention_heads"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused_in_one_line(
@@ -378,35 +368,37 @@ def test_a_config_that_does_not_fit_is_refused_in_one_line(
 
 
 def test_what_is_missing_beside_a_checkpoint_is_named(models: Path, tmp_path: Path) -> None:
-    lumina = models / LUMINA
-    text_only = edited(models / "anole", tmp_path / "chameleon-7b", vocabulary_map=None)
+    def refused(said: str, folder: Path, **given: Path) -> None:
+        rejects(said, read_target, folder, torch.float32, given=given)
+
+    text_only = edited(models / "anole", tmp_path / "chameleon-7b", "vocabulary_map")
     write_tokenizer(text_only, ["<s>", "</s>", "<unk>"])
-    rejects("only writes text", read_target, text_only, torch.float32)
+    refused("only writes text", text_only)
     (text_only / "tokenizer.json").write_text("not JSON")
-    rejects("no tokenizer", read_target, text_only, torch.float32)
+    refused("no tokenizer", text_only)
     (text_only / "tokenizer.json").unlink()
-    rejects(r"tokenizer\.json is missing", read_target, text_only, torch.float32)
-    bare = edited(lumina, tmp_path / LUMINA)
-    (bare / "vqgan.safetensors").unlink()
-    rejects(r"no VQ decoder.*vqgan\.ckpt", read_target, bare, torch.float32)
-    for name, file in (("lumina2", "movqgan_270M.ckpt"), ("emu3.5", "Emu3.5-VisionTokenizer")):
-        bare2 = edited(models / name, tmp_path / name)
-        (shutil.rmtree if (bare2 / file).is_dir() else Path.unlink)(bare2 / file)
-        with pytest.raises(InputError, match=rf"no VQ decoder: put {re.escape(file)} there.* not on this"):
-            read_target(bare2, torch.float32)
-    write_simplear(tmp_path / "simplear", decoder=False)
-    with pytest.raises(InputError, match=r"put vq_cosmos\.safetensors there.*docs/models\.md"):
-        read_target(tmp_path / "simplear", torch.float32)
-    with pytest.raises(InputError, match=r"decoder\.jit is no checkpoint"):
-        (tmp_path / "decoder.jit").write_bytes(b"code")
-        read_target(tmp_path / "simplear", torch.float32, given={"tokenizer": tmp_path / "decoder.jit"})
+    refused(r"tokenizer\.json is missing", text_only)
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    for name, file, reason in (
+        (LUMINA, "vqgan.safetensors", r"vqgan\.ckpt there"),
+        ("lumina2", "movqgan_270M.ckpt", r"movqgan_270M\.ckpt there.* not on this"),
+        ("emu3.5", "Emu3.5-VisionTokenizer", r"Emu3\.5-VisionTokenizer there.* not on this"),
+        ("simplear", "vq_cosmos.safetensors", r"vq_cosmos\.safetensors there.*docs/models\.md"),
+    ):
+        bare = edited(models / name, tmp_path / name)
+        (bare / file).rename(moved / file)
+        refused(f"no VQ decoder: put {reason}", bare)
+    (tmp_path / "decoder.jit").write_bytes(b"code")
+    refused(r"decoder\.jit is no checkpoint", bare, tokenizer=tmp_path / "decoder.jit")
     plain = edited(models / "liquid", tmp_path / "gemma")
     write_tokenizer(plain, ["<pad>", "<eos>", "<bos>"])
-    rejects("no token <boi>: it only writes text", read_target, plain, torch.float32)
+    refused("no token <boi>: it only writes text", plain)
     write_tokenizer(plain, ["<pad>", "<boi>", *(f"<unused{n}>" for n in range(9))])
-    rejects("of 87 tokens has no 64 codes; known is Liquid", read_target, plain, torch.float32)
-    given = read_target(bare, torch.float32, given={"tokenizer": lumina / "vqgan.safetensors"})
-    assert given.pixels(torch.zeros(1, 19, dtype=torch.int64)).shape == (1, 3, 64, 64)
+    refused("of 87 tokens has no 64 codes; known is Liquid", plain)
+    given = {"tokenizer": moved / "vqgan.safetensors"}
+    target = read_target(tmp_path / LUMINA, torch.float32, given=given)
+    assert target.pixels(torch.zeros(1, 19, dtype=torch.int64)).shape == (1, 3, 64, 64)
 
 
 def test_words_are_pairs_of_bytes_by_their_ranks(models: Path, tmp_path: Path) -> None:
@@ -429,12 +421,17 @@ def test_pictures_are_read_by_the_tokenizer_beside_a_model(name: str, by_product
     target: Any = read_target(models / name, torch.float32)
     reader = target.reader()
     side = 4 * PIXELS[name]
-    images = torch.rand(2, 3, side, side, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    noise = torch.randint(
+        256, (2, side, side, 3), generator=torch.Generator().manual_seed(1), dtype=torch.uint8
+    )
+    images = noise.permute(0, 3, 1, 2) / 127.5 - 1
     with torch.no_grad():
         grids = [nearest(target.encoder()(images), target.latents, product) for product in (False, True)]
     codes = reader.encode(images)
     assert (reader.size, codes.shape) == (side, (2, 19)) and (codes[:, 4::5] == CODES).all()
     assert torch.equal(target.raster.grid(codes), grids[by_product]) and not torch.equal(*grids)
+    shown = [target.read_picture(Image.fromarray(picture.numpy()), 16) for picture in noise]
+    assert torch.equal(torch.stack(shown), grids[by_product])
 
 
 def test_a_prompt_of_emu35_may_show_pictures(
@@ -450,51 +447,35 @@ def test_a_prompt_of_emu35_may_show_pictures(
     picture = Image.fromarray(noise.numpy())
     picture.save(tmp_path / "photo.png")
 
+    ids, row_end = target.text.ids, target.row_end
     shown = target.depicted("red sea", [picture], own_shape=False)
     (grid,) = shown.pictures
     assert shown == "red sea" and grid.shape == (3, 5) and len(grid.unique()) > 3
-    # 23 tokens of the picture
-    assert shown.shape == (Raster(4, 4, True), 96 + 23)
-    laid = [f"{row.tolist()}" for row in grid]
-    decode = functools.partial(target.text._tokenizer.decode, skip_special_tokens=False)
-    row_end, first = target.row_end, target.codes[0]
-    for ids, text in (
-        (target.conditional(shown), "for x2i task. USER: {}red sea ASSISTANT: "),
-        (target.unconditional(shown), ". USER: {} ASSISTANT: "),
-    ):
-        start = ids.index(target.text.id("<|image token|>")) + 1
-        rows = [ids[start + 6 * row : start + 6 * row + 5] for row in range(3)]
-        assert [f"{[token - first for token in row]}" for row in rows] == laid
-        assert [ids[start + 5], ids[start + 11]] == [row_end] * 2
-        words = decode([token for token in ids if token < first])
-        image = "<|image start|>3*5<|image token|><|extra_200|><|extra_200|><|image end|>"
-        assert words == (
-            f"<|extra_203|>You are a helpful assistant{' ' if 'task' in text else ''}{text.format(image)}"
-            "<|extra_100|><|image start|>4*4<|image token|>"
-        )
+    first, second, third = (grid + target.codes[0]).tolist()
+    tokens = [*ids("<|image start|>3*5<|image token|>"), *first, row_end, *second, row_end, *third]
+    tokens += ids("<|image end|>")
+    assert shown.shape == (Raster(4, 4, True), 96 + len(tokens))
+    task, drawn = "<|extra_203|>You are a helpful assistant", "<|extra_100|><|image start|>4*4<|image token|>"
+    conditional = [*ids(f"{task} for x2i task. USER: "), *tokens, *ids(f"red sea ASSISTANT: {drawn}")]
+    assert target.conditional(shown) == conditional
+    unconditional = [*ids(f"{task}. USER: "), *tokens, *ids(f" ASSISTANT: {drawn}")]
+    assert target.unconditional(shown) == unconditional
     own = target.depicted("red sea", [Image.new("RGB", (50, 50)), picture])
     assert own.shape[0] == Raster(3, 5, True)
-    drawn = [token for token in target.shaped(own.shape).conditional(own) if token < first]
-    assert decode(drawn).endswith("<|image start|>3*5<|image token|>")
+    size = ids("<|image start|>3*5<|image token|>")
+    assert target.shaped(own.shape).conditional(own)[-len(size) :] == size
 
     edited = pipe(PROMPTS, image=tmp_path / "photo.png", **usual)
     edited_codes = edited.codes
     assert edited_codes.shape == (3, 3 * 6 - 1) and {one.size for one in edited.images} == {(80, 48)}
     assert (edited_codes[:, 5::6] == CODES).all() and target.slots == 96
     assert torch.equal(pipe(PROMPTS, image=[picture], method="jacobi", temperature=0.0).codes, edited_codes)
-    *_, last = pipe.stream(PROMPTS[0], image=picture, **usual)
-    assert last.result and torch.equal(last.result.codes[0], edited_codes[0])
-    assert last.images[0].tobytes() == edited.images[0].tobytes()
     assert torch.equal(pipe(PROMPTS, **usual).codes, before)
     for image, said in (
         ([picture] * 11, "5x3 codes and 253 of the pictures shown do not fit the model's 256 positions"),
-        (tmp_path / "none.png", r"image .*none\.png cannot be read: missing"),
         (3, "image 3 is no picture; give a PIL image or a file"),
     ):
-        with pytest.raises(InputError, match=said):
-            pipe(PROMPT, image=image)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="a Janus draws from text alone: leave out image"):
-        pipeline(models / "janus")(PROMPT, image=picture)
+        rejects(said, pipe, PROMPT, image=image)
     target.save(tmp_path / "ours", "float32")
     rejects("kept without its encoder", pipeline(tmp_path / "ours"), PROMPT, image=picture)
 
@@ -506,34 +487,20 @@ def test_a_long_prompt_is_refused_with_its_length(models: Path) -> None:
     assert target.prompt(["red " * 237], 1).embeds.shape[1] == 240  # no more than there are
 
 
-@pytest.mark.parametrize("norms", [None, 1, 4], ids=["no norms", "one norm", "a norm a head"])
+@pytest.mark.parametrize("norms", [1, 4], ids=["one norm", "a norm a head"])
 def test_a_published_drafter_may_norm_queries_and_keys_as_its_target_does(
-    models: Path, tmp_path: Path, norms: int | None
+    models: Path, tmp_path: Path, norms: int
 ) -> None:
     target: Any = read_target(models / "anole", torch.float32)
     tensors = published_drafter({"tok_embeddings.weight": target.tokens.weight.detach().clone()}, 48)
-    if norms:
-        for name in ("q_norm", "k_norm"):
-            for part in ("weight", "bias"):
-                tensors[f"layers.0.self_attn.{name}.{part}"] = numbers(f"{name}.{part}", (norms, 8))
+    for name in ("q_norm", "k_norm"):
+        for part in ("weight", "bias"):
+            tensors[f"layers.0.self_attn.{name}.{part}"] = numbers(f"{name}.{part}", (norms, 8))
     torch.save(tensors, tmp_path / "pytorch_model.bin")
     (tmp_path / "config.json").write_text('{"num_attention_heads": 4, "rms_norm_eps": 1e-5}')
     drafter = PublishedDrafter.read(Source.open(tmp_path), target, torch.float32)
-    block = drafter.decoder.blocks[0]
-    if norms:
-        queries = tensors["layers.0.self_attn.q_norm.weight"]
-        assert torch.equal(block.qk_norm.weight[:4], queries.repeat_interleave(4 // norms, 0))
-    assert isinstance(block.qk_norm, HeadNorm) == bool(norms)
-
-
-def test_the_decoder_of_glm_image_gets_the_large_picture_at_twice_its_resolution(glm_pipe: Pipeline) -> None:
-    codes = glm_pipe("red sea", output_type="codes").codes
-    left, right = codes[0, -2:].tolist()
-    assert glm_pipe.target.prior(codes).tolist() == [[left, left, right, right] * 2]  # type: ignore[operator]
-    for method in ("jacobi", "lantern-jacobi"):
-        dials = {"neighbours": 8} if "lantern" in method else {}
-        codes = glm_pipe(PROMPTS, method=method, output_type="codes", top_k=8, **dials).codes
-        assert codes.shape == (3, 244) and int(codes.max()) < CODES
+    queries = tensors["layers.0.self_attn.q_norm.weight"].repeat_interleave(4 // norms, 0)
+    assert torch.equal(drafter.decoder.blocks[0].qk_norm.weight[:4], queries)
 
 
 def test_sizes_of_glm_image_and_how_its_checkpoint_samples(
@@ -542,19 +509,15 @@ def test_sizes_of_glm_image_and_how_its_checkpoint_samples(
     sized = functools.partial(GlmImage.raster_of, None, None)  # type: ignore[arg-type]
     pictures = sized("1024")
     assert (pictures.rows, pictures.columns, pictures.small.rows, pictures.length) == (32, 32, 16, 1280)
-    for wrong in ("100", "32x4096x", "4096x2048", "32x16384"):
+    for wrong in ("100", "4096x2048", "32x16384"):
         rejects("size", sized, wrong)
-    model = glm[1]
-    model.generation_config.temperature, model.generation_config.top_p = 0.9, 0.75
-    model.generation_config.do_sample = True
-    model.save_pretrained(tmp_path)
-    target = read_target(tmp_path, torch.float32, given={"size": "32"})
-    found = dict(target.defaults)
+    glm[1].generation_config.update(temperature=0.9, top_p=0.75, do_sample=True)
+    glm[1].save_pretrained(tmp_path)
+    found = read_target(tmp_path, torch.float32, given={"size": "32"}).defaults
     assert (found["cfg"], found["temperature"], found["top_p"]) == (1.0, 0.9, 0.75)
 
 
 def test_what_glm_image_cannot_do_is_said_in_a_sentence(glm_pipe: Pipeline, tmp_path: Path) -> None:
-    rejects('draw with output_type="codes"', glm_pipe, "red sea")
     rejects("output_type", glm_pipe.stream, "red sea")
     rejects("without guidance", glm_pipe, "red sea", cfg=2.0, output_type="codes")
     rejects("cannot be converted", glm_pipe.target.save, tmp_path, "float32")

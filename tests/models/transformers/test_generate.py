@@ -5,18 +5,17 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import io
 import pickle
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.cases import CASES, Case, DrawingChameleon, emu3
+from helpers.cases import CASES, Case, emu3
 from helpers.distributions import chi_square
 from helpers.families import CODES, LANGUAGE, with_drafters, write_janus
 from helpers.processes import SECONDS
@@ -57,70 +56,56 @@ def test_a_sequence_ends_where_a_token_ends_it(made: Callable[[str], Case]) -> N
     whole = case.model.generate(**given)[:, -19:]
     ends = [int(whole[0, 5]), int(whole[1, 9])]
     given |= {"eos_token_id": ends, "pad_token_id": 90}
-    expected = case.model.generate(**given)
-    assert (expected == 90).any()
+    calls = [given, given | {"suppress_tokens": ends}]
+    expected = [case.model.generate(**call) for call in calls]
+    assert (expected[0] == 90).any()
     lanternpp.accelerate(case.model)
-    assert torch.equal(case.model.generate(**given), expected)
-    suppressed = given | {"suppress_tokens": ends}
-    lanternpp.restore(case.model)
-    expected = case.model.generate(**suppressed)
-    lanternpp.accelerate(case.model)
-    assert torch.equal(case.model.generate(**suppressed), expected)
+    for call, sequences in zip(calls, expected, strict=True):
+        assert torch.equal(case.model.generate(**call), sequences)
+
+
+def janus_logits(model: Any, prompt: Any, codes: Tensor) -> Tensor:
+    """[n, V] after a prompt of Janus and codes [n, k], by a plain loop over its layers."""
+    embeds = model.get_input_embeddings()(torch.as_tensor(prompt)).expand(len(codes), -1, -1)
+    if codes.numel():
+        embeds = torch.cat((embeds, model.prepare_embeddings_for_image_generation(codes)), 1)
+    features = model.model.language_model(inputs_embeds=embeds).last_hidden_state[:, -1]
+    logits: Tensor = model.model.generation_head(features)
+    return logits
 
 
 def test_janus_without_guidance_draws_what_the_model_itself_prefers(made: Callable[[str], Case]) -> None:
-    """transformers' own loop fails at guidance 1, so the codes are compared with a plain loop over its layers."""
-    case, model = made("janus"), made("janus").model
-    given = case.inputs(1)
-    lanternpp.accelerate(model)
-    drawn = model.generate(**given | {"guidance_scale": 1.0}, do_sample=False)
-    embeds = model.get_input_embeddings()(given["input_ids"])
-    for code in drawn[0]:
-        features = model.model.language_model(inputs_embeds=embeds).last_hidden_state[:, -1]
-        assert model.model.generation_head(features).argmax() == code
-        embeds = torch.cat((embeds, model.prepare_embeddings_for_image_generation(code[None, None])), 1)
+    """transformers' own loop fails at guidance 1."""
+    case = made("janus")
+    given = case.inputs(1) | {"guidance_scale": 1.0, "do_sample": False}
+    drawn = lanternpp.accelerate(case.model).generate(**given)
+    for place, code in enumerate(drawn[0]):
+        assert janus_logits(case.model, given["input_ids"][0], drawn[:, :place]).argmax() == code
 
 
-def test_a_chameleon_draws_though_its_class_only_writes(made: Callable[[str], Case]) -> None:
-    case = made("chameleon")
-    given = case.inputs(2)
-    expected = case.model.generate(**given, do_sample=False)
-    case.model.__class__ = ChameleonForConditionalGeneration
-    try:
-        del given["prefix_allowed_tokens_fn"], given["max_new_tokens"]
-        text = case.model.generate(**given, max_new_tokens=3, do_sample=False)
-        lanternpp.accelerate(case.model)
-        assert inspect.signature(case.model.generate) == inspect.signature(
-            DrawingChameleon.generate.__get__(case.model)
-        )
-        assert torch.equal(case.model.generate(**given, generation_mode="image", do_sample=False), expected)
-        greedy = GenerationConfig(do_sample=False)
-        assert torch.equal(
-            case.model.generate(**given, generation_mode="image", generation_config=greedy), expected
-        )
-        assert torch.equal(case.model.generate(**given, max_new_tokens=3, do_sample=False), text)
-    finally:
-        case.model.__class__ = DrawingChameleon
-
-
-@pytest.mark.parametrize("name", ["liquid", "simplear"])
-def test_a_language_model_draws_a_square_where_it_is_asked_for_a_picture(
-    made: Callable[[str], Case], name: str
+@pytest.mark.parametrize("name", ["chameleon", "liquid", "simplear"])
+def test_a_model_draws_a_square_where_it_is_asked_for_a_picture(
+    made: Callable[[str], Case], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = made(name)
-    given = case.inputs(2) | case.negative(2) | {"do_sample": False}
-    expected = case.model.generate(**given)
+    """And writes as usual where it is not. transformers' class of Chameleon never draws."""
+    case, picture = made(name), {"generation_mode": "image"}
+    given = case.inputs(2) | case.negative(2)
+    expected = case.model.generate(**given, do_sample=False)
+    if name == "chameleon":
+        monkeypatch.setattr(case.model, "__class__", ChameleonForConditionalGeneration)
     del given["prefix_allowed_tokens_fn"], given["max_new_tokens"]
-    text = case.model.generate(**given, max_new_tokens=3)
+    text = case.model.generate(**given, max_new_tokens=3, do_sample=False)
+    signature = inspect.signature(case.model.generate)
     lanternpp.accelerate(case.model)
-    assert torch.equal(case.model.generate(**given, generation_mode="image"), expected)
-    assert case.model.generate.codes_per_pass > 1
-    assert torch.equal(case.model.generate(**given, max_new_tokens=3), text)
-    relaxed = given | {"method": "lantern-jacobi", "neighbours": 5, "generation_mode": "image"}
-    if name == "simplear":  # neighbours on the quantiser's grid; Liquid's codebook is in a file of its own
-        assert case.model.generate(**relaxed).shape == expected.shape
-    else:
+    assert inspect.signature(case.model.generate) == signature
+    for greedy in ({"do_sample": False}, {"generation_config": GenerationConfig(do_sample=False)}):
+        assert torch.equal(case.model.generate(**given, **picture, **greedy), expected)
+    assert torch.equal(case.model.generate(**given, max_new_tokens=3, do_sample=False), text)
+    relaxed = given | picture | {"method": "lantern-jacobi", "neighbours": 5}
+    if name == "liquid":  # whose codebook is in a file of its own
         rejects("has no codebook", case.model.generate, **relaxed)
+    else:
+        assert case.model.generate(**relaxed).shape == expected.shape
 
 
 def test_published_language_models_are_known_by_their_number_of_tokens() -> None:
@@ -136,48 +121,43 @@ def test_published_language_models_are_known_by_their_number_of_tokens() -> None
     rejects("Qwen2ForCausalLM of 151936 tokens has no 64000 codes", lanternpp.accelerate, plain)
 
 
-@pytest.mark.parametrize("name", ["emu3", "lumina2", "emu3.5"])
-def test_models_of_any_size_are_told_the_places_of_row_ends(made: Callable[[str], Case], name: str) -> None:
-    case = made(name)
-    given = case.inputs(1)
-    del given["prefix_allowed_tokens_fn"]
-    lanternpp.accelerate(case.model)
-    with pytest.raises(InputError, match="needs prefix_allowed_tokens_fn, which says where"):
-        case.model.generate(**given, generation_mode="image")
-
-
 def test_custom_generate_is_a_hook_of_transformers(made: Callable[[str], Case]) -> None:
     """Without `accelerate`: by the function, and by the folder for a hub."""
-    hub = Path(__file__).parents[3] / "integrations" / "transformers"
-    for name in ("emu3", "janus", "glm-image"):
+    hub = str(Path(__file__).parents[3] / "integrations" / "transformers")
+    ours = {"custom_generate": lanternpp.custom_generate, "window": 5}
+    for name in ("emu3", "janus"):
         case = made(name)
         given = case.inputs(2) | {"do_sample": False}
         expected = case.model.generate(**given)
         given.pop("generation_mode", None)
-        drawn = case.model.generate(**given, custom_generate=lanternpp.custom_generate, window=5)
-        assert torch.equal(drawn, expected), name
-        drawn = case.model.generate(**given, custom_generate=str(hub), trust_remote_code=True, method="ar")
-        assert torch.equal(drawn, expected), name
+        for hook in (ours, {"custom_generate": hub, "trust_remote_code": True, "method": "ar"}):
+            assert torch.equal(case.model.generate(**given, **hook), expected), name
 
 
-SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 1.3, "top_k": 3, "top_p": 0.95}
-
-
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["janus", "emu3", "chameleon", "glm-image", "simplear"])
 def test_the_distribution_of_the_first_codes_is_that_of_transformers(
     made: Callable[[str], Case], name: str
 ) -> None:
     """Temperature, top-k and top-p of a call, guidance, drafts that are kept and refused: three codes, enumerated."""
     case, count, depth = made(name), 400, 3
-    given = case.inputs(1) | SAMPLING | case.negative(1)
+    given = case.inputs(1) | case.negative(1)
+    given |= {"do_sample": True, "temperature": 1.3, "top_k": 3, "top_p": 0.95}
     if name == "janus":
         given["guidance_scale"] = 2.0
-        distribution = dict(janus_distribution(case, depth))
     else:
         given["max_new_tokens"] = depth
-        if name == "glm-image":
-            given["suppress_tokens"] = list(range(CODES, CODES + 4))  # none ends the sequence
-        distribution = generate_distribution(case.model, given, depth)
+    if name == "glm-image":
+        given["suppress_tokens"] = list(range(CODES, CODES + 4))  # none ends the sequence
+    scores = functools.partial(janus_scores if name == "janus" else generate_scores, case, given)
+    distribution = {(): 1.0}
+    for _ in range(depth):
+        paths = list(distribution)
+        chances = scores(paths).softmax(-1)
+        distribution = {
+            (*path, int(token)): distribution[path] * float(chances[row, token])
+            for row, path in enumerate(paths)
+            for token in chances[row].nonzero()
+        }
     lanternpp.accelerate(case.model, method="jacobi", window=4)
     torch.manual_seed(5)
     drawn = case.model.generate(**repeated(given, count))
@@ -196,67 +176,30 @@ def repeated(given: dict[str, Any], count: int) -> dict[str, Any]:
     }
 
 
-def generate_distribution(model: Any, given: dict[str, Any], depth: int) -> dict[tuple[int, ...], float]:
-    """Every sequence of `depth` tokens that transformers' own `generate` may draw, and its probability.
+def generate_scores(case: Case, given: dict[str, Any], paths: list[tuple[int, ...]]) -> Tensor:
+    """[n, V] by transformers' own `generate` after every path, which `prefix_allowed_tokens_fn` forces, a row of the batch each."""
+    model, prompt, level = case.model, given["input_ids"].shape[1], len(paths[0])
+    tokens = model.lm_head.out_features
+    allowed = given.get("prefix_allowed_tokens_fn", lambda row, before: range(tokens))
 
-    Its scores behind every start of a sequence, which `prefix_allowed_tokens_fn` forces, a row of the batch each.
-    """
-    allowed = given.get("prefix_allowed_tokens_fn", lambda row, tokens: range(model.config.vocab_size))
-    if "image_grid_thw" in given:
-        allowed = lambda row, tokens: range(model.lm_head.out_features)  # noqa: E731
-    prompt = given["input_ids"].shape[1]
-    distribution: dict[tuple[int, ...], float] = {(): 1.0}
-    for level in range(depth):
-        paths = list(distribution)
+    def forced(row: int, before: Tensor) -> Any:
+        place = len(before) - prompt
+        return [paths[row][place]] if place < level else allowed(row, before)
 
-        def forced(row: int, tokens: Tensor, paths: list[tuple[int, ...]] = paths, level: int = level) -> Any:
-            place = len(tokens) - prompt
-            return [paths[row][place]] if place < level else allowed(row, tokens)
-
-        out = model.generate(
-            **repeated(given, len(paths)) | {"prefix_allowed_tokens_fn": forced, "max_new_tokens": level + 1},
-            output_scores=True,
-            return_dict_in_generate=True,
-        )
-        chances = out.scores[level].softmax(-1)
-        distribution = {
-            (*path, int(token)): distribution[path] * float(chances[row, token])
-            for row, path in enumerate(paths)
-            for token in chances[row].nonzero()
-        }
-    return distribution
+    call = repeated(given, len(paths)) | {"prefix_allowed_tokens_fn": forced, "max_new_tokens": level + 1}
+    scores: Tensor = model.generate(**call, output_scores=True, return_dict_in_generate=True).scores[level]
+    return scores
 
 
-def janus_distribution(case: Case, depth: int) -> Iterator[tuple[tuple[int, ...], float]]:
-    """The same for the first prompt of Janus, by a plain loop over its layers: its `generate` forces no tokens."""
-    model, row = case.model, case.rows[0]
-    inner, tokens = model.model, model.get_input_embeddings()
-    warpers = [TopKLogitsWarper(SAMPLING["top_k"]), TopPLogitsWarper(SAMPLING["top_p"])]
-
-    def logits(prompt: list[int], path: tuple[int, ...]) -> Tensor:
-        embeds = tokens(torch.tensor([prompt]))
-        if path:
-            embeds = torch.cat(
-                (embeds, model.prepare_embeddings_for_image_generation(torch.tensor([path]))), 1
-            )
-        features = inner.language_model(inputs_embeds=embeds).last_hidden_state[:, -1]
-        out: Tensor = inner.generation_head(features)
-        return out
-
-    todo: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
-    with torch.no_grad():
-        while todo:
-            path, chance = todo.pop()
-            if len(path) == depth:
-                yield path, chance
-                continue
-            kind, none = logits(row, path), logits([row[0], *[1] * (len(row) - 2), row[-1]], path)
-            scores = (none + 2.0 * (kind - none)) / SAMPLING["temperature"]
-            for warper in warpers:
-                scores = warper(None, scores)
-            for token, p in enumerate(scores.softmax(-1)[0].tolist()):
-                if p > 0:
-                    todo.append(((*path, token), chance * p))
+def janus_scores(case: Case, given: dict[str, Any], paths: list[tuple[int, ...]]) -> Tensor:
+    """The same of Janus, whose `generate` forces no tokens."""
+    row, codes = case.rows[0], torch.tensor(paths, dtype=torch.int64)
+    kind = janus_logits(case.model, row, codes)
+    none = janus_logits(case.model, [row[0], *[1] * (len(row) - 2), row[-1]], codes)
+    scores = (none + given["guidance_scale"] * (kind - none)).detach() / given["temperature"]
+    for warper in (TopKLogitsWarper(given["top_k"]), TopPLogitsWarper(given["top_p"])):
+        scores = warper(None, scores)
+    return scores
 
 
 def test_a_seed_or_a_generator_decides_the_picture(made: Callable[[str], Case]) -> None:
@@ -316,7 +259,7 @@ def test_drafters_draw_in_place_what_the_pipeline_draws(made: Callable[[str], Ca
     assert case.model.generate(**given, do_sample=True, top_k=8).shape[0] == 1
 
 
-@pytest.mark.parametrize("name", ["janus", "emu3", "glm-image", "chameleon"])
+@pytest.mark.parametrize("name", ["janus", "emu3", "glm-image"])
 def test_drafts_in_place_are_fitted_to_the_machine(
     made: Callable[[str], Case], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,19 +277,11 @@ def test_drafts_in_place_are_fitted_to_the_machine(
     assert len(drawn) == len(case.model.generate(**given)) == 2
 
 
-class Adapted(torch.nn.Module):
-    """A linear layer with something added to it, as adapters are."""
-
-    def __init__(self, inner: torch.nn.Linear):
-        super().__init__()
-        self.inner = inner
-        self.more = torch.nn.Parameter(
-            torch.randn(inner.weight.shape, generator=torch.Generator().manual_seed(4))
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner(x) + 0.3 * torch.nn.functional.linear(x, self.more.to(x.dtype))
-        return out
+def adapted(inner: torch.nn.Linear) -> torch.nn.Module:
+    """A linear layer with another one before it, as an adapter is no `Linear`."""
+    torch.manual_seed(4)
+    before = torch.nn.Linear(inner.in_features, inner.in_features, dtype=inner.weight.dtype)
+    return torch.nn.Sequential(before, inner)
 
 
 def test_adapters_and_later_changes_of_weights_are_in_what_is_drawn(tmp_path: Path) -> None:
@@ -355,21 +290,23 @@ def test_adapters_and_later_changes_of_weights_are_in_what_is_drawn(tmp_path: Pa
     model, given = case.model, case.inputs(1) | {"do_sample": False}
     lanternpp.accelerate(model)
     before = model.generate(**given)
-    model.model.text_model.layers[0].self_attn.q_proj = Adapted(
-        model.model.text_model.layers[0].self_attn.q_proj
-    )
-    model.model.text_model.layers[1].mlp.up_proj.weight.data.mul_(-1)
+    attention, mlp = model.model.text_model.layers[0].self_attn, model.model.text_model.layers[1].mlp
     lanternpp.restore(model)
-    for change in (lambda: None, lambda: setattr(model, "lm_head", Adapted(model.lm_head))):
+    for change in (
+        lambda: setattr(attention, "q_proj", adapted(attention.q_proj)),
+        lambda: mlp.up_proj.weight.data.neg_(),
+        lambda: setattr(model, "lm_head", adapted(model.lm_head)),
+    ):
         change()
         expected = model.generate(**given)
         assert not torch.equal(before, expected)
         lanternpp.accelerate(model)
-        assert torch.equal(model.generate(**given), expected)
+        before = model.generate(**given)
+        assert torch.equal(before, expected)
         lanternpp.restore(model)
 
 
-@pytest.mark.parametrize("name", ["janus", "emu3", "glm-image"])
+@pytest.mark.parametrize("name", ["janus", "emu3"])
 def test_weights_that_torchao_keeps_in_8_bits_are_drawn_with_as_they_are(tmp_path: Path, name: str) -> None:
     """Every linear layer, the head among them."""
     from torchao import quantization
@@ -385,32 +322,26 @@ def test_weights_that_torchao_keeps_in_8_bits_are_drawn_with_as_they_are(tmp_pat
     assert model.generate.codes_per_pass > 1
 
 
-def in_a_thread(work: Callable[[], None]) -> None:
-    """Run it in another thread, to its end; what it raises is raised here."""
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(work).result(SECONDS)
-
-
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["janus", "emu3", "glm-image", "liquid"])
 def test_another_thread_may_run_the_model_in_the_middle_of_a_pass(
     made: Callable[[str], Case], name: str
 ) -> None:
     """Its results are the same bits as without a pass, and so are the codes of the draw."""
     case = made(name)
     model, given, here = case.model, case.inputs(2) | {"do_sample": False}, threading.get_ident()
-    body = model.model.language_model if name in ("janus", "glm-image") else model.model
-    body = body.text_model if name == "emu3" else body
+    body = adapter_of(model).decoder.body
     plain = functools.partial(body, inputs_embeds=model.get_input_embeddings()(given["input_ids"]))
     expected, features, seen = model.generate(**given), plain(output_hidden_states=True), []
 
     def meanwhile(*_: Any) -> None:
         if threading.get_ident() == here:
-            in_a_thread(lambda: seen.append(plain(output_hidden_states=True)))
+            seen.append(pool.submit(plain, output_hidden_states=True).result(SECONDS))
 
     hook = body.layers[0].mlp.register_forward_hook(meanwhile)
     try:
-        lanternpp.accelerate(model, window=5)
-        assert torch.equal(model.generate(**given), expected)
+        with ThreadPoolExecutor(1) as pool:
+            drawn = lanternpp.accelerate(model, window=5).generate(**given)
+        assert torch.equal(drawn, expected)
     finally:
         hook.remove()
     assert len(seen) > 3
@@ -427,8 +358,8 @@ def test_threads_generate_as_usual_while_one_draws(made: Callable[[str], Case]) 
     expected = usual(**text)
     lanternpp.accelerate(model, window=5)
     with ThreadPoolExecutor(3) as pool:
-        drawn = [pool.submit(model.generate, **given) for _ in range(8)]
-        texts = [pool.submit(call, **text) for call in (usual, model.generate) for _ in range(20)]
+        drawn = [pool.submit(model.generate, **given) for _ in range(4)]
+        texts = [pool.submit(call, **text) for call in (usual, model.generate) for _ in range(10)]
         assert all(torch.equal(one.result(SECONDS), picture) for one in drawn)
         assert all(torch.equal(one.result(SECONDS), expected) for one in texts)
 
@@ -478,7 +409,7 @@ def test_a_model_that_was_cast_after_a_draw_draws_as_one_that_was_cast_before(tm
     drafter = with_drafters(tmp_path, "drafters", (0,)) / "parallel"
     for method in ({"method": "jacobi", "window": 5}, {"drafter": drafter}):
         lanternpp.accelerate(model, **method)
-        for cast in (model.double, model.half, lambda: model.to(torch.bfloat16), model.float, model.double):
+        for cast in (lambda: model.to(torch.bfloat16), model.double):
             cast()
             other = lanternpp.accelerate(lanternpp.restore(copy.deepcopy(model)), **method)
             assert torch.equal(model.generate(**given), other.generate(**given)), method
@@ -498,19 +429,13 @@ def test_a_model_that_was_moved_after_a_draw_draws_there(tmp_path: Path) -> None
         assert torch.equal(model.generate(**there).cpu(), expected)
 
 
-def saved(model: Any) -> Any:
-    """The model, through torch.save and torch.load."""
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-COPIES = [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), saved]
+def pickled(model: Any) -> Any:
+    """The model, through pickle."""
+    return pickle.loads(pickle.dumps(model))
 
 
 @pytest.mark.parametrize(
-    ("name", "copied"), [*(("janus", way) for way in COPIES), ("emu3", saved), ("glm-image", saved)]
+    ("name", "copied"), [("janus", copy.deepcopy), *((name, pickled) for name in ("emu3", "glm-image"))]
 )
 def test_a_copy_of_an_accelerated_model_draws_with_its_own_weights(
     tmp_path: Path, name: str, copied: Callable[[Any], Any]
@@ -526,13 +451,9 @@ def test_a_copy_of_an_accelerated_model_draws_with_its_own_weights(
     assert vars(other)["_lanternpp"] is None
     for weight in case.model.get_output_embeddings().parameters():
         weight.data.neg_()
-    try:
-        assert torch.equal(other.generate(**given), expected)
-        assert other.generate.codes_per_pass == case.model.generate.codes_per_pass > 1
-    finally:
-        for weight in case.model.get_output_embeddings().parameters():
-            weight.data.neg_()
-    assert torch.equal(case.model.generate(**given), expected)
+    assert torch.equal(other.generate(**given), expected)
+    assert other.generate.codes_per_pass == case.model.generate.codes_per_pass > 1
+    assert not torch.equal(case.model.generate(**given), expected)
     lanternpp.restore(other)
     assert "generate" not in vars(other) and torch.equal(other.generate(**given), expected)
 
@@ -561,8 +482,7 @@ def test_what_drafts_do_not_support_is_refused_in_a_sentence(
     model, given = case.model, case.inputs(2)
     rejects("transformers model of class 'Linear' is unknown", lanternpp.accelerate, torch.nn.Linear(1, 1))
     rejects("method 'fastest' is unknown", lanternpp.accelerate, model, method="fastest")
-    with pytest.raises(InputError, match="option 'cfg' is unknown"):
-        lanternpp.accelerate(model, cfg=3.0)  # type: ignore[call-arg]
+    rejects("option 'cfg' is unknown", lanternpp.accelerate, model, cfg=3.0)
     rejects(r"lambda 2\.0 would change nothing", lanternpp.accelerate, model, lam=2.0)
     rejects("comes without a parallel drafter", lanternpp.accelerate, model, method="parallel")
     rejects("independent needs prompts as text", lanternpp.accelerate, model, method="independent")
@@ -589,6 +509,10 @@ def test_what_drafts_do_not_support_is_refused_in_a_sentence(
         ({"pixel_values": torch.zeros(1, 3, 32, 32)}, "pixel_values is not supported"),
         ({"output_scores": True, "return_dict_in_generate": True}, "output_scores is not supported"),
         ({"streamer": TextStreamer(None)}, "streamer is not supported"),
+        (
+            {"prefix_allowed_tokens_fn": None, "generation_mode": "image"},
+            "needs prefix_allowed_tokens_fn, which says where",
+        ),
         ({"prefix_allowed_tokens_fn": lambda batch, tokens: [1, 2]}, "allows no choice of image tokens"),
         ({"prefix_allowed_tokens_fn": lambda batch, tokens: []}, "allows no token at all"),
         ({"prefix_allowed_tokens_fn": content, "max_new_tokens": 20}, "depends on the codes that were drawn"),

@@ -9,20 +9,11 @@ from typing import Any
 import pytest
 import torch
 from helpers.bodies import BODIES, SIZES, body
+from helpers.families import model_of
 from helpers.refusals import rejects
 from helpers.stacks import StackPasses
 from torch import Tensor, nn
-from transformers import (
-    DynamicCache,
-    Gemma2Config,
-    Gemma2Model,
-    MistralConfig,
-    MistralModel,
-    MixtralConfig,
-    MixtralModel,
-    PhiConfig,
-    PhiModel,
-)
+from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from lanternpp.engine.cache import Cache
@@ -33,11 +24,8 @@ from lanternpp.nn.decoder import DecoderConfig, Stack
 def passes(stack: Stack, table: Tensor, x: Tensor, prompt: int) -> Tensor:
     """x [R, T, D] in a prefill of `prompt` slots and a step for every further one."""
     run = StackPasses(stack, table)
-    rows = len(x)
-    config = DecoderConfig(
-        stack.dim, len(stack.layers), stack.heads, stack.hidden, stack.kv_heads, head_dim=stack.head_dim
-    )
-    cache = Cache(config, rows, x.shape[1], x)
+    rows, sizes = len(x), (stack.dim, len(stack.layers), stack.heads, stack.hidden, stack.kv_heads)
+    cache = Cache(DecoderConfig(*sizes, head_dim=stack.head_dim), rows, x.shape[1], x)
     first = cache.rows(torch.arange(rows), torch.zeros(rows, dtype=torch.int64), prompt)
     found = [first.computed(lambda kv: run(x[:, :prompt], first.nodes(), kv))]
     one = torch.ones(rows, 1, 1, dtype=torch.bool)
@@ -94,7 +82,7 @@ def offloaded(model: Any) -> None:
 
 
 def a_dynamic_rope(model: Any) -> None:
-    other = BODIES["llama"]()
+    other = body("llama")
     other.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     model.rotary_emb = type(model.rotary_emb)(other.config)
 
@@ -163,11 +151,10 @@ def test_what_a_stack_does_not_describe_is_rejected_with_the_reason(
 
 
 def test_models_that_are_no_stack_are_rejected_with_the_reason() -> None:
-    sizes = {key: SIZES[key] for key in SIZES if key != "pad_token_id"}
-    capped = Gemma2Model(Gemma2Config(**sizes, head_dim=16)).eval()
-    window = MistralModel(MistralConfig(**sizes)).eval()
-    mixture = MixtralModel(MixtralConfig(**sizes, num_local_experts=2)).eval()
-    phi = PhiModel(PhiConfig(**sizes)).eval()
+    capped = model_of("Gemma2Model", **SIZES, head_dim=16)
+    window = model_of("MistralModel", **SIZES)
+    mixture = model_of("MixtralModel", **SIZES, num_local_experts=2)
+    phi = model_of("PhiModel", **SIZES)
     reasons = {capped: "window", window: "window", mixture: "mixtures", phi: "PhiDecoderLayer is not known"}
     for model, reason in reasons.items():
         rejects(f"stay with PyTorch: .*({reason})", stack_of, model)

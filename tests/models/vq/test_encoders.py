@@ -12,25 +12,25 @@ from helpers.refusals import rejects
 from safetensors.torch import load_file, save_file
 
 from lanternpp.api.model import read_target
-from lanternpp.errors import InputError
+from lanternpp.models.vq.layouts import LLAMAGEN, read_vqgan
+from lanternpp.nn.sources import Source
 
 IMAGES = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(1)) * 2 - 1
 
 
-def chameleon(folder: Path, **more: Any) -> Any:
-    model = write_chameleon(folder, **more)
+def chameleon(folder: Path) -> Any:
+    model = write_chameleon(folder)
     book = load_file(folder / "model.safetensors")["model.vqmodel.quantize.embedding.weight"]
     model.model.vqmodel.quantize.embedding.weight.data = book  # written with the decoder
     return model.model.vqmodel, None
 
 
-def janus(folder: Path, **more: Any) -> Any:
-    model = write_janus(folder, **more)
+def janus(folder: Path) -> Any:
+    model = write_janus(folder)
     book = model.model.vqmodel.quantize.embedding.weight  # as its authors look it up: of unit length
     book.data = torch.nn.functional.normalize(book, dim=-1)
-    name = "gen_vision_model" if more.get("authors") else "model.vqmodel"
     tensors = load_file(folder / "model.safetensors")
-    tensors[f"{name}.quantize.embedding.weight"] = book.detach().clone()
+    tensors["model.vqmodel.quantize.embedding.weight"] = book.detach().clone()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return model.model.vqmodel, None
 
@@ -40,11 +40,7 @@ def emu3(folder: Path) -> Any:
     return model.model.vqmodel, torch.tensor([[64, 64]] * 2)
 
 
-PEERS: dict[str, Callable[[Path], Any]] = {
-    "anole": chameleon,
-    "janus": janus,
-    "emu3": emu3,
-}
+PEERS: dict[str, Callable[[Path], Any]] = {"anole": chameleon, "janus": janus, "emu3": emu3}
 
 
 @torch.no_grad()
@@ -71,18 +67,12 @@ def test_latents_and_codes_are_those_of_transformers(name: str, tmp_path: Path) 
 
 
 def test_llamagens_published_tokenizer_reads_the_same(tmp_path: Path) -> None:
-    """Its layout is that of Janus's authors, whose weights serve here."""
-    vq, _ = janus(tmp_path / "janus", authors=True)
-    tensors = load_file(tmp_path / "janus" / "model.safetensors")
-    part = "gen_vision_model."
+    """Janus's weights, under the names of LlamaGen's authors."""
+    vq, _ = janus(tmp_path)
+    rewrite(tmp_path, LLAMAGEN_NAMES)
+    tensors, part = load_file(tmp_path / "model.safetensors"), "model.vqmodel."
     found = {k.removeprefix(part): v for k, v in tensors.items() if k.startswith(part)}
-    found |= {"quantize.codebook_used": torch.zeros(4)}
-    write_llamagen(tmp_path / "llamagen")
-    (tmp_path / "llamagen" / "vq_ds16.pt").unlink()
-    from lanternpp.models.vq.layouts import LLAMAGEN, read_vqgan
-    from lanternpp.nn.sources import Source
-
-    save_file(found, tmp_path / "vq_ds16.safetensors")
+    save_file(found | {"quantize.codebook_used": torch.zeros(4)}, tmp_path / "vq_ds16.safetensors")
     ours = read_vqgan(Source.open(tmp_path / "vq_ds16.safetensors"), torch.float32, LLAMAGEN, grid=4)
     assert ours.encoder is not None
     with torch.no_grad():
@@ -90,10 +80,19 @@ def test_llamagens_published_tokenizer_reads_the_same(tmp_path: Path) -> None:
         assert (ours.encoder()(IMAGES) - expected).abs().max() < 1e-3
 
 
+LLAMAGEN_NAMES = {
+    r"mid\.block_1": "mid.0",
+    r"mid\.attn_1": "mid.1",
+    r"mid\.block_2": "mid.2",
+    r"\.(up|down)\.(\d+)\.block": r".conv_blocks.\2.res",
+    r"\.(up|down)\.(\d+)": r".conv_blocks.\2",
+}
+
+
 def test_a_tokenizer_without_an_encoder_names_the_other_way(tmp_path: Path) -> None:
     write_llamagen(tmp_path / "llamagen")  # the first layer of an encoder is all it has
-    with pytest.raises(InputError, match=r"vq_ds16.pt has no encoder.*use --self instead of --data"):
-        read_target(tmp_path / "llamagen", torch.float32).reader()
+    target = read_target(tmp_path / "llamagen", torch.float32)
+    rejects(r"vq_ds16.pt has no encoder.*use --self instead of --data", target.reader)
     write_chameleon(tmp_path / "Lumina-mGPT-7B-64", lumina=True)
     rewrite(tmp_path / "Lumina-mGPT-7B-64", {r"model\.vqmodel\.encoder": "other"})
     target = read_target(tmp_path / "Lumina-mGPT-7B-64", torch.float32)
