@@ -18,7 +18,6 @@ from helpers.served import (
     IMAGES,
     KEY,
     PacedPipe,
-    SlowPipe,
     app_of,
     client_of,
     dial,
@@ -39,12 +38,6 @@ def server(pipe: Pipeline):
     config = ServerConfig(hosts=["127.0.0.1"], prompt_limit=50, body_limit=4000)
     with app_of(pipe, config, slots=4) as (_, address):
         yield address
-
-
-@pytest.fixture
-def client(server: str):
-    with openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0, timeout=300) as made:
-        yield made
 
 
 @pytest.fixture
@@ -155,33 +148,23 @@ WRONG = {
     "no prompt": ({}, 400, "'prompt' is missing"),
     "long": ({"prompt": "tulip " * 10}, 400, "takes at most 50"),
     "n": ({"prompt": "tulip", "n": 11}, 400, "n 11"),
-    "n that is true": ({"prompt": "tulip", "n": True}, 400, "n True"),
     "n in words": ({"prompt": "tulip", "n": "3"}, 400, "n '3'"),
-    "a dial that is true": ({"prompt": "tulip", "cfg": True}, 400, "cfg True"),
     "a dial in words": ({"prompt": "tulip", "top_k": "3"}, 400, "top_k '3'"),
     "a switch that is 1": ({"prompt": "tulip", "stream": 1}, 400, "stream 1"),
-    "lambda without end": ({"prompt": "tulip", "method": "lantern++", "lam": 1e308}, 400, "lam 1e+308"),
-    "nu without end": ({"prompt": "tulip", "method": "lantern++", "nu": 1e308}, 400, "nu 1e+308"),
     "a deadline without end": ({"prompt": "tulip", "deadline": 1e308}, 400, "deadline 1e+308"),
     "size": ({"prompt": "tulip", "size": "32x32"}, 400, "use '16x16'"),
     "model": ({"prompt": "tulip", "model": "dall-e-3"}, 404, "use 'tiny'"),
     "method": ({"prompt": "tulip", "method": "magic"}, 400, "known: ar"),
-    "unread": ({"prompt": "tulip", "method": "ar", "lam": 2}, 400, "would change nothing"),
-    "dial": ({"prompt": "tulip", "method": "lantern", "delta": 7}, 400, "outside [0, 1]"),
-    "neighbours": ({"prompt": "tulip", "neighbours": 99}, 400, "99 neighbours"),
     "infinite": ('{"prompt": "tulip", "cfg": Infinity}', 400, "cfg"),
     "more than a float": ({"prompt": "tulip", "cfg": 1e308}, 400, "cfg 1e+308"),
     "next to nothing": ({"prompt": "tulip", "temperature": 1e-308}, 400, "temperature 1e-308"),
     "a file": ({"prompt": "tulip", "tree": "/etc/passwd"}, 400, "tree '/etc/passwd' is unknown"),
     "a field": ({"prompt": "tulip", "proposer": "tree"}, 400, "'proposer' is unknown"),
-    "a class": ({"prompt": "tulip", "method": "os:system"}, 400, "unknown"),
     "half a pair": ('{"prompt": "\\ud800 tulip"}', 400, "prompt"),
     "no JSON": ("{", 400, "not JSON"),
     "a list": ("[]", 400, "JSON object"),
     "partial": ({"prompt": "tulip", "partial_images": 1}, 400, "stream"),
     "progress": ({"prompt": "tulip", "progress": True}, 400, "set stream to true"),
-    "a tree's class": ({"prompt": "tulip", "tree": "os:system"}, 400, "is unknown; known: eagle-25"),
-    "a tree's file": ({"prompt": "tulip", "tree": "trees/own.json"}, 400, "is unknown; known: eagle-25"),
     "large": ({"prompt": "tulip", "user": "x" * 5000}, 413, "4000 bytes"),
     "late": ({"prompt": "tulip", "deadline": 1e-9}, 504, "not finished"),
 }
@@ -212,10 +195,10 @@ def test_other_paths_and_ways(http):
 
 
 @pytest.fixture(scope="module")
-def named():
+def named(pipe: Pipeline):
     """A client of a server with several names."""
     names = ("127.0.0.1", "::1", "draw.example", "*.flowers.example")
-    with client_of(SlowPipe(), ServerConfig(hosts=names)) as made:
+    with client_of(pipe, ServerConfig(hosts=names)) as made:
         yield made
 
 
@@ -302,12 +285,11 @@ def test_keys(pipe):
 
 
 @pytest.fixture
-def slow():
+def busy(slow: PacedPipe):
     """An app over engines that step when they are allowed to: one slot, two places in the queue."""
-    pipe = SlowPipe()
-    with app_of(pipe, ServerConfig("ar"), slots=1, queue=2) as (batcher, address):
-        yield pipe, batcher, address
-        pipe.allow()
+    with app_of(slow, ServerConfig("ar"), slots=1, queue=2) as (batcher, address):
+        yield slow, batcher, address
+        slow.allow()
 
 
 def ask(address: str, **fields: object) -> socket.socket:
@@ -318,8 +300,8 @@ def ask(address: str, **fields: object) -> socket.socket:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_vanishes_frees_its_slot_within_a_step(slow, stream, caplog):
-    pipe, batcher, address = slow
+def test_a_client_that_vanishes_frees_its_slot_within_a_step(busy, stream, caplog):
+    pipe, batcher, address = busy
     with ask(address, stream=stream, seed=1):
         until(lambda: pipe.admitted == [1])
         other = ask(address, seed=2)
@@ -336,8 +318,8 @@ def test_a_client_that_vanishes_frees_its_slot_within_a_step(slow, stream, caplo
     assert not caplog.text  # it happens every day
 
 
-def test_a_full_queue_is_429_with_a_time_to_wait(slow):
-    pipe, batcher, address = slow
+def test_a_full_queue_is_429_with_a_time_to_wait(busy):
+    pipe, batcher, address = busy
     lines = [ask(address, seed=1)]
     until(
         lambda: pipe.admitted == [1] and not batcher.load.queued
@@ -352,19 +334,10 @@ def test_a_full_queue_is_429_with_a_time_to_wait(slow):
         line.close()
 
 
-def test_what_breaks_says_nothing_of_how(slow, caplog):
-    pipe, _, address = slow
+def test_what_breaks_says_nothing_of_how(busy, caplog):
+    pipe, _, address = busy
     answer = httpx.post(address + IMAGES, json={"prompt": "tulip", "seed": 666}, timeout=120)
     assert refusal(answer) == (500, "the server failed at this request; its log has the error")
     assert "out of memory" in caplog.text
     pipe.allow()
     assert httpx.post(address + IMAGES, json={"prompt": "tulip"}, timeout=120).status_code == 200
-
-
-def test_a_batcher_that_closed_is_503(slow):
-    pipe, batcher, address = slow
-    pipe.allow()
-    batcher.close()
-    answer = httpx.post(address + IMAGES, json={"prompt": "tulip"}, timeout=120)
-    assert refusal(answer)[0] == 503 and answer.headers["connection"] == "close"
-    assert httpx.get(f"{address}/healthz").status_code == 503

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from helpers.latents import write_diffusion
 from helpers.models import write_model
-from helpers.served import AUTHORIZED, KEY, SlowPipe, client_of, tiny
+from helpers.served import AUTHORIZED, KEY, client_of, tiny
 
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.serve.config import ServerConfig
@@ -79,6 +79,6 @@ def test_with_keys_the_page_is_open_and_says_nothing(pipe: Pipeline) -> None:
         assert http.get("/page/setup", headers=AUTHORIZED).json()["model"] == pipe.name
 
 
-def test_without_the_page_its_paths_are_nothing() -> None:
-    with client_of(SlowPipe()) as http:
+def test_without_the_page_its_paths_are_nothing(pipe: Pipeline) -> None:
+    with client_of(pipe) as http:
         assert {http.get(path).status_code for path in (*FILES, "/page/setup")} == {404}
