@@ -13,7 +13,7 @@ from helpers.served import batcher_of, put, put_all, settings, spec
 
 from lanternpp import InputError
 from lanternpp.serve import batcher as batcher_module
-from lanternpp.serve.tickets import Cancelled, Closed, Expired, Full, ImageSpec
+from lanternpp.serve.tickets import Closed, Expired, Full, ImageSpec
 
 
 def seeds(*numbers: int) -> list[ImageSpec]:
@@ -32,34 +32,6 @@ def test_pictures_join_a_running_batch_and_leave_it(slow):
         assert [one.settings.batch_size for one in drawn] == [4] * 4
         assert len(slow.engines) == 1
         until(lambda: batcher.load.running == 0)
-
-
-def test_cancelling_frees_a_slot_within_a_step_and_a_place_in_the_queue(slow):
-    with batcher_of(slow, slots=1, queue=1) as batcher:
-        running = put(batcher, spec(1))
-        until(lambda: slow.admitted == [1])
-        put(batcher, spec(2)).cancel()
-        running.cancel()
-        slow.allow(1)
-        until(lambda: slow.dropped == [1] and batcher.load.queued == 0)
-        with pytest.raises(Cancelled):
-            running.result(0)
-        slow.allow()
-        assert put(batcher, spec(3)).result(120)
-        assert slow.admitted == [1, 3]
-
-
-def test_the_queue_is_bounded_and_takes_all_or_none(slow):
-    with batcher_of(slow, slots=1, queue=3) as batcher:
-        put(batcher, spec(1))
-        until(lambda: batcher.load.queued == 0 and batcher.load.running == 1)
-        put_all(batcher, seeds(2, 3))
-        with pytest.raises(Full, match="2 pictures are waiting") as refused:
-            put_all(batcher, seeds(4, 5))
-        assert refused.value.retry_after >= 1
-        assert batcher.load.queued == 2
-        put(batcher, spec(6))
-        rejects("4 pictures do not fit the queue of 3", put_all, batcher, seeds(1, 2, 3, 4))
 
 
 def test_a_picture_in_the_queue_takes_one_place_of_it(slow):
@@ -87,15 +59,6 @@ def test_a_deadline_holds_in_the_queue_and_in_a_slot(slow):
                 ticket.result(120)
         slow.allow()
         assert fine.result(120) and slow.admitted == [1, 3]
-
-
-def test_a_step_that_breaks_fails_its_runner_and_nothing_else(slow):
-    with batcher_of(slow, slots=1) as batcher:
-        broken, fine = put(batcher, spec(13)), put(batcher, spec(1))
-        slow.allow()
-        with pytest.raises(RuntimeError, match="a step broke"):
-            broken.result(120)
-        assert fine.result(120) and len(slow.engines) == 2
 
 
 def test_an_engine_that_cannot_be_built_fails_its_picture_alone(slow):
@@ -151,15 +114,6 @@ def test_who_has_no_place_costs_no_encoding_and_encoding_stops_no_drawing(slow, 
         with pytest.raises(Closed):
             put(batcher, spec(5, prompt="never"))
     assert encoding == ["a red tulip", "red tulip"], "and the thread that draws encodes nothing"
-
-
-def test_a_prompt_that_is_refused_gives_its_place_back(slow):
-    with batcher_of(slow, slots=1, queue=1) as batcher:
-        slow.allow()
-        for _ in range(3):
-            with pytest.raises(InputError):
-                put(batcher, spec(prompt="a spaceship"))
-        assert put(batcher, spec(1)).result(120)
 
 
 def test_a_client_that_changes_a_dial_in_every_request_leaves_a_runner_to_others(slow):
