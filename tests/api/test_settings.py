@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 import pytest
 from helpers.refusals import rejects
 
-from lanternpp.api.defaults import with_tuned
 from lanternpp.api.options import METHODS
 from lanternpp.api.settings import READ, dials_read, resolve, with_tree
 from lanternpp.trees.static import StaticTree
@@ -36,18 +35,6 @@ def test_an_option_that_has_another_name_is_rejected_with_it() -> None:
     rejects("option 'siblings' is now 'alternatives'", resolve, "jacobi", {}, {"siblings": 2})
     rejects("option 'lamda' is unknown; did you mean 'lam'", resolve, "lantern++", {}, {"lamda": 2.0})
     rejects("verifier 'blok' is unknown; did you mean 'block'", resolve, "parallel", {}, {"verify": "blok"})
-
-
-def test_a_draft_is_fitted_unless_its_shape_is_given() -> None:
-    assert resolve("eagle", {}, {}).fit and resolve("jacobi", {"methods": {"jacobi": {"window": 9}}}, {}).fit
-    for method, given in (
-        ("eagle", {"tree": "chain-3"}),
-        ("jacobi", {"window": 4}),
-        ("ar", {}),
-        ("eagle", {"fit": False}),
-    ):
-        assert not resolve(method, {}, given).fit
-    assert not resolve("eagle", with_tuned({}, "eagle", {"tree": "chain-5"}), {}).fit, "what was tuned wins"
 
 
 def test_a_draft_is_verified_in_the_best_way_that_it_allows() -> None:

@@ -109,7 +109,9 @@ def height(page: Page) -> int:
     return page.evaluate("document.documentElement.scrollHeight")
 
 
-def test_both_pictures_of_a_race_are_seen_to_finish(browser: Browser, nature: Pipeline) -> None:
+def test_both_pictures_of_a_race_are_seen_to_finish_with_figures_and_can_be_kept(
+    browser: Browser, nature: Pipeline
+) -> None:
     paced = PacedPipe(nature)
     with app_of(paced, page=True) as (_, address), opened(browser, address, accept_downloads=True) as page:
         expect(page.locator("#race")).to_be_visible(timeout=PATIENCE)
@@ -131,37 +133,37 @@ def test_both_pictures_of_a_race_are_seen_to_finish(browser: Browser, nature: Pi
         assert height(page) == before
         paced.allow()
         expect(page.locator("#board.won")).to_be_visible(timeout=PATIENCE)
-        a_finished_race_is_shown(page, address)
+        assert page.locator(".panel progress").evaluate_all("bars => bars.map(bar => bar.value)") == [
+            256,
+            256,
+        ]
+        assert page.locator(".panel .picture img").count() == 2
+        assert page.locator("#base .figures dd").all_inner_texts()[1:3] == ["1.00", "256"]
+        assert float(page.locator("#side .figures dd").nth(1).inner_text()) > 2
+        assert "lantern++" in page.get_by_role("status").first.inner_text()
 
+        bands = page.locator("#side .bands")
+        assert not bands.is_visible()
+        page.get_by_label("Show passes").check()
+        expect(bands).to_be_visible()
+        assert (
+            bands.locator(".tint0").get_attribute("d").startswith("M0 0h1v1h-1z")
+        )  # the prefill decides a code
+        if screenshot := os.environ.get("LANTERNPP_SCREENSHOT"):
+            page.screenshot(path=screenshot, full_page=True)
 
-def a_finished_race_is_shown(page: Page, address: str) -> None:
-    """Figures, bands of passes, and pictures that can be kept."""
-    assert page.locator(".panel progress").evaluate_all("bars => bars.map(bar => bar.value)") == [256, 256]
-    assert page.locator(".panel .picture img").count() == 2
-    assert page.locator("#base .figures dd").all_inner_texts()[1:3] == ["1.00", "256"]
-    assert float(page.locator("#side .figures dd").nth(1).inner_text()) > 2
-    assert "lantern++" in page.get_by_role("status").first.inner_text()
+        assert page.locator("#gallery li").count() == 2
+        with page.expect_download() as download:
+            page.get_by_role("link", name=f"{MOUNTAIN}, lantern++, seed 5").click()
+        name = "a-photo-of-a-mountain-covered-in-snow-under-a-bl-lanternpp-5.png"
+        assert download.value.suggested_filename == name
+        with Image.open(download.value.path()) as kept:
+            assert (kept.text["prompt"], kept.text["seed"], kept.size) == (MOUNTAIN, "5", (128, 128))
+            assert json.loads(kept.text["settings"])["method"] == "lantern++"
+            assert len(set(kept.convert("L").tobytes())) > 50
 
-    bands = page.locator("#side .bands")
-    assert not bands.is_visible()
-    page.get_by_label("Show passes").check()
-    expect(bands).to_be_visible()
-    assert bands.locator(".tint0").get_attribute("d").startswith("M0 0h1v1h-1z")  # the prefill decides a code
-    if screenshot := os.environ.get("LANTERNPP_SCREENSHOT"):
-        page.screenshot(path=screenshot, full_page=True)
-
-    assert page.locator("#gallery li").count() == 2
-    with page.expect_download() as download:
-        page.get_by_role("link", name=f"{MOUNTAIN}, lantern++, seed 5").click()
-    name = "a-photo-of-a-mountain-covered-in-snow-under-a-bl-lanternpp-5.png"
-    assert download.value.suggested_filename == name
-    with Image.open(download.value.path()) as kept:
-        assert (kept.text["prompt"], kept.text["seed"], kept.size) == (MOUNTAIN, "5", (128, 128))
-        assert json.loads(kept.text["settings"])["method"] == "lantern++"
-        assert len(set(kept.convert("L").tobytes())) > 50
-
-    hosts = {urlsplit(url).netloc for url in page.requested if url.startswith("http")}  # type: ignore[attr-defined]
-    assert hosts == {urlsplit(address).netloc}
+        hosts = {urlsplit(url).netloc for url in page.requested if url.startswith("http")}  # type: ignore[attr-defined]
+        assert hosts == {urlsplit(address).netloc}
 
 
 def test_a_phone_scrolls_one_way_only(page: Page) -> None:
@@ -226,10 +228,30 @@ def test_a_band_is_what_one_pass_decided(page: Page) -> None:
     assert page.evaluate(drawn, [[1, 6], 7, 3, 4]) == ["M0 0h1v1h-1z", "M1 0h2v1h-2zM0 1h3v1h-3z"]
 
 
-def test_a_wrong_prompt_is_answered_in_a_sentence_and_the_next_one_is_drawn(
+def test_stop_and_a_closed_page_free_their_slots(page: Page, served: tuple[Batcher, str]) -> None:
+    batcher, _ = served
+    page.get_by_label("4", exact=True).check()
+    page.locator("#race").click()
+    expect(page.locator("#lead")).to_contain_text("%", timeout=PATIENCE)
+    page.locator("#stop").click()
+    expect(page.locator("#board.stopped")).to_be_visible(timeout=PATIENCE)
+    idle(batcher)
+    page.locator("#race").click()
+    until(lambda: batcher.load.running)
+    page.close()
+    idle(batcher)
+
+
+def test_with_keys_the_page_asks_for_one_answers_a_wrong_prompt_in_a_sentence_and_races(
     browser: Browser, pipe: Pipeline
 ) -> None:
-    with app_of(pipe, page=True) as (_, address), opened(browser, address) as page:
+    config = ServerConfig(hosts=["127.0.0.1"], keys=[KEY])
+    with app_of(pipe, config, page=True) as (_, address), opened(browser, address) as page:
+        page.get_by_label("API key").fill("not-the-key-that-it-is")
+        page.get_by_role("button", name="Open").click()
+        expect(page.get_by_role("alert")).to_contain_text("not one of this server's keys")
+        page.get_by_label("API key").fill(KEY)
+        page.get_by_label("API key").press("Enter")
         page.get_by_label("Prompt").fill("a bicycle {{value}} ${1+1} <img src=x onerror=alert(1)>")
         page.get_by_role("button", name="Race").click()
         alert = page.locator("#board").get_by_role("alert")
@@ -248,34 +270,6 @@ def test_a_wrong_prompt_is_answered_in_a_sentence_and_the_next_one_is_drawn(
         assert page.locator("#base .price").is_hidden()
         assert float(page.locator("#side .price dd").inner_text()) >= 0
         assert page.locator("#gallery li").count() == 6
-
-
-def test_stop_and_a_closed_page_free_their_slots(page: Page, served: tuple[Batcher, str]) -> None:
-    batcher, _ = served
-    page.get_by_label("4", exact=True).check()
-    page.locator("#race").click()
-    expect(page.locator("#lead")).to_contain_text("%", timeout=PATIENCE)
-    page.locator("#stop").click()
-    expect(page.locator("#board.stopped")).to_be_visible(timeout=PATIENCE)
-    idle(batcher)
-    page.locator("#race").click()
-    until(lambda: batcher.load.running)
-    page.close()
-    idle(batcher)
-
-
-def test_with_keys_the_page_asks_for_one_and_races(browser: Browser, pipe: Pipeline) -> None:
-    config = ServerConfig(hosts=["127.0.0.1"], keys=[KEY])
-    with app_of(pipe, config, page=True) as (_, address), opened(browser, address) as page:
-        page.get_by_label("API key").fill("not-the-key-that-it-is")
-        page.get_by_role("button", name="Open").click()
-        expect(page.get_by_role("alert")).to_contain_text("not one of this server's keys")
-        page.get_by_label("API key").fill(KEY)
-        page.get_by_label("API key").press("Enter")
-        page.get_by_label("Prompt").fill("a red tulip")
-        page.get_by_label("Prompt").press("Enter")
-        expect(page.locator("#board.won")).to_be_visible(timeout=PATIENCE)
-        assert page.locator(".panel .picture img").count() == 2
         page.reload()
         expect(page.get_by_label("Prompt")).to_be_visible()
         page.get_by_role("button", name="Forget the key").click()

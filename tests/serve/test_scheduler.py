@@ -187,6 +187,6 @@ def test_a_walk_sees_nobody_twice_while_others_join_and_leave():
     waiting = queue("a", "a", "b")
     walked = waiting._entries  # which a walk in another thread may be copying
     before = list(walked)
-    waiting.remove(next(iter(waiting)))
     waiting.add(Ticket(spec(9, "c")))
+    waiting.remove(next(iter(waiting)))
     assert walked == before and seeds(waiting) == [2, 9, 1]
