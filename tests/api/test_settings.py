@@ -33,7 +33,6 @@ def test_a_dial_of_the_row_goes_with_the_part_that_read_it() -> None:
 
 def test_an_option_that_has_another_name_is_rejected_with_it() -> None:
     rejects("option 'siblings' is now 'alternatives'", resolve, "jacobi", {}, {"siblings": 2})
-    rejects("option 'lamda' is unknown; did you mean 'lam'", resolve, "lantern++", {}, {"lamda": 2.0})
     rejects("verifier 'blok' is unknown; did you mean 'block'", resolve, "parallel", {}, {"verify": "blok"})
 
 

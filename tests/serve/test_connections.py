@@ -76,10 +76,10 @@ def test_a_byte_now_and_then_buys_no_time(slow: PacedPipe, caplog: pytest.LogCap
 
 
 def test_a_request_that_is_drawn_is_waited_for(slow: PacedPipe) -> None:
-    with server(slow, Limits(**SHORT)) as (batcher, address), dial(address) as line:
+    with server(slow, Limits(request=1.0)) as (batcher, address), dial(address) as line:
         line.sendall(request())
         until(lambda: batcher.load.running == 1)
-        time.sleep(2.5)  # longer than it may take to ask
+        time.sleep(1.5)  # longer than it may take to ask
         slow.allow()
         assert line.recv(100).startswith(b"HTTP/1.1 200 ")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from helpers.latents import write_diffusion
 from helpers.models import write_model
-from helpers.served import client_of, tiny
+from helpers.served import AUTHORIZED, KEY, client_of, tiny
 
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.serve.config import ServerConfig
@@ -68,6 +68,13 @@ def test_the_page_shadows_no_route_and_runs_nothing_that_is_not_its_own(pipe: Pi
         assert set(http.get("/openapi.json").json()["paths"]) & {"/", "/page/setup"} == set()
         for path in ("/page", "/page/", "/page/routes.py", "/page/..%2froutes.py", "/docs"):
             assert http.get(path).status_code == 404, path
+
+
+def test_with_keys_the_page_is_open_and_says_nothing(pipe: Pipeline) -> None:
+    with client_of(pipe, ServerConfig(keys=[KEY]), page=True) as http:
+        assert {http.get(path).status_code for path in FILES} == {200}
+        assert http.get("/page/setup").status_code == 401
+        assert http.get("/page/setup", headers=AUTHORIZED).json()["model"] == pipe.name
 
 
 def test_without_the_page_its_paths_are_nothing(pipe: Pipeline) -> None:
