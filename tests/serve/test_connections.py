@@ -117,7 +117,8 @@ def test_a_request_sent_ahead_is_not_drawn(slow: PacedPipe, together: bool, leav
     with server(slow, Limits()) as (batcher, address):
         with dial(address) as line:
             line.sendall(request(seed=1) + request(seed=2) if together else request(seed=1))
-            until(lambda: slow.admitted == [1])
+            until(lambda: batcher.load.running == 1)
+            (ticket,) = batcher._scheduler.tickets
             if not together:
                 line.sendall(request(seed=2))
                 time.sleep(0.1)
@@ -125,6 +126,7 @@ def test_a_request_sent_ahead_is_not_drawn(slow: PacedPipe, together: bool, leav
                 slow.allow()
                 said = received(line)
                 assert said.count(b"HTTP/1.1 ") == said.count(b"HTTP/1.1 200 ") == 1 and b'"seed":1' in said
+        until(ticket.done)
         slow.allow(1)
         until(lambda: batcher.load.running == 0)
         assert httpx.post(address + IMAGES, json={"prompt": "tulip", "deadline": 1e-9}).status_code == 504

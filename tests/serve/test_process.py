@@ -72,6 +72,8 @@ def test_a_second_signal_or_the_end_of_the_time_answers_every_open_request_with_
     ("options", "said"),
     [
         (["--slots", "6"], "power of two"),
+        (["--queue", "0"], "--queue 0"),
+        (["--max-engines", "0"], "--max-engines 0"),
         (["--batch-size", "4"], "use --slots"),
         (["--method", "ar", "--lambda", "2"], "would change nothing"),
         (["--api-key", "short"], "16 or more"),
