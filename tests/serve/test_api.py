@@ -157,6 +157,7 @@ WRONG = {
     "a tree's class": ({"prompt": "tulip", "tree": "os:system"}, 400, "is unknown; known: eagle-25"),
     "a tree's file": ({"prompt": "tulip", "tree": "trees/own.json"}, 400, "is unknown; known: eagle-25"),
     "a field": ({"prompt": "tulip", "proposer": "tree"}, 400, "'proposer' is unknown"),
+    "a class": ({"prompt": "tulip", "method": "os:system"}, 400, "unknown"),
     "half a pair": ('{"prompt": "\\ud800 tulip"}', 400, "prompt"),
     "no JSON": ("{", 400, "not JSON"),
     "a list": ("[]", 400, "JSON object"),
