@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 import pytest
 from helpers.refusals import rejects
 
-from lanternpp.api.defaults import with_tuned
 from lanternpp.api.options import METHODS
 from lanternpp.api.settings import READ, dials_read, resolve, with_tree
 from lanternpp.trees.static import StaticTree
@@ -32,27 +31,9 @@ def test_a_dial_of_the_row_goes_with_the_part_that_read_it() -> None:
     assert resolve("lantern", {"methods": {"lantern": {"lam": 3.0}}}, {}).lam is None
 
 
-def test_a_renamed_option_is_rejected_with_its_new_name() -> None:
+def test_an_option_that_has_another_name_is_rejected_with_it() -> None:
     rejects("option 'siblings' is now 'alternatives'", resolve, "jacobi", {}, {"siblings": 2})
-
-
-def test_a_draft_is_fitted_unless_its_shape_is_given() -> None:
-    assert resolve("eagle", {}, {}).fit and resolve("jacobi", {"methods": {"jacobi": {"window": 9}}}, {}).fit
-    for method, given in (
-        ("eagle", {"tree": "chain-3"}),
-        ("jacobi", {"window": 4}),
-        ("ar", {}),
-        ("eagle", {"fit": False}),
-    ):
-        assert not resolve(method, {}, given).fit
-    assert not resolve("eagle", with_tuned({}, "eagle", {"tree": "chain-5"}), {}).fit, "what was tuned wins"
-
-
-def test_a_dial_that_is_asked_for_and_read_by_no_part_is_refused() -> None:
-    rejects(r"lambda 2.0 would change nothing.*they take tree, verify$", resolve, "eagle", {}, {"lam": 2.0})
-    rejects("tree chain-2 would change nothing", resolve, "jacobi", {}, {"tree": "chain-2"})
-    assert resolve("eagle", {}, {"lam": None}).lam is None
-    rejects("option 'lamda' is unknown; did you mean 'lam'", resolve, "lantern++", {}, {"lamda": 2.0})
+    rejects("verifier 'blok' is unknown; did you mean 'block'", resolve, "parallel", {}, {"verify": "blok"})
 
 
 def test_a_draft_is_verified_in_the_best_way_that_it_allows() -> None:
@@ -74,7 +55,6 @@ def test_a_draft_is_verified_in_the_best_way_that_it_allows() -> None:
     assert resolve("jacobi", {}, {"coupling": "gumbel"}).verify == "token"
     assert resolve("jacobi-coupled", {}, {"alternatives": 0}).verify == "block"
     assert resolve("lantern-jacobi", {}, {"residual": "paper"}).verify == "token"
-    assert resolve("parallel", {}, {"verify": "token"}).verify == "token"
     reported = {"methods": {"parallel": {"verify": "block"}}}
     assert resolve("parallel", reported, {"tree": "eagle-25"}).verify == "traversal", (
         "a default that no longer fits"
@@ -111,12 +91,6 @@ class Drawn(StaticTree):
             "the papers' residual is of token-wise verification; use verify token",
         ),
         ("block", "eagle2", {}, "offers the likeliest codes instead of drawing them"),
-        (
-            "block",
-            "lantern++",
-            {"tree": "chain-4", "residual": "paper"},
-            "use verify token, or residual optimal",
-        ),
         ("block", "ar", {}, "would change nothing"),
         ("traversal", "eagle", {"temperature": 0.0}, "at temperature 0 every verifier keeps the same"),
         ("traversal", "eagle2", {}, "offers the likeliest codes instead of drawing them"),
@@ -159,10 +133,6 @@ def test_settings_given_back_are_the_same_settings(name: str) -> None:
     assert resolve(name, {}, given) == replace(settings, fit=False), (
         "a draft that is given is not fitted again"
     )
-
-
-def test_a_verifier_nobody_knows_is_refused() -> None:
-    rejects("verifier 'blok' is unknown; did you mean 'block'", resolve, "parallel", {}, {"verify": "blok"})
 
 
 def test_a_cut_is_for_chains_of_passes_of_any_length() -> None:

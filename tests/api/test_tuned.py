@@ -83,7 +83,6 @@ def test_a_new_tuning_takes_the_place_of_the_old_one_alone(model: Path) -> None:
     "damage",
     [
         lambda text: text[: len(text) // 2],
-        lambda text: "[]",
         lambda text: text.replace('"settings"', '"setings"'),
         lambda text: text.replace("[[0],[1],[0,0]]", "[[0],[0,0,0]]"),
         lambda text: text.replace('"lam"', '"temperature"'),

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+
 # In which a process, thread or event must come, on a busy machine too. pytest ends a test after 300.
 SECONDS = 200
 LANTERNPP = (sys.executable, "-c", "from lanternpp.cli import main; main()")
@@ -76,12 +78,12 @@ def commands(
     return Path(file), ended
 
 
-def command(pid: int) -> bytes:
+def command(pid: int) -> str:
     """The command line of a process; nothing where it has ended."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return b""
+        return " ".join(psutil.Process(pid).cmdline())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def running(pid: int) -> bool:
@@ -89,13 +91,6 @@ def running(pid: int) -> bool:
     return bool(command(pid))
 
 
-def _below(pid: int) -> Iterator[int]:
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in path.read_text().split():
-            yield int(child)
-            yield from _below(int(child))
-
-
 def descendants(pid: int, name: str) -> list[int]:
     """The processes below one whose command has this in it."""
-    return [child for child in _below(pid) if name.encode() in command(child)]
+    return [child.pid for child in psutil.Process(pid).children(recursive=True) if name in command(child.pid)]

@@ -11,22 +11,17 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
-import torch
 import uvicorn
 from fastapi.testclient import TestClient
 from PIL import Image
 
 from helpers.processes import LANTERNPP, SECONDS, at_low_priority, killed_late, until
 from lanternpp import Pipeline
-from lanternpp.api.defaults import Chosen
-from lanternpp.api.options import AUTO, Settings
+from lanternpp.api.options import Settings
 from lanternpp.api.settings import resolve
-from lanternpp.engine.decode import FinishedSample
-from lanternpp.errors import InputError
 from lanternpp.serve.app import create_app
 from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.config import ServerConfig
@@ -34,7 +29,6 @@ from lanternpp.serve.connections import Limits
 from lanternpp.serve.server import bind, configured, url
 from lanternpp.serve.tickets import ImageSpec, Ticket
 
-LENGTH = 4
 PROMPT = "a red tulip"
 IMAGES = "/v1/images/generations"
 KEY = "correct-horse-battery"
@@ -62,105 +56,42 @@ def put(batcher: Batcher, spec: ImageSpec) -> Ticket:
     return put_all(batcher, [spec])[0]
 
 
-class SlowEngine:
-    """Decides a code per step, and a step only when its pipeline allows one."""
-
-    def __init__(self, pipe: SlowPipe, rows: int):
-        self.pipe, self.batch = pipe, rows
-        self.guidance, self.proposer = SimpleNamespace(branches=1), SimpleNamespace(size=1)
-        self.target = SimpleNamespace(length=LENGTH, decoder=SimpleNamespace(native=None))
-        self.count = torch.full((rows,), LENGTH)
-        self.codes = torch.zeros(rows, LENGTH, dtype=torch.int64)
-        self.passes, self.accepted = torch.zeros_like(self.count), torch.ones_like(self.codes)
-
-    def admit(self, slot: int, condition: str, seed: int, prompt: object = None) -> None:
-        if seed == 666:
-            raise RuntimeError("out of memory")
-        self.codes[slot] = seed
-        self.count[slot] = self.passes[slot] = 1
-        self.pipe.admitted.append(seed)
-
-    def step(self) -> None:
-        assert self.pipe.allowed.acquire(timeout=SECONDS)
-        if (self.codes == 13).any():
-            raise RuntimeError("a step broke")
-        self.passes += self.count < LENGTH
-        self.count += self.count < LENGTH
-
-    def decided(self) -> list[int]:
-        return self.count.tolist()
-
-    def collect(self, slot: int) -> FinishedSample:
-        return FinishedSample(slot, self.codes[slot].clone(), [1] * LENGTH, None)
-
-    def drop(self, slot: int) -> None:
-        self.count[slot] = LENGTH
-        self.pipe.dropped.append(int(self.codes[slot, 0]))
-
-
-class SlowPipe:
-    """A pipeline of slow engines; `allow` lets them step."""
-
-    name, length, width, device = "slow", LENGTH, 2, torch.device("cpu")
-
-    def __init__(self) -> None:
-        self.allowed = threading.Semaphore(0)
-        self.admitted: list[int] = []
-        self.dropped: list[int] = []
-        self.engines: list[Settings] = []
-        self.target = self
-
-    def parameters(self) -> Iterator[torch.Tensor]:
-        return iter([torch.zeros(1)])
-
-    def examples(self, count: int) -> torch.Tensor:
-        return torch.arange(count)
-
-    def chosen(self, method: str) -> Chosen:
-        return Chosen("ar" if method == AUTO else method)
-
-    def settings(self, method: str, **overrides: object) -> Settings:
-        return settings(self.chosen(method).method, **overrides)
-
-    def at_batch(self, settings: Settings, rows: int) -> Settings:
-        return replace(settings, batch_size=rows)
-
-    def describe(self, settings: Settings) -> dict[str, object]:
-        return asdict(settings)
-
-    def prompt(self, conditions: list[str], branches: int) -> None:
-        if "spaceship" in conditions[0]:
-            raise InputError("prompt 'a spaceship' names no subject this model knows")
-
-    def new_engine(self, settings: Settings, shape: object = None) -> SlowEngine:
-        self.engines.append(settings)
-        return SlowEngine(self, settings.batch_size)
-
-    def images(self, codes: torch.Tensor, target: object = None) -> list[Image.Image]:
-        return [Image.new("L", (2, 2), int(codes[0, 0]) % 256)]
-
-    def allow(self, steps: int = 10_000) -> None:
-        self.allowed.release(steps)
-
-
 class PacedPipe:
-    """A real pipeline whose engines step when they are allowed to."""
+    """A real pipeline whose engines step when they are allowed to, and note what enters and leaves; two seeds break them."""
 
     def __init__(self, pipe: Pipeline):
         self.pipe, self.allowed = pipe, threading.Semaphore(0)
+        self.admitted: list[int] = []  # seeds
+        self.dropped: list[int] = []  # seeds
+        self.engines: list[Settings] = []
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.pipe, name)
 
     def new_engine(self, settings: Settings, shape: object = None) -> object:
         engine = self.pipe.new_engine(settings, shape)
-        step = engine.step
+        self.engines.append(settings)
+        admit, step, drop = engine.admit, engine.step, engine.drop
+        seeds: dict[int, int] = {}  # by slot
 
-        def wait() -> None:
+        def admitted(slot: int, condition: str, seed: int, prompt: object = None) -> None:
+            if seed == 666:
+                raise RuntimeError("out of memory")
+            admit(slot, condition, seed, prompt)
+            seeds[slot] = seed
+            self.admitted.append(seed)
+
+        def stepped() -> None:
             assert self.allowed.acquire(timeout=SECONDS)
+            if 13 in seeds.values():
+                raise RuntimeError("a step broke")
             step()
 
-        engine.step = wait
+        def dropped(slot: int) -> None:
+            drop(slot)
+            self.dropped.append(seeds.pop(slot, -1))
+
+        engine.admit, engine.step, engine.drop = admitted, stepped, dropped
         return engine
 
     def allow(self, steps: int = 10_000) -> None:
@@ -174,7 +105,7 @@ def batcher_of(pipe: object, config: ServerConfig | None = None, **options: obje
     try:
         yield made
     finally:
-        if isinstance(pipe, SlowPipe | PacedPipe):
+        if isinstance(pipe, PacedPipe):
             pipe.allow()
         made.close(drain=False, timeout=0)
 

@@ -6,14 +6,15 @@ import resource
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import httpx
 import psutil
 import pytest
 from helpers.processes import until
-from helpers.served import AUTHORIZED, IMAGES, KEY, SlowPipe, app_of, dial, listening, request, serving
+from helpers.served import AUTHORIZED, IMAGES, KEY, PacedPipe, app_of, dial, listening, request, serving
 
+from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.config import ServerConfig
 from lanternpp.serve.connections import Limits
 
@@ -21,14 +22,14 @@ SHORT = {"request": 1.5, "idle": 1.5, "stalled": 1.5}  # seconds, in which a tes
 
 
 @contextmanager
-def slowly(
-    limits: Limits, proxies: tuple[str, ...] = (), **config: object
-) -> Iterator[tuple[SlowPipe, object, str]]:
-    """A pipeline of slow engines, its batcher and the address."""
-    pipe, config = SlowPipe(), ServerConfig("ar", **config)
-    with app_of(pipe, config, limits=limits, proxies=proxies, slots=1, queue=8) as (batcher, address):
-        yield pipe, batcher, address
-        pipe.allow()
+def server(
+    slow: PacedPipe, limits: Limits, proxies: tuple[str, ...] = (), **config: object
+) -> Iterator[tuple[Batcher, str]]:
+    """A batcher of one slot, and the address of its server."""
+    config = ServerConfig("ar", **config)
+    with app_of(slow, config, limits=limits, proxies=proxies, slots=1, queue=8) as served:
+        yield served
+        slow.allow()
 
 
 def received(line: socket.socket) -> bytes:
@@ -42,61 +43,56 @@ def received(line: socket.socket) -> bytes:
     return bytes(said)
 
 
-@pytest.mark.parametrize(
-    ("sent", "answer"),
-    [
-        (b"", b""),
-        (b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Slow: ", b"HTTP/1.1 408 "),
-        (request()[:-3], b"HTTP/1.1 408 "),
-        (b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n", b"HTTP/1.1 200 "),  # and no more
-        (b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\nGET /hea", b"HTTP/1.1 200 "),
-    ],
-)
-def test_who_sends_no_whole_request_is_not_waited_for(sent: bytes, answer: bytes) -> None:
-    with slowly(Limits(**SHORT)) as (_, _, address), dial(address) as line:
-        line.sendall(sent)
-        said = received(line)
-        assert said.startswith(answer) and (said == b"") == (answer == b"")
+INCOMPLETE = {  # what is sent, and how the answer begins
+    b"": b"",
+    b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Slow: ": b"HTTP/1.1 408 ",
+    request()[:-3]: b"HTTP/1.1 408 ",
+    b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n": b"HTTP/1.1 200 ",  # and no more
+    b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\nGET /hea": b"HTTP/1.1 200 ",
+}
+
+
+def test_who_sends_no_whole_request_is_not_waited_for(slow: PacedPipe) -> None:
+    with server(slow, Limits(**SHORT)) as (_, address), ExitStack() as ends:
+        lines = [ends.enter_context(dial(address)) for _ in INCOMPLETE]
+        for line, sent in zip(lines, INCOMPLETE, strict=True):
+            line.sendall(sent)
+        for line, (sent, answer) in zip(lines, INCOMPLETE.items(), strict=True):
+            said = received(line)
+            assert said.startswith(answer) and (said == b"") == (answer == b""), sent
         assert httpx.get(f"{address}/healthz").status_code == 200
 
 
-def test_a_byte_now_and_then_buys_no_time(caplog: pytest.LogCaptureFixture) -> None:
-    with slowly(Limits(**SHORT)) as (_, _, address), dial(address) as line:
-        line.settimeout(0.05)
-        end = time.monotonic() + 60
+def test_a_byte_now_and_then_buys_no_time(slow: PacedPipe, caplog: pytest.LogCaptureFixture) -> None:
+    with server(slow, Limits(**SHORT)) as (_, address), dial(address) as line:
         line.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Slow: ")
-        while time.monotonic() < end:
-            try:
+
+        def refused() -> bool:
+            with suppress(ConnectionError):
                 line.sendall(b"x")
-                said = line.recv(100)
-                break
-            except TimeoutError:
-                continue
-            except ConnectionError:
-                said = b"HTTP/1.1 408 "
-                break
-        assert said.startswith(b"HTTP/1.1 408 ")
-        assert "did not send its request within 1.5 s" in caplog.text
+            return "did not send its request within 1.5 s" in caplog.text
+
+        until(refused, 60, every=0.05)
 
 
-def test_a_request_that_is_drawn_is_waited_for() -> None:
-    with slowly(Limits(**SHORT)) as (pipe, batcher, address), dial(address) as line:
+def test_a_request_that_is_drawn_is_waited_for(slow: PacedPipe) -> None:
+    with server(slow, Limits(request=1.0)) as (batcher, address), dial(address) as line:
         line.sendall(request())
         until(lambda: batcher.load.running == 1)
-        time.sleep(2.5)  # longer than it may take to ask
-        pipe.allow()
+        time.sleep(1.5)  # longer than it may take to ask
+        slow.allow()
         assert line.recv(100).startswith(b"HTTP/1.1 200 ")
 
 
-def test_who_sends_requests_is_let_in_however_many_hold_connections_open(caplog) -> None:
-    with slowly(Limits(connections=10)) as (pipe, batcher, address), ExitStack() as ends:
+def test_who_sends_requests_is_let_in_however_many_hold_connections_open(slow: PacedPipe, caplog) -> None:
+    with server(slow, Limits(connections=10)) as (batcher, address), ExitStack() as ends:
         drawn = ends.enter_context(dial(address))
         drawn.sendall(request())
         until(lambda: batcher.load.running == 1)
         for _ in range(30):
             ends.enter_context(dial(address)).sendall(b"GET / HTTP/1.1\r\nX: ")
             assert httpx.get(f"{address}/healthz").status_code == 200
-        pipe.allow()
+        slow.allow()
         assert drawn.recv(100).startswith(b"HTTP/1.1 200 "), "its request was whole"
         assert caplog.text.count("all 10 connections are in use") == 1
 
@@ -114,76 +110,64 @@ def test_who_takes_nothing_of_an_answer_is_not_waited_for(caplog: pytest.LogCapt
         assert httpx.get(address).text == "fine"
 
 
-def two_requests(line: socket.socket, pipe: SlowPipe, together: bool) -> None:
-    """The second is sent while the first is drawn, or in one piece with it."""
-    line.sendall(request(seed=1) + request(seed=2) if together else request(seed=1))
-    until(lambda: pipe.admitted == [1])
-    if not together:
-        line.sendall(request(seed=2))
-        time.sleep(0.1)
-
-
 @pytest.mark.parametrize("together", [True, False])
-def test_a_request_sent_ahead_is_not_drawn_and_the_first_ends_with_its_client(together: bool) -> None:
-    with slowly(Limits()) as (pipe, batcher, address):
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_request_sent_ahead_is_not_drawn(slow: PacedPipe, together: bool, leaves: bool) -> None:
+    """In one piece with the first, or while that is drawn. The first ends with its client, or its answer ends the connection."""
+    with server(slow, Limits()) as (batcher, address):
         with dial(address) as line:
-            two_requests(line, pipe, together)
-        ticket = batcher._scheduler.tickets[0]
-        until(lambda: ticket.done())
-        pipe.allow(1)
+            line.sendall(request(seed=1) + request(seed=2) if together else request(seed=1))
+            until(lambda: batcher.load.running == 1)
+            (ticket,) = batcher._scheduler.tickets
+            if not together:
+                line.sendall(request(seed=2))
+                time.sleep(0.1)
+            if not leaves:
+                slow.allow()
+                said = received(line)
+                assert said.count(b"HTTP/1.1 ") == said.count(b"HTTP/1.1 200 ") == 1 and b'"seed":1' in said
+        until(ticket.done)
+        slow.allow(1)
         until(lambda: batcher.load.running == 0)
         assert httpx.post(address + IMAGES, json={"prompt": "tulip", "deadline": 1e-9}).status_code == 504
-        assert pipe.admitted == [1]
+        assert slow.admitted == [1] and slow.dropped == [1] * leaves
 
 
-@pytest.mark.parametrize("together", [True, False])
-def test_a_connection_on_which_a_request_was_sent_ahead_is_closed_after_the_answer(together: bool) -> None:
-    with slowly(Limits()) as (pipe, _, address), dial(address) as line:
-        two_requests(line, pipe, together)
-        pipe.allow()
-        said = received(line)
-        assert said.count(b"HTTP/1.1 ") == said.count(b"HTTP/1.1 200 ") == 1 and b'"seed":1' in said
-        assert pipe.admitted == [1]
-
-
-def test_nobody_sends_ahead_without_end() -> None:
-    with slowly(Limits()) as (pipe, _, address), dial(address) as line:
+def test_nobody_sends_ahead_without_end(slow: PacedPipe) -> None:
+    with server(slow, Limits()) as (_, address), dial(address) as line:
         line.sendall(request())
-        until(lambda: pipe.admitted)
+        until(lambda: slow.admitted)
         with pytest.raises(ConnectionError):
             for _ in range(1000):
                 line.sendall(b"x" * 65536)
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [
-        b"\0" * 100 + b"\r\n\r\n",
-        b"GET /healthz HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n",
-        b"POST /v1/models HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\nZ\r\n",
-        b"GET / HTTP/1.1\r\n" + b"X: " + b"x" * 300_000,
-    ],
-)
-def test_what_is_no_request_is_refused_quietly(sent: bytes, caplog) -> None:
-    with slowly(Limits(**SHORT), keys=[KEY]) as (_, _, address), dial(address) as line:
-        line.sendall(sent)
-        said = received(line)
-        assert said.startswith(b"HTTP/1.1 4") or said == b""
+def test_what_is_no_request_is_refused_quietly(slow: PacedPipe, caplog) -> None:
+    with server(slow, Limits(**SHORT), keys=[KEY]) as (_, address):
+        for sent in (
+            b"\0" * 100 + b"\r\n\r\n",
+            b"GET /healthz HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n",
+            b"POST /v1/models HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\nZ\r\n",
+        ):
+            with dial(address) as line:
+                line.sendall(sent)
+                assert received(line).startswith(b"HTTP/1.1 4"), sent
         assert httpx.get(f"{address}/healthz").status_code == 200
         assert "Traceback" not in caplog.text
 
 
 @pytest.mark.parametrize(("proxies", "clients"), [((), 1), (("127.0.0.1",), 3), (("10.0.0.0/8",), 1)])
-def test_only_a_named_proxy_says_who_its_clients_are(proxies: tuple[str, ...], clients: int) -> None:
+def test_only_a_named_proxy_says_who_its_clients_are(
+    slow: PacedPipe, proxies: tuple[str, ...], clients: int
+) -> None:
     """Else one client is as many as it likes, and the turns of the others are late."""
-    with slowly(Limits(), proxies) as (pipe, batcher, address), ExitStack() as ends:
+    with server(slow, Limits(), proxies) as (batcher, address), ExitStack() as ends:
         for seed in range(3):
             line = ends.enter_context(dial(address))
             line.sendall(request(seed=seed).replace(b"Host:", b"X-Forwarded-For: 9.9.9.%d\r\nHost:" % seed))
             until(lambda seed=seed: batcher.load.running + batcher.load.queued == seed + 1)
         tickets = [*batcher._scheduler.tickets, *batcher._waiting]
         assert len({ticket.spec.client for ticket in tickets}) == clients
-        pipe.allow()
 
 
 FEW = 256  # files that the process may open

@@ -37,12 +37,6 @@ def server(editor: Pipeline):
         yield address
 
 
-@pytest.fixture
-def client(server: str):
-    with openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0, timeout=300) as made:
-        yield made
-
-
 def noise(width: int, height: int) -> Image.Image:
     """A picture in which no two codes are likely to be the same."""
     return Image.effect_noise((width, height), 120).convert("RGB")
@@ -122,16 +116,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"data": RED, "files": {"image": b"%!PS-Adobe-3.0 EPSF-3.0\n"}},
         "image 1 cannot be read: ",
     ),
-    "text in a file": ({"data": RED, "files": {"image": b"hello"}}, "image 1 cannot be read: "),
-    "an empty file": ({"data": RED, "files": {"image": ("a.png", b"")}}, "image 1 cannot be read: "),
     "too many pixels": ({"data": RED, "files": {"image": LARGE}}, "70000x1000 pixels"),
     "a mask": ({"data": RED, "files": {"image": PICTURE, "mask": PICTURE}}, "mask cannot be a file"),
     "no prompt": ({"files": {"image": PICTURE}}, "'prompt' is missing"),
-    "an empty prompt": ({"data": {"prompt": " "}, "files": {"image": PICTURE}}, "the prompt is empty"),
     "a prompt in a file": ({"files": {"image": PICTURE, "prompt": PICTURE}}, "prompt cannot be a file"),
-    "a number": ({"data": RED | {"n": "two"}, "files": {"image": PICTURE}}, "n 'two' is not valid"),
     "a dial": ({"data": RED | {"cfg": "nan"}, "files": {"image": PICTURE}}, "cfg 'nan' is not valid"),
-    "a field": ({"data": RED | {"proposer": "tree"}, "files": {"image": PICTURE}}, "'proposer' is unknown"),
     "a size": ({"data": RED | {"size": "32x32"}, "files": {"image": PICTURE}}, "use '64x64' or 'auto'"),
     "many pictures": ({"data": RED, "files": [("image[]", PICTURE)] * 12}, "choose a smaller size"),
     "too many pictures": ({"data": RED, "files": [("image[]", b"x")] * 17}, "Too many files"),
@@ -139,17 +128,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no boundary": ({"content": b"x", "headers": {"content-type": "multipart/form-data"}}, "boundary"),
 }
 HALF = {"content-type": "multipart/form-data; boundary=x"}
-BROKEN = (
-    b"",
-    b"--x",
-    b"--x\r\n",
-    b"--y\r\n\r\n--y--",
-    b"--x\r\nContent-Disposition: form-data\r\n\r\na\r\n--x--",
-)
-WRONG |= {
-    f"a broken form {place}": ({"content": content, "headers": HALF}, "")
-    for place, content in enumerate((*BROKEN, b"--x\r\nno header\xff\r\n\r\n", b"\0" * 500))
-}
+BROKEN = (b"", b"--x", b"--y\r\n\r\n--y--", b"--x\r\nno header\xff\r\n\r\n")
+WRONG |= {f"a broken form {form!r}": ({"content": form, "headers": HALF}, "") for form in BROKEN}
 
 
 @pytest.mark.parametrize("name", WRONG)

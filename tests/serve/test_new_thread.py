@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import os
 import signal
 import subprocess
@@ -15,7 +14,6 @@ from helpers.processes import SECONDS, killed_late
 from helpers.served import IMAGES, client_of
 
 from lanternpp import Pipeline
-from lanternpp.serve.new_thread import run_in_new_thread
 from lanternpp.serve.request_mapping import half_drawn
 
 RUN = """
@@ -37,15 +35,6 @@ def endless():
 try: run_in_new_thread(endless)
 except KeyboardInterrupt: print("interrupted")
 """
-
-
-def test_it_returns_raises_and_knows_the_context() -> None:
-    name = contextvars.ContextVar("name", default="nobody")
-    name.set("somebody")
-    ran, got = run_in_new_thread(lambda more: (threading.current_thread(), name.get() + more), more="!")
-    assert got == "somebody!" and ran is not threading.current_thread() and not ran.is_alive()
-    with pytest.raises(ZeroDivisionError):
-        run_in_new_thread(lambda: 1 / 0)
 
 
 def test_it_leaves_no_thread_of_openmp_and_an_interrupt_ends_it_without_an_abort() -> None:

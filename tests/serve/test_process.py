@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import signal
 import socket
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 from helpers.processes import SECONDS, until
-from helpers.served import AUTHORIZED, IMAGES, KEY, SlowPipe, batcher_of, put, serving, spec
+from helpers.served import AUTHORIZED, IMAGES, KEY, batcher_of, put, serving, spec
 
 from lanternpp.cli import main
 from lanternpp.serve.app import create_app
@@ -57,7 +56,7 @@ def test_a_second_signal_or_the_end_of_the_time_answers_every_open_request_with_
             body = {"prompt": "red tulip", "n": 10}
             whole = [crowd.submit(httpx.post, address + IMAGES, json=body, timeout=300) for _ in range(2)]
             streamed = crowd.submit(httpx.post, address + IMAGES, json=body | {"stream": True}, timeout=300)
-            until(lambda: waiting(http) >= 25)
+            until(lambda: waiting(http) > 20)  # so all three were accepted
             process.send_signal(signal.SIGINT)
             if not options:
                 until(lambda: http.get("/healthz").status_code == 503)
@@ -69,31 +68,12 @@ def test_a_second_signal_or_the_end_of_the_time_answers_every_open_request_with_
         assert process.stderr.read() == "lanternpp: serve: not all pictures were finished\n"
 
 
-def refused(capsys: pytest.CaptureFixture[str], *options: object) -> str:
-    """The one line on stderr of a start that is refused."""
-    with pytest.raises(SystemExit) as end:
-        main(["serve", "--no-page", *map(str, options)])
-    said = capsys.readouterr()
-    assert end.value.code == 2 and said.out == "" and said.err.count("\n") == 1, said.err
-    return said.err
-
-
-def test_a_busy_port_is_one_sentence(model, capsys):
-    with socket.create_server(("127.0.0.1", 0)) as busy:
-        port = busy.getsockname()[1]
-        said = refused(capsys, "--port", port, "--model", model)
-    assert f"port {port} of 127.0.0.1 cannot be used" in said
-
-
-def test_the_world_is_not_let_in_without_a_key(model, capsys, monkeypatch):
-    monkeypatch.delenv("LANTERNPP_API_KEYS", raising=False)
-    assert "there is no API key" in refused(capsys, "--host", "0.0.0.0", "--port", 0, "--model", model)
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         (["--slots", "6"], "power of two"),
+        (["--queue", "0"], "--queue 0"),
+        (["--max-engines", "0"], "--max-engines 0"),
         (["--batch-size", "4"], "use --slots"),
         (["--method", "ar", "--lambda", "2"], "would change nothing"),
         (["--api-key", "short"], "16 or more"),
@@ -103,26 +83,27 @@ def test_the_world_is_not_let_in_without_a_key(model, capsys, monkeypatch):
         (["--deadline", "1e308"], "at most 86,400"),
         (["--drain", "1e308"], "--drain 1e+308"),
         (["--replicas", "2"], "--replicas 2 needs Ray; add --ray"),
+        (["--host", "0.0.0.0"], "there is no API key"),
+        ([], "of 127.0.0.1 cannot be used"),
     ],
 )
-def test_wrong_options(model, capsys, options, said):
-    assert said in refused(capsys, "--port", 0, "--model", model, *options)
+def test_a_start_that_is_refused_is_one_line(model, capsys, monkeypatch, options, said):
+    monkeypatch.delenv("LANTERNPP_API_KEYS", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = "0" if options else str(busy.getsockname()[1])
+        with pytest.raises(SystemExit) as end:
+            main(["serve", "--no-page", "--port", port, "--model", str(model), *options])
+    out, err = capsys.readouterr()
+    assert end.value.code == 2 and out == "" and err.count("\n") == 1 and said in err, err
 
 
-def test_a_server_whose_batcher_breaks_ends_with_its_error():
+def test_a_server_whose_batcher_breaks_ends_with_its_error(pipe):
     """Nothing would ever be drawn again: whatever supervises the process must see it end."""
-    with batcher_of(SlowPipe(), slots=1, page=False) as batcher:
+    with batcher_of(pipe, slots=1, page=False) as batcher:
 
         def ready() -> None:
             batcher._expire = None  # type: ignore[method-assign]
             put(batcher, spec())
-            threading.Timer(120, signal.raise_signal, [signal.SIGTERM]).start()
 
-        before = set(threading.enumerate())
-        try:
-            with pytest.raises(TypeError, match="not callable"):
-                run(create_app(batcher), batcher, bind("127.0.0.1", 0), 5.0, ready)
-        finally:
-            for thread in set(threading.enumerate()) - before:
-                if isinstance(thread, threading.Timer):
-                    thread.cancel()
+        with pytest.raises(TypeError, match="not callable"):
+            run(create_app(batcher), batcher, bind("127.0.0.1", 0), 5.0, ready)

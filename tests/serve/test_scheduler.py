@@ -108,11 +108,6 @@ def opened(scheduler, *clients):
         runner.fill(1, client)
 
 
-def test_a_client_that_opens_runners_gets_no_more_time(scheduler):
-    opened(scheduler, "many", "many", "many", "one")
-    assert shared(scheduler, 1, 1, 1, 1) == [200, 200, 200, 600]
-
-
 def test_time_is_shared_whatever_a_step_takes(scheduler):
     opened(scheduler, "slow", "slow", "quick")
     assert shared(scheduler, 4, 4, 1, turns=1000) == [100, 100, 800]
@@ -188,23 +183,10 @@ def test_leaving_gives_no_one_a_better_turn():
     assert seeds(waiting) == [2, 1, 3, 9]
 
 
-class Interrupted(list):
-    """Entries of a queue; once a walk has seen the first one, something happens before it goes on."""
-
-    def __iter__(self):
-        for place in range(len(self)):
-            yield self[place]
-            if place == 0 and self.happens:
-                happens, self.happens = self.happens, None
-                happens()
-
-
 def test_a_walk_sees_nobody_twice_while_others_join_and_leave():
     waiting = queue("a", "a", "b")
-    first = next(iter(waiting))
-    waiting.remove(first)
-    waiting.add(first)  # its client's last
-    waiting._entries = Interrupted(waiting._entries)
-    waiting._entries.happens = lambda: waiting.add(Ticket(spec(9, "c")))
-    assert seeds(waiting) == [2, 1, 0]
-    assert seeds(waiting) == [2, 9, 1, 0]
+    walked = waiting._entries  # which a walk in another thread may be copying
+    before = list(walked)
+    waiting.add(Ticket(spec(9, "c")))
+    waiting.remove(next(iter(waiting)))
+    assert walked == before and seeds(waiting) == [2, 9, 1]

@@ -78,20 +78,14 @@ class Outer:
         ({"width": "32"}, "width '32' cannot be used: it should be a valid integer"),
         ({"width": True}, "width True cannot"),
         ({"width": 0}, "width 0 cannot be used: it should be greater than or equal to 1"),
-        ({"width": 10**4000}, "cannot be used: it should be less than or equal to 64"),
         ({"width": 1, "rate": float("nan")}, "should be a finite number"),
         ({"width": 1, "rate": 10**400}, "should be a finite number"),
         ({"width": 1, "name": "123456"}, "'123456' cannot be used: it should be a valid integer"),
-        ({"width": 1, "kind": "three"}, "should be 'one' or 'two'"),
-        ({"width": 1, "stages": 3}, "stages 3 cannot be used: it should be a valid array"),
         (
             {"width": 1, "stages": [1, -1]},
             "stages[1] -1 cannot be used: it should be greater than or equal to 0",
         ),
-        ({"width": 1, "stages": []}, "stages [] cannot be used: Tuple should have at least 1 item"),
-        ({"width": 1, "inner": 3}, "inner 3 cannot be used: it should be an object"),
         ({"width": 1, "inner": {}}, "inner.side is missing"),
-        ({"width": 1, "loud": 1}, "loud 1 cannot be used: it should be a valid boolean"),
     ],
 )
 def test_a_value_that_the_schema_does_not_take_is_named(values: dict[str, Any], said: str) -> None:
