@@ -144,26 +144,15 @@ class OracleDrafter(Drafter):
         return target(next_embeds, Nodes(nodes.position + 1, nodes.slot + 1, mask), cache)
 
 
-class NoisyMarkovDrafter(Drafter):
-    """A Markov chain of its own: a known q that differs from the target's p."""
-
-    def __init__(self, target: MarkovTarget):
-        super().__init__()
-        self.decoder = target.decoder
-        self.scale = torch.nn.Parameter(torch.tensor(0.5, dtype=torch.float64), requires_grad=False)
-
-    def forward(self, next_embeds: Tensor, features: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
-        return next_embeds * self.scale
-
-
-class OtherMarkovDrafter(NoisyMarkovDrafter):
-    """A Markov chain of its own whose table has nothing to do with the target's; zeros allowed."""
+class OtherMarkovDrafter(Drafter):
+    """A Markov chain of its own: rows in proportion to those of a table, which may have zeros and nothing of the target's."""
 
     def __init__(self, target: MarkovTarget, table: Tensor):
-        super().__init__(target)
+        super().__init__()
+        self.decoder = target.decoder
         # head(x) = x @ logp of the target, which is invertible: ask it for log(table)
         expected = table.double().log().clamp(min=-1e4)
-        self.maps = torch.linalg.solve(target.logp.T, expected.T).T
+        self.maps = torch.nn.Parameter(torch.linalg.solve(target.logp.T, expected.T).T, requires_grad=False)
 
     def forward(self, next_embeds: Tensor, features: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
         codes = next_embeds[..., : len(self.maps)].argmax(-1)

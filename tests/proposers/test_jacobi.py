@@ -1,4 +1,4 @@
-"""Jacobi drafting: its distribution, greedy identity, independence of the batch, and what its couplings promise."""
+"""Jacobi drafting: windows at the next rows, and what its couplings promise. `engine/test_distribution.py` has its distribution."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.distributions import chi_square
 from helpers.refusals import rejects
-from helpers.toys import CHAIN, MarkovTarget, ToyTarget, counts
+from helpers.toys import CHAIN, MarkovTarget, ToyTarget
 
 from lanternpp.accept.exact import Exact
 from lanternpp.engine.batching import generate
@@ -21,22 +21,6 @@ from lanternpp.proposers.jacobi import COUPLINGS, INITS, Jacobi
 from lanternpp.trees.shapes import chain
 from lanternpp.trees.static import StaticTree
 from lanternpp.types import Draft, TargetOutput, Verdict
-
-# The others are enumerated in `test_jacobi_exact.py`: coupling, init, alternatives.
-WAYS = [*((coupling, "uniform", 0) for coupling in COUPLINGS), *(("gumbel", init, 0) for init in INITS[1:])]
-
-
-def engine_of(
-    table, window, coupling, init, sampling, batch=50_000, alternatives=0, verify="token", window_rows=1
-):
-    proposer, verifier = Jacobi(window, coupling, init, alternatives, window_rows), VERIFIERS[verify]
-    return Engine(MarkovTarget(table), proposer, Exact(), sampling, Guidance(), batch, verifier=verifier)
-
-
-@pytest.mark.parametrize(("coupling", "init", "alternatives"), [*WAYS, ("gumbel", "mixed", 2)])
-def test_the_image_follows_the_targets_distribution(coupling, init, alternatives):
-    engine = engine_of(CHAIN, 2, coupling, init, Sampling(), 50_000, alternatives)
-    assert chi_square(counts(engine, 4, 200_000), engine.target.distribution()) > 1e-3
 
 
 def forked(target, condition, batch):
@@ -99,20 +83,6 @@ def test_behind_refused_guesses_the_next_follows_what_is_behind_codes_that_look_
     assert proposer._is_at(proposer.seen, proposer.count[:, None])[:, 0].tolist() == [True, False, False]
 
 
-@pytest.mark.parametrize("coupling", ["maximal", "gumbel"])
-def test_a_window_wider_than_the_image_and_warped_distributions(coupling):
-    sampling = Sampling(0.7, 2)
-    engine = engine_of(CHAIN, 4, coupling, "mixed", sampling)
-    warped = MarkovTarget(sampling.probs(CHAIN.double().log()))
-    assert chi_square(counts(engine, 3, 200_000), warped.distribution(3)) > 1e-3
-
-
-def drawn(target, proposer, sampling, cfg, batch, rule=None, count=4):
-    engine = Engine(target, proposer, rule or Exact(), sampling, Guidance(cfg), batch)
-    conditions = ["a", "sea", None, "hill", "stone", "clouds", "a"][:count]
-    return generate(engine, conditions, [3, 1, 4, 1 << 40, 5, 9, 2][:count])
-
-
 def test_a_guess_of_the_next_row_is_redrawn_from_what_the_target_says_there():
     """In a grid 6 wide, with windows of 2: the second row's first guesses, whose p the pass gives as plain decoding would."""
     target = ToyTarget(grid=6)
@@ -146,7 +116,9 @@ def test_coupled_guesses_survive_more_often_and_siblings_keep_more(init):
 
     def passes(coupling, alternatives=0):
         proposer = Jacobi(8, coupling, init, alternatives)
-        return sum(len(h.accepted) for h in drawn(target, proposer, Sampling(), 1.0, 7, count=7))
+        engine = Engine(target, proposer, Exact(), Sampling(), Guidance(), 7)
+        conditions = ["a", "sea", None, "hill", "stone", "clouds", "a"]
+        return sum(len(h.accepted) for h in generate(engine, conditions, [3, 1, 4, 1 << 40, 5, 9, 2]))
 
     assert passes("maximal") < passes("none") and passes("gumbel") < passes("none")
     assert passes("maximal", 3) < passes("maximal")
@@ -223,6 +195,8 @@ def test_options_are_checked_and_default_to_sjd():
     for wrong in (*wrongs, (4, "none", "last", 0, 0), (4, "none", "last", 0, 17)):
         with pytest.raises(InputError):
             Jacobi(*wrong)
-    with pytest.raises(InputError, match="the model has 3 codes; use fewer alternatives"):
-        engine_of(CHAIN, 2, "none", "last", Sampling(), 1, 3)
-    rejects("pictures have 2 rows", engine_of, CHAIN, 2, "none", "last", Sampling(), 1, window_rows=3)
+    for said, made in (
+        ("the model has 3 codes; use fewer", Jacobi(2, alternatives=3)),
+        ("2 rows", Jacobi(2, window_rows=3)),
+    ):
+        rejects(said, made.open, MarkovTarget(CHAIN), Sampling(), Guidance(), 1)

@@ -102,14 +102,6 @@ def test_the_draft_comes_from_the_drafter_run_over_all_that_is_decided(cfg, step
         assert torch.allclose(draft.probs[:, node], expected, atol=1e-10), node
 
 
-def test_levels_beyond_the_trained_ones_repeat_the_last_query():
-    target = ToyTarget()
-    loop = engine(target, 3.0, queries=1)
-    loop.admit(0, "hill", 5)
-    draft = loop.proposer.propose(loop.noise)
-    assert torch.allclose(draft.probs[draft.probs.sum(-1) > 0].sum(-1), torch.ones(()).double())
-
-
 @pytest.mark.parametrize("named", [TreeProposer, Parallel])
 def test_a_drafter_brings_its_own_proposer(named):
     drafter = parallel(ToyTarget())
