@@ -97,10 +97,11 @@ def test_committing_a_scattered_path_is_writing_its_codes_one_by_one(kept_paths)
         assert torch.allclose(line(decoder, plain, later)[row], after[row], atol=1e-12)
 
 
-def test_a_padding_slot_gives_no_nan_and_does_not_count():
-    decoder = network()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_padding_slot_gives_no_nan_and_does_not_count(dtype):
+    decoder = network().to(dtype)
     torch.manual_seed(2)
-    x, later = torch.randn(ROWS, 4, 16).double(), torch.randn(ROWS, 2, 16).double()
+    x, later = torch.randn(ROWS, 4, 16).to(dtype), torch.randn(ROWS, 2, 16).to(dtype)
     other = x.clone()
     other[0, :2], other[1, :3] = 100.0, -50.0  # what stands in the padding
     ends = []

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
-from helpers.distributions import Stops, chain_distribution, chi_square, contexts, distance, sequences
+from helpers.distributions import ChainStops, chain_distribution, chi_square, contexts, distance, sequences
 from helpers.relaxed import RULES, distributions_of
 from helpers.toys import CHAIN, MarkovTarget, ToyTarget, counts, parallel
 from torch import Tensor
@@ -31,7 +29,6 @@ from lanternpp.types import Draft, TargetOutput, Tree
 
 CASES = [(3, 1), (3, 2), (3, 3), (4, 2)]
 KINDS = ["random", "near", "with zeros", "a point", "forced", "all of them"]
-CPU = torch.device("cpu")
 Ends = list[Tensor]  # by guesses drafted, from 1 on: whether a chain ends behind these codes, [V ** guesses]
 
 
@@ -53,15 +50,11 @@ def lengths_of(codes: Tensor, vocab: int, ends: Ends, peek: int = 0) -> Tensor:
     return lengths
 
 
-def cut_draft(ps: Tensor, qs: Tensor, codes: Tensor, lengths: Tensor) -> Draft:
-    """Chains of a batch, each as the proposer masks it; what was drawn behind their ends is still there."""
-    depth = codes.shape[1] - 1
-    tree = _masked(chain_tree(len(codes), depth, CPU), lengths, torch.arange(depth + 1))
-    return Draft(tree, codes, qs + 0.5 * (qs.sum(-1, keepdim=True) == 0))
+def jointly(ends: Ends, peek: int = 0, rule: Acceptance | None = None) -> ChainStops:
+    """Where `verify_joint` ends chains that are cut, and the weights of the code drawn there.
 
-
-def jointly(ends: Ends, peek: int = 0, rule: Acceptance | None = None) -> Stops:
-    """Where `verify_joint` ends chains that are cut, and the weights of the code drawn there."""
+    Chains are masked as the proposer masks them; what was drawn behind their ends is still there.
+    """
 
     def found(ps: Tensor, qs: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
         seen, lengths = list[tuple[Tensor, Tensor]](), lengths_of(codes, ps.shape[-1], ends, peek)
@@ -71,57 +64,13 @@ def jointly(ends: Ends, peek: int = 0, rule: Acceptance | None = None) -> Stops:
             return seen[-1]
 
         noise = Noise(torch.arange(len(ps)), torch.ones(len(ps), dtype=torch.int64))
-        draft = cut_draft(ps, qs, codes, lengths)
+        depth = codes.shape[1] - 1
+        tree = _masked(chain_tree(len(codes), depth, codes.device), lengths, torch.arange(depth + 1))
+        draft = Draft(tree, codes, qs + 0.5 * (qs.sum(-1, keepdim=True) == 0))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(joint, "rejection_tails", recorded)
             verify_joint(draft, ps.log().clamp(min=-700), Sampling(), rule or Exact(), noise)
         return seen[0]
-
-    return found
-
-
-class Spy(Sampling):
-    """Remembers what the code behind the path is drawn from."""
-
-    def draw(self, probs: Tensor, noise: Noise) -> Tensor:
-        self.__dict__["left"] = probs
-        return probs.argmax(-1)
-
-
-@dataclass
-class Given:
-    """Noise that is given, [B, g]."""
-
-    u: Tensor
-
-    def fine(self, purpose: int, *shape: int) -> Tensor:
-        return self.u.view(len(self.u), *shape)
-
-
-def tokenwise(ends: Ends) -> Stops:
-    """The same of `verify_tokenwise`: every draft is walked with numbers that end it behind its first 0, 1 .. guesses."""
-
-    def found(ps: Tensor, qs: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
-        depth = codes.shape[1] - 1
-        draft = cut_draft(ps, qs, codes, lengths := lengths_of(codes, ps.shape[-1], ends))
-        here = codes[:, 1:, None]
-        ratio = (ps[:, :-1].gather(-1, here) / qs[:, :-1].gather(-1, here))[..., 0].clamp(max=1)
-        left = torch.zeros_like(ps)
-        for kept in range(depth + 1):
-            level = torch.arange(depth)
-            u = (ratio * (1 - 1e-9)).where(level != kept, ratio * (1 + 1e-9) + 1e-300)
-            spy = Spy()
-            verdict = verify_tokenwise(draft, ps.log().clamp(min=-700), spy, Exact(), Given(u))  # type: ignore[arg-type]
-            there = (lengths >= kept) & (ratio[:, :kept] > 0).all(1)
-            refused = there & (lengths > kept)
-            if kept < depth:
-                refused &= ratio[:, kept] < 1
-            sure = refused | (there & (lengths == kept))
-            assert (verdict.kept[sure] == 1 + kept).all()
-            left[sure, kept] = spy.__dict__["left"][sure]
-        level = torch.arange(1, depth + 1)
-        chance = ratio.cumprod(1) * (level <= lengths[:, None])
-        return 1 - chance, left
 
     return found
 
@@ -133,9 +82,7 @@ def test_a_chain_that_ends_by_what_was_drafted_keeps_the_targets_distribution(
     vocab: int, depth: int, kind: str, seed: int
 ) -> None:
     (p, q), ends = contexts(vocab, depth, kind), ends_of(vocab, depth, seed)
-    whole = sequences(p)
-    assert distance(chain_distribution(jointly(ends), p, q)[0], whole) < 1e-12
-    assert distance(chain_distribution(tokenwise(ends), p, q)[0], whole) < 1e-12
+    assert distance(chain_distribution(jointly(ends), p, q)[0], sequences(p)) < 1e-12
 
 
 @pytest.mark.parametrize("kind", ["random", "with zeros"])
