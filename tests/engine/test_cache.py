@@ -6,14 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.steps import parts
-from helpers.toys import ToyTarget, eagle
+from helpers.toys import ToyTarget, codes_of, eagle, engine_of
 
-from lanternpp.accept.exact import Exact
 from lanternpp.engine import cache
-from lanternpp.engine.batching import generate
 from lanternpp.engine.cache import Cache
 from lanternpp.engine.decode import Engine
-from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.nn.decoder import Decoder, DecoderConfig, grid_table
 from lanternpp.proposers.tree import TreeProposer
@@ -123,7 +120,7 @@ def test_a_prompt_in_several_passes_draws_the_same(monkeypatch: pytest.MonkeyPat
         sizes: list[int] = []
         engine.target.register_forward_pre_hook(lambda _, given, sizes=sizes: sizes.append(given[0].shape[1]))
         # the second prompt is padded
-        drawn.append([sample.codes.tolist() for sample in generate(engine, ["hill", "sea"], [1, 2])])
+        drawn.append(codes_of(engine, ["hill", "sea"], [1, 2]))
         assert sizes[: -(-6 // min(chunk, 3))] == {1: [1] * 6, 2: [2, 1, 2]}.get(chunk, [3, 3])
     assert drawn[0] == drawn[1] == drawn[2]
 
@@ -137,10 +134,8 @@ def test_queries_of_a_group_are_rows_of_a_head() -> None:
 
 def test_the_loop_draws_the_argmax_of_the_causal_pass():
     target = ToyTarget()
-    engine = Engine(
-        target, TreeProposer(eagle(target), StaticTree(EAGLE)), Exact(), Sampling(0), Guidance(), 1
-    )
-    codes = generate(engine, ["hill"], [0])[0].codes[None]
+    engine = engine_of(target, TreeProposer(eagle(target), StaticTree(EAGLE)), 1, Sampling(0))
+    codes = torch.tensor(codes_of(engine, ["hill"], [0]))
     prompt = target.prompt(["hill"], 1)
     assert prompt.start.tolist() == [0]  # `forward_sequence` knows no padding
     assert torch.equal(target.head(target.forward_sequence(prompt.embeds, codes)).argmax(-1), codes)

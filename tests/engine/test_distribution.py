@@ -25,16 +25,14 @@ from helpers.toys import (
     OtherMarkovDrafter,
     admit_all,
     counts,
+    engine_of,
     noise,
     parallel,
 )
 
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.neighbours import Lantern, LanternPlusPlus
-from lanternpp.engine.decode import Engine
-from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
-from lanternpp.engine.verify.choose import VERIFIERS
 from lanternpp.engine.verify.tokenwise import verify_tokenwise
 from lanternpp.proposers.draft_model import DraftModel
 from lanternpp.proposers.jacobi import Jacobi
@@ -94,16 +92,12 @@ CASES = {  # verifiers, drafts
 }
 
 
-def engine_of(target, proposer, sampling, batch, verifier="token"):
-    return Engine(target, proposer, Exact(), sampling, Guidance(), batch, verifier=VERIFIERS[verifier])
-
-
 @pytest.mark.parametrize(
     ("case", "verifier"), [(case, verifier) for case, row in CASES.items() for verifier in row[0]]
 )
 def test_pictures_follow_the_targets_distribution_however_a_draft_is_verified(case, verifier):
     target = MarkovTarget(CHAIN)
-    engine = engine_of(target, CASES[case][1](target), Sampling(), PICTURES, verifier)
+    engine = engine_of(target, CASES[case][1](target), PICTURES, verify=verifier)
     draws = 4 * PICTURES if "gumbel" in case else PICTURES
     assert chi_square(counts(engine, 4, draws), target.distribution()) > UNLIKELY
 
@@ -119,14 +113,14 @@ WARPED = {
 def test_pictures_follow_the_distribution_that_is_left_after_temperature_and_top_k(proposer):
     target, sampling = MarkovTarget(CHAIN), Sampling(0.7, top_k=2)
     warped = MarkovTarget(sampling.probs(CHAIN.log()))
-    engine = engine_of(target, WARPED[proposer](target), sampling, PICTURES)
+    engine = engine_of(target, WARPED[proposer](target), PICTURES, sampling)
     assert chi_square(counts(engine, 4, 4 * PICTURES), warped.distribution()) > UNLIKELY
 
 
 @pytest.mark.parametrize("case", ["tree, flatter q", "independent tree", "jacobi maximal"])
 def test_the_toy_admission_is_the_engines_own(case):
     target, seeds = MarkovTarget(CHAIN), [5, 6, 7, 8]
-    ours, theirs = (engine_of(target, CASES[case][1](target), Sampling(), 4) for _ in range(2))
+    ours, theirs = (engine_of(target, CASES[case][1](target), 4) for _ in range(2))
     admit_all(ours, torch.tensor(seeds))
     for slot, seed in enumerate(seeds):
         theirs.admit(slot, "sea", seed)

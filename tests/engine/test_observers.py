@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import torch
-from helpers.toys import BUSHY, CHAIN, FAR, MarkovTarget, OtherMarkovDrafter
+from helpers.toys import BUSHY, CHAIN, FAR, MarkovTarget, OtherMarkovDrafter, engine_of
 
-from lanternpp.accept.exact import Exact
 from lanternpp.engine.batching import generate
-from lanternpp.engine.decode import Engine
-from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.observers import AcceptanceByRank, Observer
-from lanternpp.engine.sampling import Sampling
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.static import StaticTree
 from lanternpp.types import Admission, Draft, TargetOutput, Tree, Verdict
@@ -64,8 +60,8 @@ class Log(Observer):
 
 def test_an_observer_sees_every_admission_and_every_pass_and_changes_nothing() -> None:
     target, log = MarkovTarget(CHAIN), Log()
-    parts = TreeProposer(OtherMarkovDrafter(target, FAR), StaticTree(BUSHY)), Exact(), Sampling(), Guidance()
-    plain, watched = (Engine(target, *parts, 1) for _ in range(2))
+    proposer = TreeProposer(OtherMarkovDrafter(target, FAR), StaticTree(BUSHY))
+    plain, watched = (engine_of(target, proposer) for _ in range(2))
     watched.observers += [log, AcceptanceByRank(watched.target.length)]
     (alone,), (seen,) = (generate(one, ["a"], [3]) for one in (plain, watched))
     assert torch.equal(alone.codes, seen.codes) and alone.accepted == seen.accepted

@@ -23,5 +23,5 @@
 * `ranks`: run by torchrun: processes that draw together with their shares of tiny models.
 * `refusals`: what is refused, in one sentence.
 * `steps`: the parts of an engine of toys, for steps of every proposer, rule and verifier.
-* `toys`: small stand-ins with the interfaces of the real thing: two targets and two drafters.
+* `toys`: small stand-ins with the interfaces of the real thing: targets, drafters, and engines of them.
 """

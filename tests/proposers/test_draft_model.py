@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from helpers.toys import BUSHY, RowsEnd
+from helpers.toys import BUSHY, RowsEnd, codes_of, engine_of
 
-from lanternpp.accept.exact import Exact
 from lanternpp.engine.batching import generate
-from lanternpp.engine.decode import Engine
-from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.proposers.draft_model import DraftModel
 from lanternpp.proposers.no_draft import NoDraft
@@ -20,9 +17,9 @@ from lanternpp.trees.static import StaticTree
 def test_a_drafter_knows_what_the_format_forces(builder):
     """The target as its own drafter: were the drafts free of the format, some would be refused."""
     target = RowsEnd()
-    plain = Engine(target, NoDraft(), Exact(), Sampling(0), Guidance(3.0), 2)
-    expected = [h.codes.tolist() for h in generate(plain, ["sea", None], [1, 2])]
+    given = ["sea", None], [1, 2]
+    expected = codes_of(engine_of(target, NoDraft(), 2, Sampling(0), 3.0), *given)
     assert all(codes[3::4] == [7, 7, 7, 7] for codes in expected)
-    engine = Engine(target, DraftModel(target, builder()), Exact(), Sampling(0), Guidance(3.0), 2)
-    for sample, codes in zip(generate(engine, ["sea", None], [1, 2]), expected, strict=True):
+    engine = engine_of(target, DraftModel(target, builder()), 2, Sampling(0), 3.0)
+    for sample, codes in zip(generate(engine, *given), expected, strict=True):
         assert sample.codes.tolist() == codes and sample.accepted == [1, 4, 4, 4, 3]

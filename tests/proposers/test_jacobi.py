@@ -6,32 +6,18 @@ import pytest
 import torch
 from helpers.distributions import chi_square
 from helpers.refusals import rejects
-from helpers.toys import CHAIN, MarkovTarget, ToyTarget
+from helpers.toys import CHAIN, MarkovTarget, ToyTarget, engine_of, observed_step
 
-from lanternpp.accept.exact import Exact
 from lanternpp.engine.batching import generate
-from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.proposer import Parts
 from lanternpp.engine.sampling import Sampling
-from lanternpp.engine.verify.choose import VERIFIERS
 from lanternpp.errors import InputError
 from lanternpp.proposers.jacobi import COUPLINGS, INITS, Jacobi
 from lanternpp.trees.shapes import chain
 from lanternpp.trees.static import StaticTree
 from lanternpp.types import Draft, TargetOutput, Verdict
-
-
-def forked(target, condition, batch):
-    """An engine whose samples all have the same prompt, as after an admission of each."""
-    proposer = Jacobi(2, "maximal", "mixed", 1, window_rows=2)
-    verifier = VERIFIERS["traversal"]
-    engine = Engine(target, proposer, Exact(), Sampling(), Guidance(), batch, verifier=verifier)
-    engine.admit(0, condition, 0)
-    for tensor in (engine.cache.kv.transpose(0, 2), engine.cache.start, engine.cache.used):
-        tensor[1:] = tensor[:1].clone()
-    return engine
 
 
 def test_windows_at_the_next_rows_see_what_is_before_them_and_change_no_distribution():
@@ -41,7 +27,10 @@ def test_windows_at_the_next_rows_see_what_is_before_them_and_change_no_distribu
     embeds = target.prompt([None], 1).embeds.expand(512, -1, -1)
     logits = target.head(target.forward_sequence(embeds, every))
     distribution = logits.log_softmax(-1).gather(-1, every[..., None]).sum((1, 2)).exp()
-    engine = forked(target, None, 5000)
+    engine = engine_of(target, Jacobi(2, "maximal", "mixed", 1, window_rows=2), 5000, verify="traversal")
+    engine.admit(0, None, 0)
+    for tensor in (engine.cache.kv.transpose(0, 2), engine.cache.start, engine.cache.used):
+        tensor[1:] = tensor[:1].clone()  # all samples have the same prompt
     seen = torch.zeros(512)
     root = logits[0, 0].softmax(-1)
     for first in range(0, images, engine.batch):
@@ -87,13 +76,11 @@ def test_a_guess_of_the_next_row_is_redrawn_from_what_the_target_says_there():
     """In a grid 6 wide, with windows of 2: the second row's first guesses, whose p the pass gives as plain decoding would."""
     target = ToyTarget(grid=6)
     proposer = Jacobi(2, "maximal", "above", 0, 2)
-    engine = Engine(target, proposer, Exact(), Sampling(), Guidance(), 1)
+    engine = engine_of(target, proposer)
     engine.admit(0, "hill", 5)
     assert proposer._places_drafted().tolist() == [[1, 2, 6, 7]]
-    outputs, observe = [], proposer.observe
-    proposer.observe = lambda output: outputs.append(output) or observe(output)
-    engine.step()
-    draft = outputs[0].draft
+    output = observed_step(engine)
+    draft = output.draft
     assert draft.codes.shape == (1, 3) and draft.unverified.depth.tolist() == [[6, 7]]
     # the same, with what is not in the pass left out of the attention of a whole sequence
     prompt = target.prompt(["hill"], 1)
@@ -105,9 +92,9 @@ def test_a_guess_of_the_next_row_is_redrawn_from_what_the_target_says_there():
     mask[:, :start] = False
     mask.fill_diagonal_(True)
     features = target.decoder.forward_sequence(x, position, mask[None, None])
-    torch.testing.assert_close(outputs[0].logits, target.head(features[:, slots:]))
+    torch.testing.assert_close(output.logits, target.head(features[:, slots:]))
     now = proposer._at(proposer.p, torch.tensor([[7]]))[0, 0]
-    torch.testing.assert_close(now, outputs[0].logits[0, 3].softmax(-1))
+    torch.testing.assert_close(now, output.logits[0, 3].softmax(-1))
 
 
 @pytest.mark.parametrize("init", INITS)
@@ -116,7 +103,7 @@ def test_coupled_guesses_survive_more_often_and_siblings_keep_more(init):
 
     def passes(coupling, alternatives=0):
         proposer = Jacobi(8, coupling, init, alternatives)
-        engine = Engine(target, proposer, Exact(), Sampling(), Guidance(), 7)
+        engine = engine_of(target, proposer, 7)
         conditions = ["a", "sea", None, "hill", "stone", "clouds", "a"]
         return sum(len(h.accepted) for h in generate(engine, conditions, [3, 1, 4, 1 << 40, 5, 9, 2]))
 
@@ -155,7 +142,7 @@ def test_a_fresh_guess_is_drawn_from_what_was_asked_for():
     target, sampling = ToyTarget(), Sampling(0.8, 8)
     for init in INITS:
         proposer = Jacobi(5, "none", init)
-        engine = Engine(target, proposer, Exact(), sampling, Guidance(), 1)
+        engine = engine_of(target, proposer, 1, sampling)
         engine.admit(0, "sea", 11)
         seen = {}
         for _ in range(6):
@@ -173,12 +160,8 @@ def test_a_fresh_guess_is_drawn_from_what_was_asked_for():
                     assert torch.equal(expected[i], seen[place - 4])
                 else:
                     assert torch.equal(expected[i], seen[max(seen)])
-            outputs = []
-            observe, proposer.observe = proposer.observe, lambda output, to=outputs: to.append(output)
-            engine.step()
-            proposer.observe = observe
-            proposer.observe(outputs[0])
-            seen |= {count + i: p for i, p in enumerate(sampling.probs(outputs[0].logits)[0])}
+            logits = observed_step(engine).logits
+            seen |= {count + i: p for i, p in enumerate(sampling.probs(logits)[0])}
 
 
 def test_options_are_checked_and_default_to_sjd():

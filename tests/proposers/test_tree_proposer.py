@@ -2,11 +2,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.toys import ToyTarget, eagle
+from helpers.toys import ToyTarget, codes_of, eagle, engine_of
 
-from lanternpp.accept.exact import Exact
-from lanternpp.engine.batching import generate
-from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.nn.backend import PYTORCH, backend
@@ -28,7 +25,7 @@ def test_the_draft_comes_from_the_drafter_run_over_all_that_is_decided(cfg, step
     """Off by one here would only lower the codes per pass, silently."""
     target, guidance = ToyTarget(), Guidance(cfg)
     drafter = eagle(target)
-    engine = Engine(target, TreeProposer(drafter, builder), Exact(), SAMPLING, guidance, 1)
+    engine = engine_of(target, TreeProposer(drafter, builder), 1, SAMPLING, cfg)
     engine.admit(0, "hill", 5)
     for _ in range(steps):
         engine.step()
@@ -66,6 +63,6 @@ def test_a_greedy_tree_with_more_children_than_there_are_codes_is_plain_ar(vocab
     drafter = eagle(target).float()
     drawn = []
     for proposer in (NoDraft(), TreeProposer(drafter, StaticTree(EAGLE))):
-        engine = Engine(target, proposer, Exact(), Sampling(0, backend=used), Guidance(3.0), 1)
-        drawn.append([sample.codes.tolist() for sample in generate(engine, [None, None], [1, 2])])
+        engine = engine_of(target, proposer, 1, Sampling(0, backend=used), 3.0)
+        drawn.append(codes_of(engine, [None, None], [1, 2]))
     assert drawn[0] == drawn[1]

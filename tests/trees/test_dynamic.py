@@ -8,12 +8,9 @@ import pytest
 import torch
 from helpers.drafts import check_tree
 from helpers.refusals import rejects
-from helpers.toys import OracleDrafter, ToyTarget
+from helpers.toys import OracleDrafter, ToyTarget, engine_of
 
-from lanternpp.accept.exact import Exact
 from lanternpp.engine.batching import generate
-from lanternpp.engine.decode import Engine
-from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
 from lanternpp.proposers.tree import TreeProposer
@@ -141,7 +138,7 @@ def test_an_oracles_likeliest_path_is_kept_when_greedy():
     """A drafter that was told of another frontier would guess wrong."""
     target = ToyTarget()
     proposer = TreeProposer(OracleDrafter(target), DynamicTree(1, 4, 4))
-    engine = Engine(target, proposer, Exact(), Sampling(0), Guidance(3.0), 4)
+    engine = engine_of(target, proposer, 4, Sampling(0), 3.0)
     for sample in generate(engine, ["a", "sea", None, "hill"], [3, 1, 4, 1 << 40]):
         assert sample.accepted == [1, 5, 5, 5]
 

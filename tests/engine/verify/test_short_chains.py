@@ -6,21 +6,17 @@ import pytest
 import torch
 from helpers.distributions import ChainStops, chain_distribution, chi_square, contexts, distance, sequences
 from helpers.relaxed import RULES, distributions_of
-from helpers.toys import CHAIN, MarkovTarget, ToyTarget, counts, parallel
+from helpers.toys import CHAIN, MarkovTarget, Outputs, ToyTarget, counts, engine_of, parallel
 from torch import Tensor
 
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Exact
 from lanternpp.engine.batching import generate
 from lanternpp.engine.decode import Engine
-from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
-from lanternpp.engine.observers import Observer
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify import joint
-from lanternpp.engine.verify.choose import Verifier
 from lanternpp.engine.verify.joint import rejection_tails, verify_joint
-from lanternpp.engine.verify.tokenwise import verify_tokenwise
 from lanternpp.proposers.parallel import Parallel, _masked
 from lanternpp.trees.chain import chain_tree
 from lanternpp.trees.shapes import chain
@@ -115,55 +111,53 @@ def test_under_a_relaxed_rule_the_distribution_is_the_rules_where_something_was_
 # Through the proposer and the engine.
 
 
-class Lengths(Observer):
-    """How many guesses the chains of every pass had."""
-
-    def __init__(self) -> None:
-        self.seen: list[Tensor] = []
-        self.nodes: list[int] = []
-
-    def verified(self, output: TargetOutput, count: Tensor) -> None:
-        self.seen.append((output.draft.tree.children[..., 0] >= 0).sum(1))
-        self.nodes.append(output.draft.codes.shape[1])
-
-
-def engine(target: ToyTarget, batch: int, cut: float, verifier: Verifier, rule: Acceptance | None = None):
+def engine(target: ToyTarget, batch: int, cut: float, verify: str) -> tuple[Engine, Outputs]:
     drafter = parallel(target)
     assert drafter.confidence is not None
     drafter.confidence.weight.mul_(3)
     proposer = Parallel(drafter, StaticTree(chain(4)))
     proposer.min_survival = cut
-    loop = Engine(target, proposer, rule or Exact(), Sampling(), Guidance(), batch, verifier=verifier)
-    loop.observers.append(lengths := Lengths())
-    return loop, lengths
+    loop, outputs = engine_of(target, proposer, batch, verify=verify), Outputs()
+    loop.observers.append(outputs)
+    return loop, outputs
 
 
-@pytest.mark.parametrize("verifier", [verify_joint, verify_tokenwise])
-def test_an_engine_that_cuts_draws_the_targets_distribution(verifier: Verifier) -> None:
+def lengths(output: TargetOutput) -> Tensor:
+    """How many guesses the chains of a pass had."""
+    return (output.draft.tree.children[..., 0] >= 0).sum(1)
+
+
+def nodes(outputs: Outputs) -> list[int]:
+    """The nodes of every pass."""
+    return [output.draft.codes.shape[1] for output in outputs.seen]
+
+
+@pytest.mark.parametrize("verify", ["block", "token"])
+def test_an_engine_that_cuts_draws_the_targets_distribution(verify: str) -> None:
     target = MarkovTarget(CHAIN)
-    loop, lengths = engine(target, 20_000, 0.3, verifier)
+    loop, outputs = engine(target, 20_000, 0.3, verify)
     found = counts(loop, 4, 40_000)
-    seen = torch.cat(lengths.seen).bincount(minlength=5)[1:]
+    seen = torch.cat([lengths(output) for output in outputs.seen]).bincount(minlength=5)[1:]
     assert (seen[:2] > 500).all() and not seen[2:].any(), (
         "chains of one guess and of two, as three codes are left"
     )
     assert chi_square(found, target.distribution()) > 1e-3
 
 
-@pytest.mark.parametrize("verifier", [verify_joint, verify_tokenwise])
+@pytest.mark.parametrize("verify", ["block", "token"])
 @torch.inference_mode()
-def test_a_picture_is_the_same_alone_where_its_passes_are_short_and_in_a_batch(verifier: Verifier) -> None:
+def test_a_picture_is_the_same_alone_where_its_passes_are_short_and_in_a_batch(verify: str) -> None:
     target = ToyTarget()
-    together, lengths = engine(target, 3, 0.25, verifier)
+    together, outputs = engine(target, 3, 0.25, verify)
     pictures = generate(together, ["sea", "hill", "a"], [1, 2, 3])
     short, alone = [], []
     for condition, seed in (("sea", 1), ("hill", 2), ("a", 3)):
-        loop, own = engine(target, 1, 0.25, verifier)
+        loop, own = engine(target, 1, 0.25, verify)
         alone += generate(loop, [condition], [seed])
-        assert own.nodes == [1 + int(length) for length in own.seen]
-        short += own.nodes
+        assert nodes(own) == [1 + int(lengths(output)) for output in own.seen]
+        short += nodes(own)
     assert [one.codes.tolist() for one in pictures] == [one.codes.tolist() for one in alone]
     assert [one.accepted for one in pictures] == [one.accepted for one in alone]
-    assert min(short) < 5 and len(set(short)) > 2 and max(lengths.nodes) == 5
-    uncut, _ = engine(target, 1, 0.0, verifier)
+    assert min(short) < 5 and len(set(short)) > 2 and max(nodes(outputs)) == 5
+    uncut, _ = engine(target, 1, 0.0, verify)
     assert sum(short) < 3 * 5 * sum(len(one.accepted) for one in generate(uncut, ["sea"], [1]))
