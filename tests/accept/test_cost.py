@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.distributions import additive, chi_square, multiplicative, round_distribution
-from helpers.toys import ToyTarget, eagle, neighbours
+from helpers.toys import Outputs, ToyTarget, eagle, neighbours
 
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Exact
@@ -17,12 +17,13 @@ from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.verify.choose import VERIFIERS
 from lanternpp.engine.verify.tokenwise import verify_tokenwise, without
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.chain import chain_tree
 from lanternpp.trees.dynamic import DynamicTree
-from lanternpp.trees.shapes import EAGLE
+from lanternpp.trees.shapes import EAGLE, chain
 from lanternpp.trees.static import StaticTree
 from lanternpp.types import Draft
 
@@ -173,3 +174,16 @@ def test_the_exact_rule_and_plain_decoding_report_zero():
     ):
         samples = finished(target, rule, builder, Sampling(), 4, measured)
         assert [sample.tv_cost for sample in samples] == [0.0] * 4
+
+
+@pytest.mark.parametrize("verify", ["token", "block"])
+def test_the_cost_of_a_picture_is_that_of_the_nodes_it_kept(verify):
+    target, outputs = ToyTarget(grid=3), Outputs()
+    rule = Lantern(neighbours(target.codebook, 5), 0.4, "optimal")
+    proposer = TreeProposer(eagle(target), StaticTree(chain(3)))
+    engine = Engine(target, proposer, rule, Sampling(), Guidance(), 1, True, VERIFIERS[verify])
+    engine.observers.append(outputs)
+    (sample,) = generate(engine, ["a"], [3])
+    verdicts = [output.verdict for output in outputs.seen]
+    kept = [float(verdict.tv_cost[0, : int(verdict.kept)].sum()) for verdict in verdicts]
+    assert sample.tv_cost == pytest.approx(sum(kept))

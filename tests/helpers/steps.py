@@ -19,7 +19,7 @@ from lanternpp.engine.proposer import Proposer
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify.choose import TOKEN, VERIFIERS
 from lanternpp.proposers.draft_model import DraftModel
-from lanternpp.proposers.jacobi import COUPLINGS, INITS, Jacobi
+from lanternpp.proposers.jacobi import Jacobi
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.proposers.tree import TreeProposer
@@ -38,7 +38,10 @@ PROPOSERS: dict[str, Callable[[ToyTarget], Proposer]] = {
     "parallel tree": lambda t: Parallel(parallel(t, aux_layers=(0,)), StaticTree(BUSHY)),
     "independent": lambda t: DraftModel(smaller(t), StaticTree(BUSHY)),
     "independent eagle2": lambda t: DraftModel(smaller(t), DynamicTree(3, 2, 8)),
-    **{f"jacobi {c} {i}": lambda t, c=c, i=i: Jacobi(3, c, i) for c in COUPLINGS for i in INITS},
+    "jacobi none uniform": lambda t: Jacobi(3),
+    "jacobi maximal mixed": lambda t: Jacobi(3, "maximal", "mixed"),
+    "jacobi maximal last": lambda t: Jacobi(3, "maximal", "last"),
+    "jacobi gumbel above": lambda t: Jacobi(3, "gumbel", "above"),
     "jacobi siblings": lambda t: Jacobi(3, "maximal", "mixed", 2),
     "jacobi rows": lambda t: Jacobi(3, "maximal", "mixed", 2, 2),
 }

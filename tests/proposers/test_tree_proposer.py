@@ -16,12 +16,13 @@ from lanternpp.trees.static import StaticTree
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
 SAMPLING = Sampling(0.8, 8)
+UNEVEN = ((0,), (1,), (2,), (1, 0), (1, 1), (1, 1, 0), (2, 0))
+BUILDERS = {"static": StaticTree(EAGLE), "uneven": StaticTree(UNEVEN), "dynamic": DynamicTree(4, 4, 16)}
 
 
-@pytest.mark.parametrize("cfg", [1.0, 3.0])
-@pytest.mark.parametrize("steps", [0, 1, 3])
-@pytest.mark.parametrize("builder", [StaticTree(EAGLE), DynamicTree(4, 4, 16)], ids=["static", "dynamic"])
-def test_the_draft_comes_from_the_drafter_run_over_all_that_is_decided(cfg, steps, builder):
+@pytest.mark.parametrize(("steps", "cfg"), [(0, 3.0), (1, 3.0), (3, 3.0), (3, 1.0)])
+@pytest.mark.parametrize("builder", BUILDERS.values(), ids=BUILDERS)
+def test_the_draft_comes_from_the_drafter_run_over_all_that_is_decided(steps, cfg, builder):
     """Off by one here would only lower the codes per pass, silently."""
     target, guidance = ToyTarget(), Guidance(cfg)
     drafter = eagle(target)
