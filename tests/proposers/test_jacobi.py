@@ -75,26 +75,28 @@ def test_behind_refused_guesses_the_next_follows_what_is_behind_codes_that_look_
 def test_a_guess_of_the_next_row_is_redrawn_from_what_the_target_says_there():
     """In a grid 6 wide, with windows of 2: the second row's first guesses, whose p the pass gives as plain decoding would."""
     target = ToyTarget(grid=6)
-    proposer = Jacobi(2, "maximal", "above", 0, 2)
+    proposer = Jacobi(2, "maximal", "above", 1, 2)
     engine = engine_of(target, proposer)
     engine.admit(0, "hill", 5)
     assert proposer._places_drafted().tolist() == [[1, 2, 6, 7]]
     output = observed_step(engine)
     draft = output.draft
-    assert draft.codes.shape == (1, 3) and draft.unverified.depth.tolist() == [[6, 7]]
+    assert draft.codes.shape == (1, 4) and draft.unverified.depth.tolist() == [[6, 7]]
     # the same, with what is not in the pass left out of the attention of a whole sequence
     prompt = target.prompt(["hill"], 1)
     start, slots = int(prompt.start[0]), target.slots
     codes = torch.cat((draft.codes, draft.unverified.codes), 1)
     x = torch.cat((prompt.embeds, target.embed(codes)), 1)
-    position = torch.cat((torch.arange(slots), slots + torch.tensor([0, 1, 2, 6, 7])))[None]
-    mask = torch.ones(slots + 5, slots + 5, dtype=torch.bool).tril()
+    position = torch.cat((torch.arange(slots), slots + torch.tensor([0, 1, 2, 1, 6, 7])))[None]
+    mask = torch.ones(slots + 6, slots + 6, dtype=torch.bool).tril()
     mask[:, :start] = False
+    mask[slots + 3, slots + 1 :] = False  # the other code at the first place
+    mask[slots + 4 :, slots + 3] = False
     mask.fill_diagonal_(True)
     features = target.decoder.forward_sequence(x, position, mask[None, None])
     torch.testing.assert_close(output.logits, target.head(features[:, slots:]))
     now = proposer._at(proposer.p, torch.tensor([[7]]))[0, 0]
-    torch.testing.assert_close(now, output.logits[0, 3].softmax(-1))
+    torch.testing.assert_close(now, output.logits[0, 4].softmax(-1))
 
 
 @pytest.mark.parametrize("init", INITS)
