@@ -60,7 +60,7 @@ def watched(engine: Engine, answers: Mapping[str, Answer] | None = None) -> Coun
         *((drafts, "exact", "warped", 3.0) for drafts in PROPOSERS),
         *((drafts, "exact", "greedy", 1.0) for drafts in ("none", "eagle2", "parallel", "jacobi siblings")),
         *(("tree", rule, "T=1", 3.0) for rule in RULES if rule != "exact"),
-        ("eagle2", "lantern++ optimal", "warped", 3.0),
+        ("eagle2", "lantern++", "warped", 3.0),
     ],
 )
 def test_a_step_reads_nothing_back_and_makes_nothing_elsewhere(

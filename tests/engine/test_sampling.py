@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from helpers.refusals import rejects
@@ -52,23 +54,17 @@ def test_forbidden_codes_stay_forbidden():
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
+    ("kind", "name", "wrong"),
     [
-        ({"temperature": -0.1}, "-0.1"),
-        ({"temperature": float("nan")}, "nan"),
-        ({"top_k": -1}, "-1"),
-        ({"top_p": 0.0}, "0.0"),
-        ({"top_p": 1.5}, "1.5"),
-        ({"top_p": float("nan")}, "nan"),
+        (Sampling, "temperature", (-0.1, math.nan)),
+        (Sampling, "top_k", (-1,)),
+        (Sampling, "top_p", (0.0, 1.5, math.nan)),
+        (Guidance, "scale", (0.5, -1.0, math.nan)),
     ],
 )
-def test_options_out_of_range_are_refused_by_name(options, named):
-    rejects(named, Sampling, **options)
-
-
-@pytest.mark.parametrize("scale", [0.5, -1.0, float("nan")])
-def test_guidance_below_1_is_refused(scale):
-    rejects(str(scale), Guidance, scale)
+def test_numbers_out_of_range_are_refused_by_name(kind, name, wrong):
+    for value in wrong:
+        rejects(str(value), kind, **{name: value})
 
 
 def test_guidance_1_is_the_conditional_model_alone():

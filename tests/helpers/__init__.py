@@ -15,7 +15,7 @@
 * `models`: model folders with random weights, small enough to be made in a moment; what is in a folder, and changes of its JSON.
 * `photos`: fixtures: captioned pictures, random codes, a tokenizer for them, and the commands that train on them.
 * `processes`: processes that a test started, to kill some of them.
-* `relaxed`: relaxed rules over three to five codes, small enough to enumerate what they do.
+* `relaxed`: relaxed rules, and over three to five codes what they do, which is then small enough to enumerate.
 * `served`: for tests of the server: a real one in this process, and a pipeline whose steps wait to be allowed.
 * `stages`: the stages of recipes/nature and a drafter's training at toy size, a few steps each.
 * `stacks`: passes of a `Stack` by plain PyTorch operations, in the dtype of their inputs: what kernels are compared with.

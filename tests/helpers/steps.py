@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
+from helpers.relaxed import OF_TABLE
 from helpers.toys import ToyTarget, eagle, neighbours, parallel, smaller
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Exact
-from lanternpp.accept.mixture import DraftMixture
-from lanternpp.accept.neighbours import Lantern, LanternPlusPlus
-from lanternpp.accept.scaled import Cactus, Cool
+from lanternpp.accept.neighbours import LanternPlusPlus
+from lanternpp.accept.scaled import Cool
 from lanternpp.api.settings import build_proposer, build_rule, resolve
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.proposer import Proposer
@@ -47,14 +47,9 @@ PROPOSERS: dict[str, Callable[[ToyTarget], Proposer]] = {
 }
 RULES: dict[str, Callable[[Tensor], Acceptance]] = {
     "exact": lambda table: Exact(),
-    "lantern": lambda table: Lantern(table, 0.3),
-    "lantern optimal": lambda table: Lantern(table, 0.3, "optimal"),
-    "lantern++": lambda table: LanternPlusPlus(table, 3.0),
-    "lantern++ optimal": lambda table: LanternPlusPlus(table, 3.0, "optimal"),
-    "cool": lambda table: Cool(1.5, 0.3),
-    "cool paper": lambda table: Cool(1.5, 0.3, "paper"),
-    "cactus": lambda table: Cactus(0.01, 0.3),
-    "mixture": lambda table: DraftMixture(0.2, 0.3),
+    "lantern++, paper": lambda table: LanternPlusPlus(table, 2.5, "paper"),
+    "cool, paper": lambda table: Cool(1.4, 0.2, "paper"),
+    **OF_TABLE,
 }
 # Proposers whose drafts another verifier than the token-wise one supports.
 JOINT = (
