@@ -6,20 +6,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.steps import parts
-from helpers.toys import OracleDrafter, ToyTarget, eagle
+from helpers.toys import ToyTarget, codes_of, eagle, engine_of
 
-from lanternpp.accept.exact import Exact
 from lanternpp.engine import cache
-from lanternpp.engine.batching import generate
 from lanternpp.engine.cache import Cache
 from lanternpp.engine.decode import Engine
-from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.nn.decoder import Decoder, DecoderConfig, grid_table
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.shapes import EAGLE
 from lanternpp.trees.static import StaticTree
-from lanternpp.types import Prompt
 
 DEEP = DecoderConfig(dim=16, layers=3, heads=4, kv_heads=2, hidden=24)  # grouped heads
 ROWS, SLOTS = 2, 40
@@ -76,63 +72,33 @@ def test_every_path_of_a_tree_sees_what_it_would_see_alone(start):
         assert torch.allclose(alone[:, -1], together[:, node], atol=1e-12)
 
 
-def test_committing_a_scattered_path_is_writing_its_codes_one_by_one():
+@pytest.mark.parametrize("kept_paths", [[(1, 0, 0), (3,)], [None, (0, 1)]])
+def test_committing_a_scattered_path_is_writing_its_codes_one_by_one(kept_paths):
+    """Each row keeps its own path, of its own length; a finished sample (None) keeps nothing."""
     decoder = network()
     tree, paths = eagle_tree()
     x, later = torch.randn(ROWS, len(paths), 16).double(), torch.randn(ROWS, 3, 16).double()
-    kept_paths = [(1, 0, 0), (3,)]  # each row keeps its own path, of its own length
     path = torch.tensor(
-        [[paths.index(p[: min(d, len(p))]) for d in range(6)] for p in kept_paths]
+        [[paths.index(p[: min(d, len(p))]) for d in range(6)] for p in (p or (1, 1) for p in kept_paths)]
     )  # the last one repeated as padding
-    kept = torch.tensor([len(p) + 1 for p in kept_paths])
+    kept = torch.tensor([0 if p is None else len(p) + 1 for p in kept_paths])
     scattered, _ = fresh(decoder)
     decoder(x, scattered.nodes(tree.depth, tree.mask), scattered)
     scattered.commit(path, kept)
-    assert scattered.used.tolist() == [4 + 4, 4 + 2]
+    assert scattered.used.tolist() == (4 + kept).tolist()
     after = line(decoder, scattered, later)
     for row in range(ROWS):
         plain, _ = fresh(decoder)
-        line(decoder, plain, x[:, path[row, : kept[row]]])
+        if kept[row]:
+            line(decoder, plain, x[:, path[row, : kept[row]]])
         assert torch.allclose(line(decoder, plain, later)[row], after[row], atol=1e-12)
 
 
-def test_a_row_that_keeps_nothing_stands_still():
-    decoder = network()
-    tree, paths = eagle_tree()
-    x, later = torch.randn(ROWS, len(paths), 16).double(), torch.randn(ROWS, 2, 16).double()
-    cache, _ = fresh(decoder)
-    decoder(x, cache.nodes(tree.depth, tree.mask), cache)
-    cache.commit(torch.tensor([[0, 1, 5, 5, 5, 5]] * 2), torch.tensor([0, 3]))
-    assert cache.used.tolist() == [4, 7]
-    alone = line(decoder, fresh(decoder)[0], later)
-    assert torch.allclose(line(decoder, cache, later)[0], alone[0], atol=1e-12)
-
-
-def test_what_an_earlier_sample_left_behind_is_not_seen():
-    decoder = network()
-    later = torch.randn(ROWS, 3, 16).double()
-    used, _ = fresh(decoder, seed=5)
-    line(decoder, used, torch.randn(ROWS, 9, 16).double())
-    torch.manual_seed(1)
-    memory = used.rows(torch.arange(ROWS), torch.zeros(ROWS, dtype=torch.int64), 4)
-    decoder(torch.randn(ROWS, 4, 16).double(), memory.nodes(), memory)
-    assert torch.equal(line(decoder, used, later), line(decoder, fresh(decoder)[0], later))
-
-
-def test_a_prefill_of_one_row_leaves_the_others_alone():
-    decoder = network()
-    cache, _ = fresh(decoder)
-    before = cache.kv[:, :, 0].clone()
-    memory = cache.rows(torch.tensor([1]), torch.tensor([1]), 4)
-    decoder(torch.randn(1, 4, 16).double(), memory.nodes(), memory)
-    assert torch.equal(cache.kv[:, :, 0], before)
-    assert cache.start.tolist() == [0, 1] and cache.used.tolist() == [4, 4]
-
-
-def test_a_padding_slot_gives_no_nan_and_does_not_count():
-    decoder = network()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_padding_slot_gives_no_nan_and_does_not_count(dtype):
+    decoder = network().to(dtype)
     torch.manual_seed(2)
-    x, later = torch.randn(ROWS, 4, 16).double(), torch.randn(ROWS, 2, 16).double()
+    x, later = torch.randn(ROWS, 4, 16).to(dtype), torch.randn(ROWS, 2, 16).to(dtype)
     other = x.clone()
     other[0, :2], other[1, :3] = 100.0, -50.0  # what stands in the padding
     ends = []
@@ -145,14 +111,6 @@ def test_a_padding_slot_gives_no_nan_and_does_not_count():
     assert torch.equal(ends[0][0], ends[1][0]) and torch.equal(ends[0][1], ends[1][1])
 
 
-def test_an_idle_row_gives_no_nan():
-    decoder = network()
-    tree, paths = eagle_tree()
-    cache = Cache(DEEP, ROWS, SLOTS, decoder.norm.weight)
-    x = torch.randn(ROWS, len(paths), 16).double()
-    assert decoder(x, cache.nodes(tree.depth, tree.mask), cache).isfinite().all()
-
-
 @pytest.mark.parametrize("name", ["parallel", "tree", "independent"])
 def test_a_prompt_in_several_passes_draws_the_same(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     drawn = []
@@ -162,7 +120,7 @@ def test_a_prompt_in_several_passes_draws_the_same(monkeypatch: pytest.MonkeyPat
         sizes: list[int] = []
         engine.target.register_forward_pre_hook(lambda _, given, sizes=sizes: sizes.append(given[0].shape[1]))
         # the second prompt is padded
-        drawn.append([sample.codes.tolist() for sample in generate(engine, ["hill", "sea"], [1, 2])])
+        drawn.append(codes_of(engine, ["hill", "sea"], [1, 2]))
         assert sizes[: -(-6 // min(chunk, 3))] == {1: [1] * 6, 2: [2, 1, 2]}.get(chunk, [3, 3])
     assert drawn[0] == drawn[1] == drawn[2]
 
@@ -176,43 +134,11 @@ def test_queries_of_a_group_are_rows_of_a_head() -> None:
 
 def test_the_loop_draws_the_argmax_of_the_causal_pass():
     target = ToyTarget()
-    engine = Engine(
-        target, TreeProposer(eagle(target), StaticTree(EAGLE)), Exact(), Sampling(0), Guidance(), 1
-    )
-    codes = generate(engine, ["hill"], [0])[0].codes[None]
+    engine = engine_of(target, TreeProposer(eagle(target), StaticTree(EAGLE)), 1, Sampling(0))
+    codes = torch.tensor(codes_of(engine, ["hill"], [0]))
     prompt = target.prompt(["hill"], 1)
     assert prompt.start.tolist() == [0]  # `forward_sequence` knows no padding
     assert torch.equal(target.head(target.forward_sequence(prompt.embeds, codes)).argmax(-1), codes)
-
-
-class Narrow(ToyTarget):
-    """Prompts shorter than the slots the family may take."""
-
-    slots = 3
-
-    def prompt(self, conditions, branches):
-        prompt = super().prompt(conditions, branches)
-        self.first_slots = self.first_slots[:, :1]
-        return Prompt(prompt.embeds[:, :2], torch.zeros_like(prompt.start))
-
-
-def test_a_shorter_prompt_than_the_family_allows_still_decodes():
-    target = Narrow()
-    plain = TreeProposer(eagle(target), StaticTree(EAGLE))
-    codes = generate(Engine(target, plain, Exact(), Sampling(0), Guidance(), 2), ["a", "bcd"], [1, 2])
-    one = [
-        generate(Engine(target, plain, Exact(), Sampling(0), Guidance(), 1), [c], [1])[0]
-        for c in ("a", "bcd")
-    ]
-    assert [h.codes.tolist() for h in codes] == [h.codes.tolist() for h in one]
-
-
-def test_the_room_of_the_cache_is_enough_to_the_last_code():
-    """A tree as large as the picture: every slot it may write to must exist."""
-    target = ToyTarget(grid=2)
-    proposer = TreeProposer(OracleDrafter(target), StaticTree(EAGLE))
-    samples = generate(Engine(target, proposer, Exact(), Sampling(), Guidance(3.0), 2), ["a", "bc"], [1, 2])
-    assert [h.accepted for h in samples] == [[1, 3], [1, 3]]
 
 
 def test_a_torch_without_its_private_probe_will_do(monkeypatch) -> None:

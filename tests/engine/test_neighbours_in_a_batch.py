@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.toys import ToyTarget, eagle, neighbours
+from helpers.toys import ToyTarget, codes_of, eagle, engine_of, neighbours
 
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.neighbours import LanternPlusPlus
-from lanternpp.engine.batching import generate
-from lanternpp.engine.decode import Engine
-from lanternpp.engine.guidance import Guidance
-from lanternpp.engine.sampling import Sampling
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.static import StaticTree
@@ -26,21 +22,14 @@ OTHERS = [
 ]
 
 
-def codes(engine, samples):
-    return [h.codes.tolist() for h in generate(engine, [c for c, _ in samples], [s for _, s in samples])]
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
 def test_neither_the_neighbours_nor_the_slot_nor_entering_late_changes_anything(dtype, drafted):
     target = ToyTarget(vocab=64, grid=3).to(dtype)
     proposer = TreeProposer(eagle(target).to(dtype), StaticTree(SHAPE)) if drafted else NoDraft()
     rule = LanternPlusPlus(neighbours(target.codebook.float(), 5), 3.0) if drafted else Exact()
-    engine = Engine(target, proposer, rule, Sampling(), Guidance(3.0), 4)
-    drawn = {
-        tuple(codes(engine, [*others[:i], MINE, *others[i:]])[i])
-        for i, others in enumerate([*OTHERS, OTHERS[0]])
-    }
-    others = OTHERS[0]
-    drawn.add(tuple(codes(engine, [*others, ("stone", 9), ("bird", 4), MINE])[-1]))
+    engine = engine_of(target, proposer, 4, cfg=3.0, rule=rule)
+    batches = [[*others[:i], MINE, *others[i:]] for i, others in enumerate([*OTHERS, OTHERS[0]])]
+    batches.append([*OTHERS[0], ("stone", 9), ("bird", 4), MINE])
+    drawn = {tuple(codes_of(engine, *zip(*batch, strict=True))[batch.index(MINE)]) for batch in batches}
     assert len(drawn) == 1

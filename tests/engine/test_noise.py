@@ -80,39 +80,18 @@ def test_the_same_index_is_independent_across_neighbouring_seeds_and_turns():
     assert abs(correlation(u[1:], later[:-1])) < 4
 
 
-def test_noise_does_not_depend_on_the_batch_a_sample_sits_in():
-    seeds, turns = torch.tensor([5, 1 << 40, -3, 5]), torch.tensor([1, 2, 3, 4])
-    together = Noise(seeds, turns).uniform(Noise.BONUS, 3, 7)
-    assert together.shape == (4, 3, 7)
-    for i in range(4):
-        alone = Noise(seeds[i : i + 1], turns[i : i + 1]).uniform(Noise.BONUS, 3, 7)
-        assert torch.equal(alone[0], together[i])
-
-
-def test_noise_is_no_torch_state():
-    torch.manual_seed(0)
-    first = at([1]).uniform(Noise.BONUS, 8)
-    torch.manual_seed(1)
-    assert torch.equal(at([1]).uniform(Noise.BONUS, 8), first)
-
-
 @pytest.mark.parametrize("bits", [0, -1])
-def test_noise_is_never_0_nor_1(monkeypatch, bits):
+def test_noise_is_never_0_nor_1_and_draws_no_code_of_no_probability(monkeypatch, bits):
     """At 1 an exponential is 0, and 0 / 0 would draw a forbidden code."""
     monkeypatch.setattr(module, "_mix", lambda x: torch.full_like(x, bits))
     n = at([1])
     assert 0 < n.uniform(Noise.BONUS, 1) < 1
     assert 0 < n.exponential(Noise.BONUS, 1) < float("inf")
     assert 0 < n.fine(Noise.BONUS, 1) < 1
-
-
-@pytest.mark.parametrize("bits", [0, -1])
-def test_a_code_of_no_probability_is_not_drawn_at_either_end(monkeypatch, bits):
-    monkeypatch.setattr(module, "_mix", lambda x: torch.full_like(x, bits))
     p = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]])
     for dtype in (torch.float32, torch.float64):
-        assert Sampling().draw(p.to(dtype), at([1])).item() in (1, 3)
-        assert Sampling().children(p[None].to(dtype), 1, at([1]), Noise.DRAFT).item() in (1, 3)
+        assert Sampling().draw(p.to(dtype), n).item() in (1, 3)
+        assert Sampling().children(p[None].to(dtype), 1, n, Noise.DRAFT).item() in (1, 3)
 
 
 def test_exponential_has_the_distribution_of_one():
@@ -130,7 +109,7 @@ def test_fine_noise_is_uniform_to_its_last_bits():
 def test_a_tail_of_improbable_codes_keeps_its_share():
     tail = torch.full((16384,), 0.1 / 16384)
     p = torch.cat((torch.tensor([0.9]), tail)).expand(2000, -1)
-    draws = torch.cat([Sampling().draw(p, at(torch.arange(i, i + 2000))) for i in range(0, 20000, 2000)])
+    draws = torch.cat([Sampling().draw(p, at(torch.arange(i, i + 2000))) for i in range(0, 8000, 2000)])
     cells = torch.tensor([0.9] + [0.1 / 16] * 16)  # code 0, then 1024 codes a cell
     assert chi_square(torch.bincount((draws + 1023) // 1024, minlength=17), cells) > UNLIKELY
 
@@ -170,11 +149,6 @@ def test_the_nodes_of_a_level_draw_their_children_independently():
     picked = Sampling().children(rows, 1, at(torch.arange(200_000)), Noise.DRAFT)[..., 0]
     distribution = rows[0, 0][:, None] * rows[0, 0]
     assert chi_square(tally(picked, 3), distribution) > UNLIKELY
-
-
-def test_greedy_children_are_the_most_probable_in_order():
-    q = torch.tensor([[[0.1, 0.4, 0.2, 0.3]]])
-    assert Sampling(0).children(q, 3, at([0]), Noise.DRAFT).tolist() == [[[1, 3, 2]]]
 
 
 @pytest.mark.parametrize("samples", [1, 3, 5000])

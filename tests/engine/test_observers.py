@@ -1,60 +1,15 @@
-"""Observers: what they are shown, and acceptances counted on a tree whose distribution is known."""
+"""Observers: what they are shown, and which children they count. `tuning/test_counts.py` has what the counts predict."""
 
 from __future__ import annotations
 
-import pytest
 import torch
-from helpers.toys import CHAIN, MarkovTarget, OtherMarkovDrafter, admit_all
+from helpers.toys import BUSHY, CHAIN, FAR, MarkovTarget, OtherMarkovDrafter, engine_of
 
-from lanternpp.accept.exact import Exact
 from lanternpp.engine.batching import generate
-from lanternpp.engine.decode import Engine
-from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.observers import AcceptanceByRank, Observer
-from lanternpp.engine.sampling import Sampling
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.static import StaticTree
 from lanternpp.types import Admission, Draft, TargetOutput, Tree, Verdict
-
-FAR = torch.tensor([[0.1, 0.2, 0.7], [0.6, 0.2, 0.2], [0.3, 0.3, 0.4]], dtype=torch.float64)
-SHAPE = ((0,), (1,), (0, 0), (1, 0))
-
-
-def engine(batch: int, grid: int = 2) -> Engine:
-    target = MarkovTarget(CHAIN, grid)
-    proposer = TreeProposer(OtherMarkovDrafter(target, FAR), StaticTree(SHAPE))
-    return Engine(target, proposer, Exact(), Sampling(), Guidance(), batch)
-
-
-def first_two(p: torch.Tensor, q: torch.Tensor) -> tuple[float, float]:
-    """How often the first child drawn from q is kept, and the second is judged and kept; by enumeration."""
-    first = float(torch.minimum(p, q).sum())
-    left = (p - q).clamp(min=0) / (p - q).clamp(min=0).sum()
-    second = 0.0
-    for code in range(len(p)):
-        refused = float(q[code] - torch.minimum(p, q)[code])
-        rest = q.clone()
-        rest[code] = 0
-        second += refused * float(torch.minimum(left, rest / rest.sum()).sum())
-    return first, second
-
-
-def test_what_is_counted_is_what_can_be_enumerated() -> None:
-    batch = 20_000
-    loop = engine(batch)
-    counts = AcceptanceByRank(loop.target.length)
-    loop.observers.append(counts)
-    admit_all(loop, torch.arange(batch))
-    loop.step()
-    rows = [first_two(CHAIN[root], FAR[root]) for root in range(3)]
-    first, second = (float(CHAIN[0] @ torch.tensor([row[i] for row in rows]).double()) for i in (0, 1))
-    tried, kept = counts.tried, counts.kept
-    assert tried[0, 0] == counts.passes == batch and tried[0, 1] == batch - kept[0, 0]
-    assert float(kept[0, 0]) / batch == pytest.approx(first, abs=0.015)
-    assert float(kept[0, 1]) / batch == pytest.approx(second, abs=0.015)
-    assert tried[1, 0] == kept[0, 0] + kept[0, 1]
-    assert counts.codes == batch + kept.sum()
-
 
 # A root with four children, the second of which repeats the first's code; the third has two children, the other leaves.
 PARENT = [-1, 0, 0, 0, 0, 3, 3]
@@ -104,7 +59,9 @@ class Log(Observer):
 
 
 def test_an_observer_sees_every_admission_and_every_pass_and_changes_nothing() -> None:
-    plain, watched, log = engine(1), engine(1), Log()
+    target, log = MarkovTarget(CHAIN), Log()
+    proposer = TreeProposer(OtherMarkovDrafter(target, FAR), StaticTree(BUSHY))
+    plain, watched = (engine_of(target, proposer) for _ in range(2))
     watched.observers += [log, AcceptanceByRank(watched.target.length)]
     (alone,), (seen,) = (generate(one, ["a"], [3]) for one in (plain, watched))
     assert torch.equal(alone.codes, seen.codes) and alone.accepted == seen.accepted

@@ -11,27 +11,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import latents
 from helpers.documents import DOCS
 from helpers.fake_cuda import DEVICE, Answer, HostReadError, Watch, fake_cuda, moved
+from helpers.latents import diffusion_parts, mixture_parts
 from helpers.steps import JOINT, PROPOSERS, RULES, of_method, parts
 from torch import Tensor
 
-from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Cspd, Exact
 from lanternpp.api.options import METHODS
-from lanternpp.drafters.diffusion import DiffusionDrafter
 from lanternpp.engine.batching import ContinuousBatch
 from lanternpp.engine.decode import Engine, engine_class
-from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.observers import AcceptanceByRank
-from lanternpp.engine.sampling import Sampling
-from lanternpp.models.latents import ContinuousTarget, DiffusionTarget
-from lanternpp.proposers.no_draft import NoDraft
-from lanternpp.proposers.trajectories import TrajectoryProposer
-from lanternpp.proposers.tree import TreeProposer
-from lanternpp.trees.shapes import chain
-from lanternpp.trees.static import StaticTree
 
 OnGpu = Callable[..., Engine]
 NONE_LEFT: Mapping[str, Answer] = {"draw_residual": lambda left, undecided: left[:0]}
@@ -70,7 +60,7 @@ def watched(engine: Engine, answers: Mapping[str, Answer] | None = None) -> Coun
         *((drafts, "exact", "warped", 3.0) for drafts in PROPOSERS),
         *((drafts, "exact", "greedy", 1.0) for drafts in ("none", "eagle2", "parallel", "jacobi siblings")),
         *(("tree", rule, "T=1", 3.0) for rule in RULES if rule != "exact"),
-        ("eagle2", "lantern++ optimal", "warped", 3.0),
+        ("eagle2", "lantern++", "warped", 3.0),
     ],
 )
 def test_a_step_reads_nothing_back_and_makes_nothing_elsewhere(
@@ -96,32 +86,17 @@ def test_joint_verification_reads_nothing_back(on_gpu: OnGpu, drafts: str, verif
     assert not watched(on_gpu(*parts(drafts, rule, "warped", measure_tv=True, verify=verify)))
 
 
-def mixtures(drafted: bool, rule: Acceptance) -> tuple[Any, ...]:
-    target = latents.tiny(ContinuousTarget, "latent_out", components=3)
-    proposer = TreeProposer(latents.eagle(target), StaticTree(chain(2))) if drafted else NoDraft()
-    return target, proposer, rule, Sampling(0.9), Guidance(2.0), 2
-
-
-def diffusion(drafted: bool, rule: Acceptance) -> tuple[Any, ...]:
-    target = latents.tiny(
-        DiffusionTarget, "denoiser", denoiser_width=16, denoiser_blocks=1, denoising_steps=3
-    )
-    drafter = latents.eagle(target, DiffusionDrafter, channels=2, denoiser_width=8)
-    proposer = TrajectoryProposer(drafter, StaticTree(chain(2))) if drafted else NoDraft()
-    return target, proposer, rule, Sampling(0.9), Guidance(2.0), 2
-
-
 @pytest.mark.parametrize("drafted", [False, True])
-@pytest.mark.parametrize("kind", [mixtures, diffusion])
+@pytest.mark.parametrize("kind", [mixture_parts, diffusion_parts])
 def test_latents_are_read_once_for_each_block_of_draws(on_gpu: OnGpu, kind: Any, drafted: bool) -> None:
-    made = on_gpu(*kind(drafted, Exact()), answers=NONE_LEFT)
+    made = on_gpu(*kind(drafted), answers=NONE_LEFT)
     assert watched(made, NONE_LEFT) == {"draw_residual": 1}
     twice = iter((lambda left: left[:1], lambda left: left[:0]))
     assert watched(made, {"draw_residual": lambda left, undecided: next(twice)(left)}) == {"draw_residual": 2}
 
 
 def test_the_published_rule_of_latents_reads_nothing_back(on_gpu: OnGpu) -> None:
-    assert not watched(on_gpu(*diffusion(True, Cspd())))
+    assert not watched(on_gpu(*diffusion_parts(True, rule=Cspd())))
 
 
 def test_chains_that_end_early_are_read_once(on_gpu: OnGpu) -> None:

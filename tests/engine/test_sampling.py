@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from helpers.refusals import rejects
@@ -7,59 +9,41 @@ from helpers.refusals import rejects
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 
-
-def test_top_k_keeps_exactly_k_on_ties():
-    probs = Sampling(top_k=3).probs(torch.zeros(2, 5, 8))
-    assert ((probs > 0).sum(-1) == 3).all()
-    assert probs.max().item() == pytest.approx(1 / 3)
-
-
-def test_top_k_keeps_the_most_probable_in_proportion():
-    p = torch.tensor([0.1, 0.4, 0.2, 0.3])
-    assert Sampling(top_k=2).probs(p.log()).tolist() == pytest.approx([0, 4 / 7, 0, 3 / 7])
-
-
-@pytest.mark.parametrize("k", [0, 4, 100])
-def test_top_k_of_all_codes_changes_nothing(k):
-    p = torch.tensor([0.1, 0.4, 0.2, 0.3])
-    assert torch.allclose(Sampling(top_k=k).probs(p.log()), p)
+P = torch.tensor([0.1, 0.4, 0.2, 0.3])
 
 
 @pytest.mark.parametrize(
-    ("top_p", "codes"), [(0.3, 1), (0.39, 1), (0.45, 2), (0.69, 2), (0.75, 3), (0.95, 4)]
+    ("sampling", "left"),
+    [
+        (Sampling(top_k=2), [0, 0.4, 0, 0.3]),
+        *((Sampling(top_k=k), [0.1, 0.4, 0.2, 0.3]) for k in (0, 4, 100)),
+        *((Sampling(top_p=mass), [0, 0.4, 0, 0]) for mass in (1e-6, 0.3, 0.39)),
+        *((Sampling(top_p=mass), [0, 0.4, 0, 0.3]) for mass in (0.45, 0.69)),
+        (Sampling(top_p=0.75), [0, 0.4, 0.2, 0.3]),
+        (Sampling(top_p=0.95), [0.1, 0.4, 0.2, 0.3]),
+        # top-p counts what top-k left: 4 / 9, 3 / 9 and 2 / 9
+        (Sampling(top_k=3, top_p=0.7), [0, 0.4, 0, 0.3]),
+        (Sampling(top_k=3, top_p=0.8), [0, 0.4, 0.2, 0.3]),
+        (Sampling(0.5), [0.01, 0.16, 0.04, 0.09]),
+        (Sampling(2.0), [0.1**0.5, 0.4**0.5, 0.2**0.5, 0.3**0.5]),
+    ],
+    ids=str,
 )
-def test_top_p_keeps_the_smallest_set_of_that_mass(top_p, codes):
-    p = torch.tensor([0.1, 0.4, 0.2, 0.3])
-    kept = Sampling(top_p=top_p).probs(p.log())
-    best = p.argsort(descending=True)[:codes]
-    expected = torch.zeros(4).scatter(0, best, p[best] / p[best].sum())
-    assert torch.allclose(kept, expected)
+def test_what_is_left_is_in_proportion(sampling, left):
+    expected = torch.tensor(left) / sum(left)
+    assert torch.allclose(sampling.probs(P.log()), expected)
 
 
-def test_top_p_always_keeps_a_code_and_ties_do_not_all_come_along():
-    probs = Sampling(top_p=1e-6).probs(torch.zeros(3, 8))
-    assert ((probs > 0).sum(-1) == 1).all()
-    assert (Sampling(top_p=0.5).probs(torch.zeros(8)) > 0).sum() == 4
-
-
-def test_top_p_counts_what_top_k_left():
-    p = torch.tensor([0.4, 0.3, 0.2, 0.1])
-    assert (Sampling(top_k=3, top_p=0.7).probs(p.log()) > 0).tolist() == [True, True, False, False]
-    assert (Sampling(top_k=3, top_p=0.8).probs(p.log()) > 0).tolist() == [True, True, True, False]
-
-
-def test_temperature_is_a_power():
-    p = torch.tensor([0.1, 0.4, 0.2, 0.3])
-    for temperature in (0.5, 2.0):
-        expected = p ** (1 / temperature)
-        assert torch.allclose(Sampling(temperature).probs(p.log()), expected / expected.sum())
+def test_of_equal_codes_as_many_are_kept_as_asked_for():
+    for sampling, kept in ((Sampling(top_k=3), 3), (Sampling(top_p=1e-6), 1), (Sampling(top_p=0.5), 4)):
+        probs = sampling.probs(torch.zeros(2, 5, 8))
+        assert ((probs > 0).sum(-1) == kept).all() and probs.max().item() == pytest.approx(1 / kept)
 
 
 def test_greedy_keeps_the_plain_softmax_and_takes_its_argmax():
-    p = torch.tensor([[0.1, 0.4, 0.2, 0.3]])
     sampling = Sampling(0, top_k=1, top_p=0.1)
-    assert sampling.greedy and torch.allclose(sampling.probs(p.log()), p)
-    assert sampling.draw(p, None).tolist() == [1]
+    assert sampling.greedy and torch.allclose(sampling.probs(P.log()), P)
+    assert sampling.draw(P[None], None).tolist() == [1]
 
 
 def test_forbidden_codes_stay_forbidden():
@@ -69,29 +53,18 @@ def test_forbidden_codes_stay_forbidden():
         assert probs[0, [1, 3]].tolist() == [0, 0] and probs.sum().item() == pytest.approx(1)
 
 
-def test_the_greedy_residual_is_what_it_was():
-    p = torch.tensor([[0.4, 0.6]])
-    assert Sampling(0).residual(None, p, p, p, torch.tensor([1])) is p
-
-
 @pytest.mark.parametrize(
-    ("options", "named"),
+    ("kind", "name", "wrong"),
     [
-        ({"temperature": -0.1}, "-0.1"),
-        ({"temperature": float("nan")}, "nan"),
-        ({"top_k": -1}, "-1"),
-        ({"top_p": 0.0}, "0.0"),
-        ({"top_p": 1.5}, "1.5"),
-        ({"top_p": float("nan")}, "nan"),
+        (Sampling, "temperature", (-0.1, math.nan)),
+        (Sampling, "top_k", (-1,)),
+        (Sampling, "top_p", (0.0, 1.5, math.nan)),
+        (Guidance, "scale", (0.5, -1.0, math.nan)),
     ],
 )
-def test_options_out_of_range_are_refused_by_name(options, named):
-    rejects(named, Sampling, **options)
-
-
-@pytest.mark.parametrize("scale", [0.5, -1.0, float("nan")])
-def test_guidance_below_1_is_refused(scale):
-    rejects(str(scale), Guidance, scale)
+def test_numbers_out_of_range_are_refused_by_name(kind, name, wrong):
+    for value in wrong:
+        rejects(str(value), kind, **{name: value})
 
 
 def test_guidance_1_is_the_conditional_model_alone():
@@ -101,16 +74,11 @@ def test_guidance_1_is_the_conditional_model_alone():
     assert torch.equal(guidance.merge(logits), logits)
 
 
-def test_guidance_moves_away_from_the_unconditional_logits():
-    guidance = Guidance(3.0)
-    conditional, unconditional = torch.randn(2, 4, 5), torch.randn(2, 4, 5)
-    merged = guidance.merge(torch.cat((conditional, unconditional)))
+def test_guidance_moves_away_from_the_unconditional_logits_in_the_later_rows():
+    conditional, unconditional = torch.randn(2, 4, 5)
+    merged = Guidance(3.0).merge(torch.cat((conditional, unconditional)))
     assert torch.allclose(merged, unconditional + 3 * (conditional - unconditional), atol=1e-6)
-
-
-def test_rows_put_all_conditional_rows_first():
-    x = torch.arange(6).view(3, 2)
-    assert torch.equal(Guidance(2.0).rows(x), torch.cat((x, x)))
+    assert torch.equal(Guidance(2.0).rows(conditional), torch.cat((conditional, conditional)))
 
 
 def test_logits_are_merged_in_single_precision_or_better():

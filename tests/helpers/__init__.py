@@ -5,16 +5,17 @@
 * `checkpoints`: tiny checkpoints in the layouts that others publish, with weights that a formula gives.
 * `classifiers`: a classifier with random weights, small enough to be made in a moment, and pictures for it.
 * `documents`: the project's Markdown pages, and what is in them.
-* `drafts`: every draft of a small tree, siblings drawn without replacement, and the distribution that verifying all of them has.
+* `drafts`: what the tree of a draft promises.
 * `families`: tiny random checkpoints in the layouts of published models, written by transformers' own classes.
 * `hub`: a stand-in for the hub on this machine: repositories are folders, and every request is written down.
 * `killed`: processes that may be killed, or that train together, on a tiny model: states after every step, shards of a few pictures.
 * `latents`: tiny targets over latents, drafters that know nothing of them, and the distance between two samples of pictures.
-* `distributions`: the distributions the library must follow, written a second time, in plain Python, from the papers alone.
+* `distributions`: the distributions the library must follow, written a second time, in plain Python, from the papers alone; and every draft
+  of a small chain or tree, with the distribution that verifying all of them has.
 * `models`: model folders with random weights, small enough to be made in a moment; what is in a folder, and changes of its JSON.
 * `photos`: fixtures: captioned pictures, random codes, a tokenizer for them, and the commands that train on them.
 * `processes`: processes that a test started, to kill some of them.
-* `relaxed`: relaxed rules over three to five codes, small enough to enumerate what they do.
+* `relaxed`: relaxed rules, and over three to five codes what they do, which is then small enough to enumerate.
 * `served`: for tests of the server: a real one in this process, and a pipeline whose steps wait to be allowed.
 * `stages`: the stages of recipes/nature and a drafter's training at toy size, a few steps each.
 * `stacks`: passes of a `Stack` by plain PyTorch operations, in the dtype of their inputs: what kernels are compared with.
@@ -22,5 +23,5 @@
 * `ranks`: run by torchrun: processes that draw together with their shares of tiny models.
 * `refusals`: what is refused, in one sentence.
 * `steps`: the parts of an engine of toys, for steps of every proposer, rule and verifier.
-* `toys`: small stand-ins with the interfaces of the real thing: two targets and two drafters.
+* `toys`: small stand-ins with the interfaces of the real thing: targets, drafters, and engines of them.
 """

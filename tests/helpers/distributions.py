@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from lanternpp.trees.shapes import Shape, chain
+from lanternpp.trees.static import StaticTree
+from lanternpp.types import Draft, Tree
 
 Distribution = list[float]
 Relax = Callable[[Distribution, int], Distribution]
@@ -20,8 +25,7 @@ def chi_square(counts: Tensor, distribution: Tensor) -> float:
     counts = torch.cat((counts[~few], counts[few].sum()[None]))
     distribution = torch.cat((distribution[~few], distribution[few].sum()[None]))
     counts, distribution = counts[distribution > 0], distribution[distribution > 0]
-    excess = ((counts - distribution) ** 2 / distribution).sum()
-    return torch.special.gammaincc(torch.tensor((len(distribution) - 1) / 2).double(), excess / 2).item()
+    return _p_value((counts - distribution) ** 2 / distribution)
 
 
 def two_samples(one: Tensor, other: Tensor) -> float:
@@ -31,8 +35,13 @@ def two_samples(one: Tensor, other: Tensor) -> float:
     few = counts.sum(0) < 10  # pooled into one cell
     counts = torch.cat((counts[:, ~few], counts[:, few].sum(1, keepdim=True)), 1).double()
     a, b = counts[:, counts.sum(0) > 0]
-    excess = ((a - b) ** 2 / (a + b)).sum()
-    return torch.special.gammaincc(torch.tensor((len(a) - 1) / 2).double(), excess / 2).item()
+    return _p_value((a - b) ** 2 / (a + b))
+
+
+def _p_value(excess: Tensor) -> float:
+    """How likely a sum of squares, one for each cell, is at least this great by chance."""
+    freedom = torch.tensor((len(excess) - 1) / 2).double()
+    return torch.special.gammaincc(freedom, excess.sum() / 2).item()
 
 
 def tally(codes: Tensor, vocab: int) -> Tensor:
@@ -128,7 +137,8 @@ def drawn(q: Tensor, count: int, seed: int = 0) -> Tensor:
 
 Contexts = list[Tensor]  # level by level, [V ** i, V]
 KINDS = ["random", "near", "with zeros", "a point", "equal", "forced", "all of them"]  # of `contexts`
-Stops = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+ChainStops = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+Stops = Callable[[Tensor, Tensor, Tensor, Tree], tuple[Tensor, Tensor]]
 
 
 def contexts(vocab: int, depth: int, kind: str, seed: int = 0) -> tuple[Contexts, Contexts]:
@@ -176,30 +186,82 @@ def sequences(p: Contexts) -> Tensor:
     return distribution
 
 
-def chain_distribution(
-    stops: Stops, p: Contexts, q: Contexts, drawn_from: Contexts | None = None
-) -> tuple[Tensor, Tensor]:
-    """Over all drafts of a chain: the distribution of all sequences, the target going on where a draft ended, and how often
-    guess 1, 2 .. is kept. drawn_from: what guesses are drawn from, if not q.
+@dataclass(frozen=True)
+class Drafts:
+    """All drafts of a tree that may be drawn, and how likely each is."""
+
+    draft: Draft
+    at: Tensor  # [D, N] the context of every node
+    p: Tensor  # [D, N, V]
+    chance: Tensor  # [D]
+
+
+def tree_drafts(shape: Shape, p: Contexts, q: Contexts, draws: Tensor | None = None) -> Drafts:
+    """Every draft of a shape, or one at random for each uniform number in draws [D, N]. A node whose q has no more codes
+    repeats its first child."""
+    vocab, tree = p[0].shape[-1], StaticTree(shape)
+    paths = tree.paths
+    kids = [[i for i, path in enumerate(paths) if path[:-1] == above and path] for above in paths]
+    count = 1 if draws is None else len(draws)
+    codes = torch.zeros(count, len(paths), dtype=torch.int64)
+    at, chance = torch.zeros_like(codes), torch.ones(count, dtype=torch.float64)
+    for node, path in enumerate(paths):
+        left = None
+        for kid in kids[node]:
+            here = q[len(path)][at[:, node]] if left is None else left
+            gone = here.sum(-1, keepdim=True) == 0
+            first = torch.nn.functional.one_hot(codes[:, kids[node][0]], vocab).double()
+            each = (here / here.sum(-1, keepdim=True)).where(~gone, first)
+            if draws is None:
+                row, code = each.nonzero(as_tuple=True)
+                codes, at, chance, here = codes[row], at[row], chance[row] * each[row, code], here[row]
+            else:
+                code = (each.cumsum(-1) <= draws[:, kid, None]).sum(-1).clamp(max=vocab - 1)
+            codes[:, kid], at[:, kid] = code, at[:, node] * vocab + code
+            left = here.scatter(1, code[:, None], 0)
+    ps, qs = torch.zeros(2, *codes.shape, vocab, dtype=torch.float64)
+    for node, path in enumerate(paths):
+        ps[:, node] = p[len(path)][at[:, node]]
+        if kids[node]:
+            qs[:, node] = q[len(path)][at[:, node]]
+    like = tree.grow(codes[:, 0], qs[:, 0], lambda f: qs[:, f.node[0]], lambda q, n, _: q.topk(n).indices)
+    return Drafts(Draft(like.tree, codes, qs), at, ps, chance)
+
+
+def tree_distribution(
+    stops: Stops, drafts: Drafts, distribution: Tensor, p: Contexts
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Verification of all drafts against distribution [D, N, V]: the distribution of all sequences, the target p going on where a draft
+    ended; how often every node is kept, [N]; and of every node the mass of each code decided behind it, [contexts, V].
     """
-    depth, vocab = len(q), p[0].shape[-1]
-    drafts = torch.cartesian_prod(*[torch.arange(vocab)] * depth).view(-1, depth)
-    before = torch.cat((torch.zeros_like(drafts[:, :1]), drafts), 1)
-    at = torch.zeros(len(drafts), depth + 1, dtype=torch.int64)
-    for level in range(depth):
-        at[:, level + 1] = at[:, level] * vocab + drafts[:, level]
-    ps = torch.stack([p[level][at[:, level]] for level in range(depth + 1)], 1)
-    qs = torch.stack([q[level][at[:, level]] for level in range(depth)] + [torch.zeros_like(ps[:, 0])], 1)
-    chance = torch.ones(len(drafts), dtype=torch.float64)
-    for level, table in enumerate(drawn_from or q):
-        chance = chance * table[at[:, level]].gather(1, drafts[:, level, None])[:, 0]
-    ps, qs, before, at, chance = (x[chance > 0] for x in (ps, qs, before, at, chance))
-    behind, left = stops(ps, qs, before)
-    fewer = torch.cat((torch.zeros_like(chance[:, None]), behind, torch.ones_like(chance[:, None])), 1)
-    ends = fewer.diff(dim=1) * chance[:, None]  # [D, g + 1]
-    distribution = torch.zeros(1, dtype=torch.float64)
-    for level in range(depth + 1):
-        mass = left[:, level].sum(-1, keepdim=True)
-        bonus = (left[:, level] / mass).where(mass > 0, 0) * ends[:, level, None]
-        distribution = (distribution[:, None] * p[level]).index_add(0, at[:, level], bonus).flatten()
-    return distribution, (chance[:, None] * (1 - behind)).sum(0)
+    tree, vocab = drafts.draft.tree, distribution.shape[-1]
+    behind, left = stops(distribution, drafts.draft.probs, drafts.draft.codes, tree)
+    zero, one = torch.zeros_like(behind[:, :1]), torch.ones_like(behind[:, :1])
+    ends = torch.zeros(drafts.at.shape, dtype=torch.float64)
+    ends[:, tree.layout.order] = torch.cat((zero, behind, one), 1).diff(dim=1) * drafts.chance[:, None]
+    mass = left.sum(-1, keepdim=True)
+    bonus = (left / mass).where(mass > 0, 0) * ends[..., None]  # [D, N, V]
+    kept = (ends[:, None] * tree.mask.transpose(1, 2)).sum(-1)  # [D, N] it, or one below it, is the last
+    after, whole = [], torch.zeros(1, dtype=torch.float64)
+    for depth in range(len(p)):
+        whole = whole[:, None] * p[depth]
+        for node in (tree.depth[0] == depth).nonzero()[:, 0].tolist():
+            whole.index_add_(0, drafts.at[:, node], bonus[:, node])
+        whole = whole.flatten()
+    for node in range(drafts.at.shape[1]):
+        rows = vocab ** int(tree.depth[0, node])
+        found = torch.zeros(rows, vocab, dtype=torch.float64).index_add_(
+            0, drafts.at[:, node], bonus[:, node]
+        )
+        for kid in (tree.parent[0] == node).nonzero()[:, 0].tolist():
+            place = drafts.at[:, node] * vocab + drafts.draft.codes[:, kid]
+            found.view(-1).index_add_(0, place, kept[:, kid])
+        after.append(found)
+    return whole, kept.sum(0), after
+
+
+def chain_distribution(stops: ChainStops, p: Contexts, q: Contexts) -> tuple[Tensor, Tensor]:
+    """`tree_distribution` over all drafts of a chain: that of all sequences, and how often draft code 1, 2 .. is kept."""
+    drafts = tree_drafts(chain(len(q)), p, q)
+    whole, kept, _ = tree_distribution(lambda p, q, codes, tree: stops(p, q, codes), drafts, drafts.p, p)
+    return whole, kept[1:]

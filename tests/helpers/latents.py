@@ -1,8 +1,7 @@
-"""Tiny targets over latents, drafters that know nothing of them, and the distance between two samples of pictures."""
+"""Tiny targets over latents, drafters that know nothing of them, engines of both, and the distance between two samples of pictures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,13 +9,24 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lanternpp.accept.base import Acceptance
+from lanternpp.accept.exact import Exact
 from lanternpp.drafters.diffusion import DRAFTER, DiffusionDrafter
 from lanternpp.drafters.eagle import EagleDrafter
+from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.latent_decode import LatentEngine
-from lanternpp.models.latents import DIFFUSION, DiffusionTarget, LatentTarget
+from lanternpp.engine.noise import Noise
+from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.verify.latents import draw_residual
+from lanternpp.models.latents import DIFFUSION, ContinuousTarget, DiffusionTarget, LatentTarget
 from lanternpp.models.vq.autoencoder import KL, KLConfig
 from lanternpp.nn import checkpoints
 from lanternpp.nn.decoder import DecoderConfig
+from lanternpp.proposers.no_draft import NoDraft
+from lanternpp.proposers.trajectories import TrajectoryProposer
+from lanternpp.proposers.tree import TreeProposer
+from lanternpp.trees.shapes import chain
+from lanternpp.trees.static import StaticTree
 
 Kind = TypeVar("Kind", bound=LatentTarget)
 Network = TypeVar("Network", bound=nn.Module)
@@ -59,10 +69,15 @@ def eagle(target: LatentTarget, kind: type[EagleDrafter] = EagleDrafter, **field
     return frozen(kind(config, target.decoder.rotary_table))
 
 
+def small_diffusion(steps: int = 3) -> tuple[DiffusionTarget, EagleDrafter]:
+    """A target whose latents are drawn by a diffusion head of so many steps, and a drafter."""
+    target = tiny(DiffusionTarget, "denoiser", denoiser_width=16, denoiser_blocks=1, denoising_steps=steps)
+    return target, eagle(target, DiffusionDrafter, channels=2, denoiser_width=8)
+
+
 def write_diffusion(folder: Path) -> Path:
-    """A model whose latents are drawn by a diffusion head of three steps, with a drafter; of random weights."""
-    target = tiny(DiffusionTarget, "denoiser", denoiser_width=16, denoiser_blocks=1, denoising_steps=3)
-    drafter = eagle(target, DiffusionDrafter, channels=2, denoiser_width=8)
+    """A model of `small_diffusion`."""
+    target, drafter = small_diffusion()
     kinds = {"tokenizer": "kl", "target": DIFFUSION, "drafter": DRAFTER}
     configs = {
         "tokenizer": asdict(target.vq.config),
@@ -72,6 +87,29 @@ def write_diffusion(folder: Path) -> Path:
     for part, network in (("tokenizer", target.vq), ("target", target), ("drafter", drafter)):
         checkpoints.save(folder / part, {"kind": kinds[part], **configs[part]}, network.float().state_dict())
     return folder
+
+
+def mixture_parts(drafted: bool, batch: int = 2, rule: Acceptance | None = None) -> tuple[Any, ...]:
+    """The arguments of an engine whose latents are drawn from mixtures of Gaussians."""
+    target = tiny(ContinuousTarget, "latent_out", components=3)
+    proposer = TreeProposer(eagle(target), StaticTree(chain(2))) if drafted else NoDraft()
+    return target, proposer, rule or Exact(), Sampling(0.9), Guidance(2.0), batch
+
+
+def diffusion_parts(drafted: bool, batch: int = 2, rule: Acceptance | None = None) -> tuple[Any, ...]:
+    """The arguments of an engine whose latents are drawn by a diffusion head, which a drafter's is near to."""
+    target, drafter = small_diffusion(2)
+    for weight in target.denoiser.parameters():
+        weight.data /= 2
+    for weight in drafter.denoiser.parameters():
+        weight.data.normal_(std=0.1)
+    proposer = TrajectoryProposer(drafter, StaticTree(chain(2))) if drafted else NoDraft()
+    return target, proposer, rule or Exact(), Sampling(0.9), Guidance(2.0), batch
+
+
+def wrong_residual(p: Tensor, q: Tensor, rejected: Tensor, noise: Noise, channels: int) -> Tensor:
+    """In place of `draw_residual`: a draw from the target's own distribution."""
+    return draw_residual(p, q, torch.zeros_like(rejected), noise, channels)
 
 
 def first_latents(engine: LatentEngine, first: int) -> Tensor:
@@ -94,16 +132,3 @@ def energies(a: Tensor, b: Tensor, times: int = 100) -> tuple[float, list[float]
         row[torch.randperm(2 * n, generator=generator)[:n]] = -1
     first, *rest = (-((signs @ far) * signs).sum(1) / n**2).tolist()  # up to a constant
     return first, sorted(rest)
-
-
-def same_in_any_batch(made: Callable[[int], LatentEngine]) -> bool:
-    """Whether a picture is the same alone and between two others; `made`: an engine for so many."""
-    wide, alone = made(3), made(1)
-    for slot, seed in ((0, 4), (1, 5), (2, 6)):
-        wide.admit(slot, "tulip", seed)
-    alone.admit(0, "tulip", 5)
-    for engine in (wide, alone):
-        while engine.done() != list(range(engine.batch)):
-            engine.step()
-    assert sum(wide.collect(1).accepted) == wide.target.length
-    return torch.allclose(wide.collect(1).codes, alone.collect(0).codes, atol=1e-5)

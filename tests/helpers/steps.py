@@ -7,19 +7,19 @@ from typing import Any
 
 from torch import Tensor
 
+from helpers.relaxed import OF_TABLE
 from helpers.toys import ToyTarget, eagle, neighbours, parallel, smaller
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Exact
-from lanternpp.accept.mixture import DraftMixture
-from lanternpp.accept.neighbours import Lantern, LanternPlusPlus
-from lanternpp.accept.scaled import Cactus, Cool
+from lanternpp.accept.neighbours import LanternPlusPlus
+from lanternpp.accept.scaled import Cool
 from lanternpp.api.settings import build_proposer, build_rule, resolve
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.proposer import Proposer
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify.choose import TOKEN, VERIFIERS
 from lanternpp.proposers.draft_model import DraftModel
-from lanternpp.proposers.jacobi import COUPLINGS, INITS, Jacobi
+from lanternpp.proposers.jacobi import Jacobi
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.proposers.tree import TreeProposer
@@ -38,20 +38,18 @@ PROPOSERS: dict[str, Callable[[ToyTarget], Proposer]] = {
     "parallel tree": lambda t: Parallel(parallel(t, aux_layers=(0,)), StaticTree(BUSHY)),
     "independent": lambda t: DraftModel(smaller(t), StaticTree(BUSHY)),
     "independent eagle2": lambda t: DraftModel(smaller(t), DynamicTree(3, 2, 8)),
-    **{f"jacobi {c} {i}": lambda t, c=c, i=i: Jacobi(3, c, i) for c in COUPLINGS for i in INITS},
+    "jacobi none uniform": lambda t: Jacobi(3),
+    "jacobi maximal mixed": lambda t: Jacobi(3, "maximal", "mixed"),
+    "jacobi maximal last": lambda t: Jacobi(3, "maximal", "last"),
+    "jacobi gumbel above": lambda t: Jacobi(3, "gumbel", "above"),
     "jacobi siblings": lambda t: Jacobi(3, "maximal", "mixed", 2),
     "jacobi rows": lambda t: Jacobi(3, "maximal", "mixed", 2, 2),
 }
 RULES: dict[str, Callable[[Tensor], Acceptance]] = {
     "exact": lambda table: Exact(),
-    "lantern": lambda table: Lantern(table, 0.3),
-    "lantern optimal": lambda table: Lantern(table, 0.3, "optimal"),
-    "lantern++": lambda table: LanternPlusPlus(table, 3.0),
-    "lantern++ optimal": lambda table: LanternPlusPlus(table, 3.0, "optimal"),
-    "cool": lambda table: Cool(1.5, 0.3),
-    "cool paper": lambda table: Cool(1.5, 0.3, "paper"),
-    "cactus": lambda table: Cactus(0.01, 0.3),
-    "mixture": lambda table: DraftMixture(0.2, 0.3),
+    "lantern++, paper": lambda table: LanternPlusPlus(table, 2.5, "paper"),
+    "cool, paper": lambda table: Cool(1.4, 0.2, "paper"),
+    **OF_TABLE,
 }
 # Proposers whose drafts another verifier than the token-wise one supports.
 JOINT = (

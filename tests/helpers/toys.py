@@ -1,4 +1,4 @@
-"""Small stand-ins with the interfaces of the real thing: two targets and two drafters."""
+"""Small stand-ins with the interfaces of the real thing: targets, drafters, and engines of them."""
 
 from __future__ import annotations
 
@@ -8,19 +8,27 @@ import torch
 from torch import Tensor
 
 from helpers.distributions import tally
+from lanternpp.accept.base import Acceptance
+from lanternpp.accept.exact import Exact
 from lanternpp.drafters.base import Drafter
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
+from lanternpp.engine.batching import generate
 from lanternpp.engine.cache import RowCache
 from lanternpp.engine.decode import Engine
+from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
+from lanternpp.engine.observers import Observer
+from lanternpp.engine.proposer import Proposer
+from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.verify.choose import TOKEN, VERIFIERS
 from lanternpp.models.base import Target
 from lanternpp.nn.checkpoints import quantised
 from lanternpp.nn.decoder import AttentionCache, Decoder, DecoderConfig, grid_table
 from lanternpp.proposers.jacobi import Jacobi
 from lanternpp.proposers.network import AutoregressiveProposer
 from lanternpp.proposers.parallel import Parallel
-from lanternpp.types import Nodes, Prompt
+from lanternpp.types import Nodes, Prompt, TargetOutput
 
 # Markov chains of three codes: a target's, a drafter's that is far from it, and one that forbids codes.
 CHAIN = torch.tensor([[0.5, 0.3, 0.2], [0.05, 0.15, 0.8], [0.6, 0.3, 0.1]], dtype=torch.float64)
@@ -144,30 +152,57 @@ class OracleDrafter(Drafter):
         return target(next_embeds, Nodes(nodes.position + 1, nodes.slot + 1, mask), cache)
 
 
-class NoisyMarkovDrafter(Drafter):
-    """A Markov chain of its own: a known q that differs from the target's p."""
-
-    def __init__(self, target: MarkovTarget):
-        super().__init__()
-        self.decoder = target.decoder
-        self.scale = torch.nn.Parameter(torch.tensor(0.5, dtype=torch.float64), requires_grad=False)
-
-    def forward(self, next_embeds: Tensor, features: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
-        return next_embeds * self.scale
-
-
-class OtherMarkovDrafter(NoisyMarkovDrafter):
-    """A Markov chain of its own whose table has nothing to do with the target's; zeros allowed."""
+class OtherMarkovDrafter(Drafter):
+    """A Markov chain of its own: rows in proportion to those of a table, which may have zeros and nothing of the target's."""
 
     def __init__(self, target: MarkovTarget, table: Tensor):
-        super().__init__(target)
+        super().__init__()
+        self.decoder = target.decoder
         # head(x) = x @ logp of the target, which is invertible: ask it for log(table)
         expected = table.double().log().clamp(min=-1e4)
-        self.maps = torch.linalg.solve(target.logp.T, expected.T).T
+        self.maps = torch.nn.Parameter(torch.linalg.solve(target.logp.T, expected.T).T, requires_grad=False)
 
     def forward(self, next_embeds: Tensor, features: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
         codes = next_embeds[..., : len(self.maps)].argmax(-1)
         return torch.nn.functional.pad(self.maps[codes], (0, next_embeds.shape[-1] - len(self.maps)))
+
+
+def engine_of(
+    target: Target,
+    proposer: Proposer,
+    batch: int = 1,
+    sampling: Sampling | None = None,
+    cfg: float = 1.0,
+    rule: Acceptance | None = None,
+    verify: str = TOKEN,
+) -> Engine:
+    """An engine, at temperature 1 and with the exact rule unless others are given."""
+    parts = rule or Exact(), sampling or Sampling(), Guidance(cfg), batch
+    return Engine(target, proposer, *parts, verifier=VERIFIERS[verify])
+
+
+def codes_of(engine: Engine, conditions: Sequence[str | None], seeds: Sequence[int]) -> list[list[int]]:
+    """The codes of the pictures that an engine draws."""
+    return [sample.codes.tolist() for sample in generate(engine, conditions, seeds)]
+
+
+class Outputs(Observer):
+    """What the target showed in every pass."""
+
+    def __init__(self) -> None:
+        self.seen: list[TargetOutput] = []
+
+    def verified(self, output: TargetOutput, count: Tensor) -> None:
+        self.seen.append(output)
+
+
+def observed_step(engine: Engine) -> TargetOutput:
+    """Take a step: what its pass showed."""
+    outputs = Outputs()
+    engine.observers.append(outputs)
+    engine.step()
+    engine.observers.remove(outputs)
+    return outputs.seen[0]
 
 
 def admit_all(engine: Engine, seeds: Tensor) -> None:

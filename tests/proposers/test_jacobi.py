@@ -1,4 +1,4 @@
-"""Jacobi drafting: its distribution, greedy identity, independence of the batch, and what its couplings promise."""
+"""Jacobi drafting: windows at the next rows, and what its couplings promise. `engine/test_distribution.py` has its distribution."""
 
 from __future__ import annotations
 
@@ -6,48 +6,18 @@ import pytest
 import torch
 from helpers.distributions import chi_square
 from helpers.refusals import rejects
-from helpers.toys import CHAIN, MarkovTarget, ToyTarget, counts
+from helpers.toys import CHAIN, MarkovTarget, ToyTarget, engine_of, observed_step
 
-from lanternpp.accept.exact import Exact
 from lanternpp.engine.batching import generate
-from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.proposer import Parts
 from lanternpp.engine.sampling import Sampling
-from lanternpp.engine.verify.choose import VERIFIERS
 from lanternpp.errors import InputError
 from lanternpp.proposers.jacobi import COUPLINGS, INITS, Jacobi
 from lanternpp.trees.shapes import chain
 from lanternpp.trees.static import StaticTree
 from lanternpp.types import Draft, TargetOutput, Verdict
-
-# The others are enumerated in `test_jacobi_exact.py`: coupling, init, alternatives.
-WAYS = [*((coupling, "uniform", 0) for coupling in COUPLINGS), *(("gumbel", init, 0) for init in INITS[1:])]
-
-
-def engine_of(
-    table, window, coupling, init, sampling, batch=50_000, alternatives=0, verify="token", window_rows=1
-):
-    proposer, verifier = Jacobi(window, coupling, init, alternatives, window_rows), VERIFIERS[verify]
-    return Engine(MarkovTarget(table), proposer, Exact(), sampling, Guidance(), batch, verifier=verifier)
-
-
-@pytest.mark.parametrize(("coupling", "init", "alternatives"), [*WAYS, ("gumbel", "mixed", 2)])
-def test_the_image_follows_the_targets_distribution(coupling, init, alternatives):
-    engine = engine_of(CHAIN, 2, coupling, init, Sampling(), 50_000, alternatives)
-    assert chi_square(counts(engine, 4, 200_000), engine.target.distribution()) > 1e-3
-
-
-def forked(target, condition, batch):
-    """An engine whose samples all have the same prompt, as after an admission of each."""
-    proposer = Jacobi(2, "maximal", "mixed", 1, window_rows=2)
-    verifier = VERIFIERS["traversal"]
-    engine = Engine(target, proposer, Exact(), Sampling(), Guidance(), batch, verifier=verifier)
-    engine.admit(0, condition, 0)
-    for tensor in (engine.cache.kv.transpose(0, 2), engine.cache.start, engine.cache.used):
-        tensor[1:] = tensor[:1].clone()
-    return engine
 
 
 def test_windows_at_the_next_rows_see_what_is_before_them_and_change_no_distribution():
@@ -57,7 +27,10 @@ def test_windows_at_the_next_rows_see_what_is_before_them_and_change_no_distribu
     embeds = target.prompt([None], 1).embeds.expand(512, -1, -1)
     logits = target.head(target.forward_sequence(embeds, every))
     distribution = logits.log_softmax(-1).gather(-1, every[..., None]).sum((1, 2)).exp()
-    engine = forked(target, None, 5000)
+    engine = engine_of(target, Jacobi(2, "maximal", "mixed", 1, window_rows=2), 5000, verify="traversal")
+    engine.admit(0, None, 0)
+    for tensor in (engine.cache.kv.transpose(0, 2), engine.cache.start, engine.cache.used):
+        tensor[1:] = tensor[:1].clone()  # all samples have the same prompt
     seen = torch.zeros(512)
     root = logits[0, 0].softmax(-1)
     for first in range(0, images, engine.batch):
@@ -99,45 +72,31 @@ def test_behind_refused_guesses_the_next_follows_what_is_behind_codes_that_look_
     assert proposer._is_at(proposer.seen, proposer.count[:, None])[:, 0].tolist() == [True, False, False]
 
 
-@pytest.mark.parametrize("coupling", ["maximal", "gumbel"])
-def test_a_window_wider_than_the_image_and_warped_distributions(coupling):
-    sampling = Sampling(0.7, 2)
-    engine = engine_of(CHAIN, 4, coupling, "mixed", sampling)
-    warped = MarkovTarget(sampling.probs(CHAIN.double().log()))
-    assert chi_square(counts(engine, 3, 200_000), warped.distribution(3)) > 1e-3
-
-
-def drawn(target, proposer, sampling, cfg, batch, rule=None, count=4):
-    engine = Engine(target, proposer, rule or Exact(), sampling, Guidance(cfg), batch)
-    conditions = ["a", "sea", None, "hill", "stone", "clouds", "a"][:count]
-    return generate(engine, conditions, [3, 1, 4, 1 << 40, 5, 9, 2][:count])
-
-
 def test_a_guess_of_the_next_row_is_redrawn_from_what_the_target_says_there():
     """In a grid 6 wide, with windows of 2: the second row's first guesses, whose p the pass gives as plain decoding would."""
     target = ToyTarget(grid=6)
-    proposer = Jacobi(2, "maximal", "above", 0, 2)
-    engine = Engine(target, proposer, Exact(), Sampling(), Guidance(), 1)
+    proposer = Jacobi(2, "maximal", "above", 1, 2)
+    engine = engine_of(target, proposer)
     engine.admit(0, "hill", 5)
     assert proposer._places_drafted().tolist() == [[1, 2, 6, 7]]
-    outputs, observe = [], proposer.observe
-    proposer.observe = lambda output: outputs.append(output) or observe(output)
-    engine.step()
-    draft = outputs[0].draft
-    assert draft.codes.shape == (1, 3) and draft.unverified.depth.tolist() == [[6, 7]]
+    output = observed_step(engine)
+    draft = output.draft
+    assert draft.codes.shape == (1, 4) and draft.unverified.depth.tolist() == [[6, 7]]
     # the same, with what is not in the pass left out of the attention of a whole sequence
     prompt = target.prompt(["hill"], 1)
     start, slots = int(prompt.start[0]), target.slots
     codes = torch.cat((draft.codes, draft.unverified.codes), 1)
     x = torch.cat((prompt.embeds, target.embed(codes)), 1)
-    position = torch.cat((torch.arange(slots), slots + torch.tensor([0, 1, 2, 6, 7])))[None]
-    mask = torch.ones(slots + 5, slots + 5, dtype=torch.bool).tril()
+    position = torch.cat((torch.arange(slots), slots + torch.tensor([0, 1, 2, 1, 6, 7])))[None]
+    mask = torch.ones(slots + 6, slots + 6, dtype=torch.bool).tril()
     mask[:, :start] = False
+    mask[slots + 3, slots + 1 :] = False  # the other code at the first place
+    mask[slots + 4 :, slots + 3] = False
     mask.fill_diagonal_(True)
     features = target.decoder.forward_sequence(x, position, mask[None, None])
-    torch.testing.assert_close(outputs[0].logits, target.head(features[:, slots:]))
+    torch.testing.assert_close(output.logits, target.head(features[:, slots:]))
     now = proposer._at(proposer.p, torch.tensor([[7]]))[0, 0]
-    torch.testing.assert_close(now, outputs[0].logits[0, 3].softmax(-1))
+    torch.testing.assert_close(now, output.logits[0, 4].softmax(-1))
 
 
 @pytest.mark.parametrize("init", INITS)
@@ -146,7 +105,9 @@ def test_coupled_guesses_survive_more_often_and_siblings_keep_more(init):
 
     def passes(coupling, alternatives=0):
         proposer = Jacobi(8, coupling, init, alternatives)
-        return sum(len(h.accepted) for h in drawn(target, proposer, Sampling(), 1.0, 7, count=7))
+        engine = engine_of(target, proposer, 7)
+        conditions = ["a", "sea", None, "hill", "stone", "clouds", "a"]
+        return sum(len(h.accepted) for h in generate(engine, conditions, [3, 1, 4, 1 << 40, 5, 9, 2]))
 
     assert passes("maximal") < passes("none") and passes("gumbel") < passes("none")
     assert passes("maximal", 3) < passes("maximal")
@@ -180,10 +141,10 @@ def test_a_guess_follows_the_newest_distribution_of_its_place(coupling):
 
 def test_a_fresh_guess_is_drawn_from_what_was_asked_for():
     """One pass over a grid 4 wide: the p at places 1..6 are known, the window then reaches on."""
-    target = ToyTarget()
+    target, sampling = ToyTarget(), Sampling(0.8, 8)
     for init in INITS:
         proposer = Jacobi(5, "none", init)
-        engine = Engine(target, proposer, Exact(), Sampling(), Guidance(), 1)
+        engine = engine_of(target, proposer, 1, sampling)
         engine.admit(0, "sea", 11)
         seen = {}
         for _ in range(6):
@@ -197,16 +158,12 @@ def test_a_fresh_guess_is_drawn_from_what_was_asked_for():
                     assert torch.equal(expected[i], seen[place])
                 elif not seen or init == "uniform":
                     assert torch.equal(expected[i], torch.full((12,), 1 / 12, dtype=torch.float64))
-                elif (init == "above" or (init == "mixed" and place % 2 == 0)) and place - 4 >= 1:
+                elif (init == "above" or (init == "mixed" and place % 2 == 0)) and place - 4 in seen:
                     assert torch.equal(expected[i], seen[place - 4])
                 else:
                     assert torch.equal(expected[i], seen[max(seen)])
-            outputs = []
-            observe, proposer.observe = proposer.observe, lambda output, to=outputs: to.append(output)
-            engine.step()
-            proposer.observe = observe
-            proposer.observe(outputs[0])
-            seen |= {count + i: p for i, p in enumerate(Sampling().probs(outputs[0].logits)[0])}
+            logits = observed_step(engine).logits
+            seen |= {count + i: p for i, p in enumerate(sampling.probs(logits)[0])}
 
 
 def test_options_are_checked_and_default_to_sjd():
@@ -223,6 +180,8 @@ def test_options_are_checked_and_default_to_sjd():
     for wrong in (*wrongs, (4, "none", "last", 0, 0), (4, "none", "last", 0, 17)):
         with pytest.raises(InputError):
             Jacobi(*wrong)
-    with pytest.raises(InputError, match="the model has 3 codes; use fewer alternatives"):
-        engine_of(CHAIN, 2, "none", "last", Sampling(), 1, 3)
-    rejects("pictures have 2 rows", engine_of, CHAIN, 2, "none", "last", Sampling(), 1, window_rows=3)
+    for said, made in (
+        ("the model has 3 codes; use fewer", Jacobi(2, alternatives=3)),
+        ("2 rows", Jacobi(2, window_rows=3)),
+    ):
+        rejects(said, made.open, MarkovTarget(CHAIN), Sampling(), Guidance(), 1)

@@ -2,12 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.toys import ToyTarget, parallel
+from helpers.toys import ToyTarget, engine_of, observed_step, parallel
 
-from lanternpp.accept.exact import Exact
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.guidance import Guidance
-from lanternpp.engine.observers import Observer
 from lanternpp.engine.proposer import Parts
 from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
@@ -16,35 +14,16 @@ from lanternpp.proposers.tree import TreeProposer
 from lanternpp.training.features import causal_mask
 from lanternpp.trees.shapes import EAGLE, chain
 from lanternpp.trees.static import StaticTree
-from lanternpp.types import TargetOutput
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
 SAMPLING = Sampling(0.8, 8)
 
 
-def engine(target, cfg: float, batch: int = 1, queries: int = 4, aux_layers: tuple[int, ...] = ()) -> Engine:
-    proposer = Parallel(parallel(target, queries, aux_layers), StaticTree(EAGLE))
-    return Engine(target, proposer, Exact(), SAMPLING, Guidance(cfg), batch)
-
-
-class Outputs(Observer):
-    """What the target showed in every pass."""
-
-    def __init__(self) -> None:
-        self.seen: list[TargetOutput] = []
-
-    def verified(self, output: TargetOutput, count: torch.Tensor) -> None:
-        self.seen.append(output)
-
-
 def step_and_recall(loop: Engine) -> torch.Tensor:
     """A step, and what its pass showed at the places behind those it decided: [depth, D], 0 beyond the draft."""
-    outputs, before = Outputs(), int(loop.count[0])
-    loop.observers.append(outputs)
-    loop.step()
-    loop.observers.remove(outputs)
-    (output,), kept = outputs.seen, int(loop.count[0]) - before
+    before = int(loop.count[0])
+    output, kept = observed_step(loop), int(loop.count[0]) - before
     features, depths = loop.guidance.merge(output.features)[0, :, :16], output.draft.tree.depth[0].tolist()
     spine = [features[depths.index(d)] if d in depths else features[0] * 0 for d in range(12)]
     return torch.stack(spine[kept : kept + loop.proposer.depth])
@@ -65,8 +44,8 @@ def step_and_recall(loop: Engine) -> torch.Tensor:
 def test_the_draft_comes_from_the_drafter_run_over_all_that_is_decided(cfg, steps, said, aux_layers):
     """Off by one here would only lower the codes per pass, silently."""
     target, guidance = ToyTarget(layers=3), Guidance(cfg)
-    loop = engine(target, cfg, aux_layers=aux_layers)
-    drafter = loop.proposer.drafter
+    drafter = parallel(target, 4, aux_layers)
+    loop = engine_of(target, Parallel(drafter, StaticTree(EAGLE)), 1, SAMPLING, cfg)
     loop.admit(0, said, 5)
     hints = torch.zeros(
         1, 40, 16, dtype=torch.float64
@@ -100,14 +79,6 @@ def test_the_draft_comes_from_the_drafter_run_over_all_that_is_decided(cfg, step
             guess = drafter.condition_on(more[:, 0, depth - 1], target.embed(draft.codes[:, node]))
         expected = SAMPLING.probs(target.head(guess))
         assert torch.allclose(draft.probs[:, node], expected, atol=1e-10), node
-
-
-def test_levels_beyond_the_trained_ones_repeat_the_last_query():
-    target = ToyTarget()
-    loop = engine(target, 3.0, queries=1)
-    loop.admit(0, "hill", 5)
-    draft = loop.proposer.propose(loop.noise)
-    assert torch.allclose(draft.probs[draft.probs.sum(-1) > 0].sum(-1), torch.ones(()).double())
 
 
 @pytest.mark.parametrize("named", [TreeProposer, Parallel])

@@ -61,12 +61,6 @@ def test_certain_and_hopeless_children_are_no_trouble() -> None:
     rejects("no tree of 3 nodes fits 2 ranks and 1 levels", Search(table[:1], 5).shape, 3)
 
 
-def test_the_codes_of_a_shape() -> None:
-    table = torch.tensor([[0.5, 0.25], [0.5, 0.5]], dtype=torch.float64)
-    shape = ((0,), (1,), (0, 0), (0, 1))
-    assert expected(table, shape) == pytest.approx(simulated(table, shape)) == pytest.approx(2.0)
-
-
 def test_a_shape_can_be_named_by_its_paths() -> None:
     assert set(build_tree(shape_name(EAGLE)).shape) == set(EAGLE)
     for wrong, named in (("[[0],[0,", "not valid JSON"), ("[[0, 0]]", "has no parent"), ("[]", "non-empty")):

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from helpers.distributions import chi_square
-from helpers.latents import eagle, energies, first_latents, same_in_any_batch, tiny
+from helpers.latents import diffusion_parts, energies, first_latents, mixture_parts, wrong_residual
 from torch import Tensor
 
 from lanternpp.accept.exact import Exact
 from lanternpp.engine.decode import engine_class
-from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.latent_decode import LatentEngine
 from lanternpp.engine.latents import GaussianMixture, MixtureGuidance, MixtureSampling
 from lanternpp.engine.noise import Noise
-from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify import latents as verification
 from lanternpp.engine.verify.latents import draw_residual, verify_latents
-from lanternpp.models.latents import ContinuousTarget
-from lanternpp.proposers.no_draft import NoDraft
-from lanternpp.proposers.tree import TreeProposer
-from lanternpp.trees import build_tree
 from lanternpp.trees.chain import chain_tree
 from lanternpp.types import Draft
 
-DRAWS = 400_000
+Parts = Callable[[bool, int], tuple[Any, ...]]
+DRAWS = 200_000
 P = torch.tensor([0.3, -0.2, 0.5, -1.5, 0.2, 2.0, -0.7, 0.1, -1.2], dtype=torch.float64)  # three components
 Q = torch.tensor([0.0, 0.8, -1.0, -1.0, 0.9, 1.0, 0.2, -0.5, 0.3], dtype=torch.float64)
 
@@ -65,13 +62,8 @@ def test_one_latent_follows_the_density() -> None:
     assert accepted == pytest.approx(torch.trapezoid(least, line).item(), abs=4 * 0.5 / math.sqrt(DRAWS))
 
 
-def fresh(p: Tensor, q: Tensor, refused: Tensor, noise: Noise, channels: int) -> Tensor:
-    """The wrong residual: the target's own distribution."""
-    return draw_residual(p, q, torch.zeros_like(refused), noise, channels)
-
-
 def test_a_wrong_residual_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "draw_residual", fresh)
+    monkeypatch.setattr(verification, "draw_residual", wrong_residual)
     edges = torch.linspace(-4, 4, 81, dtype=torch.float64)
     counts = torch.bincount(torch.bucketize(decided(P, Q)[0].double(), edges), minlength=82)
     assert chi_square(counts, cells(P, edges)) < 1e-12
@@ -114,24 +106,39 @@ def test_guided_parameters_of_one_component_are_the_usual_distribution() -> None
     assert torch.allclose((guided - usual).diff(), torch.zeros(7, dtype=torch.float64), atol=1e-12)
 
 
-def latent_engine(target: ContinuousTarget, batch: int, drafted: bool, cfg: float = 2.0) -> LatentEngine:
-    proposer = TreeProposer(eagle(target), build_tree("chain-2")) if drafted else NoDraft()
-    made = engine_class(target)(target, proposer, Exact(), Sampling(0.9), Guidance(cfg), batch)
+def engine_of(parts: tuple[Any, ...]) -> LatentEngine:
+    """An engine of the class that decodes latents."""
+    made = engine_class(parts[0])(*parts)
     assert isinstance(made, LatentEngine)
     return made
 
 
-def test_drafted_latents_follow_the_distribution_of_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tiny(ContinuousTarget, "latent_out", components=3)
-    plain = first_latents(latent_engine(target, 1500, False), 0)
-    found, chance = energies(plain, first_latents(latent_engine(target, 1500, True), 10_000))
+@pytest.mark.parametrize(("parts", "pictures", "seen"), [(mixture_parts, 1500, 2), (diffusion_parts, 900, 1)])
+def test_drafted_latents_follow_the_distribution_of_plain_decoding(
+    monkeypatch: pytest.MonkeyPatch, parts: Parts, pictures: int, seen: int
+) -> None:
+    def drawn(drafted: bool, first: int) -> Tensor:
+        return first_latents(engine_of(parts(drafted, pictures)), first)
+
+    plain = drawn(False, 0)
+    found, chance = energies(plain, drawn(True, 10_000))
     assert found < chance[-2]
-    monkeypatch.setattr(verification, "draw_residual", fresh)
-    found, chance = energies(plain, first_latents(latent_engine(target, 1500, True), 10_000))
-    assert found > 2 * chance[-1] > 0
+    monkeypatch.setattr(verification, "draw_residual", wrong_residual)
+    found, chance = energies(plain, drawn(True, 10_000))
+    assert found > seen * chance[-1] > 0
 
 
 @pytest.mark.parametrize("drafted", [False, True])
-def test_a_picture_does_not_depend_on_its_batch(drafted: bool) -> None:
-    target = tiny(ContinuousTarget, "latent_out", components=3)
-    assert same_in_any_batch(lambda batch: latent_engine(target, batch, drafted))
+@pytest.mark.parametrize("parts", [mixture_parts, diffusion_parts])
+def test_a_picture_does_not_depend_on_its_batch(parts: Parts, drafted: bool) -> None:
+    """Alone, and between two others."""
+    wide, alone = engine_of(parts(drafted, 3)), engine_of(parts(drafted, 1))
+    for slot, seed in ((0, 4), (1, 5), (2, 6)):
+        wide.admit(slot, "tulip", seed)
+    alone.admit(0, "tulip", 5)
+    for engine in (wide, alone):
+        while engine.done() != list(range(engine.batch)):
+            engine.step()
+    one, other = wide.collect(1), alone.collect(0)
+    assert sum(one.accepted) == wide.target.length
+    assert torch.allclose(one.codes, other.codes, atol=1e-5)

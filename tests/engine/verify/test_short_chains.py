@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
-from helpers.distributions import Stops, chain_distribution, chi_square, contexts, distance, sequences
+from helpers.distributions import ChainStops, chain_distribution, chi_square, contexts, distance, sequences
 from helpers.relaxed import RULES, distributions_of
-from helpers.toys import CHAIN, MarkovTarget, ToyTarget, counts, parallel
+from helpers.toys import CHAIN, MarkovTarget, Outputs, ToyTarget, counts, engine_of, parallel
 from torch import Tensor
 
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Exact
 from lanternpp.engine.batching import generate
 from lanternpp.engine.decode import Engine
-from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
-from lanternpp.engine.observers import Observer
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify import joint
-from lanternpp.engine.verify.choose import Verifier
 from lanternpp.engine.verify.joint import rejection_tails, verify_joint
-from lanternpp.engine.verify.tokenwise import verify_tokenwise
 from lanternpp.proposers.parallel import Parallel, _masked
 from lanternpp.trees.chain import chain_tree
 from lanternpp.trees.shapes import chain
@@ -31,7 +25,6 @@ from lanternpp.types import Draft, TargetOutput, Tree
 
 CASES = [(3, 1), (3, 2), (3, 3), (4, 2)]
 KINDS = ["random", "near", "with zeros", "a point", "forced", "all of them"]
-CPU = torch.device("cpu")
 Ends = list[Tensor]  # by guesses drafted, from 1 on: whether a chain ends behind these codes, [V ** guesses]
 
 
@@ -53,15 +46,11 @@ def lengths_of(codes: Tensor, vocab: int, ends: Ends, peek: int = 0) -> Tensor:
     return lengths
 
 
-def cut_draft(ps: Tensor, qs: Tensor, codes: Tensor, lengths: Tensor) -> Draft:
-    """Chains of a batch, each as the proposer masks it; what was drawn behind their ends is still there."""
-    depth = codes.shape[1] - 1
-    tree = _masked(chain_tree(len(codes), depth, CPU), lengths, torch.arange(depth + 1))
-    return Draft(tree, codes, qs + 0.5 * (qs.sum(-1, keepdim=True) == 0))
+def jointly(ends: Ends, peek: int = 0, rule: Acceptance | None = None) -> ChainStops:
+    """Where `verify_joint` ends chains that are cut, and the weights of the code drawn there.
 
-
-def jointly(ends: Ends, peek: int = 0, rule: Acceptance | None = None) -> Stops:
-    """Where `verify_joint` ends chains that are cut, and the weights of the code drawn there."""
+    Chains are masked as the proposer masks them; what was drawn behind their ends is still there.
+    """
 
     def found(ps: Tensor, qs: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
         seen, lengths = list[tuple[Tensor, Tensor]](), lengths_of(codes, ps.shape[-1], ends, peek)
@@ -71,57 +60,13 @@ def jointly(ends: Ends, peek: int = 0, rule: Acceptance | None = None) -> Stops:
             return seen[-1]
 
         noise = Noise(torch.arange(len(ps)), torch.ones(len(ps), dtype=torch.int64))
-        draft = cut_draft(ps, qs, codes, lengths)
+        depth = codes.shape[1] - 1
+        tree = _masked(chain_tree(len(codes), depth, codes.device), lengths, torch.arange(depth + 1))
+        draft = Draft(tree, codes, qs + 0.5 * (qs.sum(-1, keepdim=True) == 0))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(joint, "rejection_tails", recorded)
             verify_joint(draft, ps.log().clamp(min=-700), Sampling(), rule or Exact(), noise)
         return seen[0]
-
-    return found
-
-
-class Spy(Sampling):
-    """Remembers what the code behind the path is drawn from."""
-
-    def draw(self, probs: Tensor, noise: Noise) -> Tensor:
-        self.__dict__["left"] = probs
-        return probs.argmax(-1)
-
-
-@dataclass
-class Given:
-    """Noise that is given, [B, g]."""
-
-    u: Tensor
-
-    def fine(self, purpose: int, *shape: int) -> Tensor:
-        return self.u.view(len(self.u), *shape)
-
-
-def tokenwise(ends: Ends) -> Stops:
-    """The same of `verify_tokenwise`: every draft is walked with numbers that end it behind its first 0, 1 .. guesses."""
-
-    def found(ps: Tensor, qs: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
-        depth = codes.shape[1] - 1
-        draft = cut_draft(ps, qs, codes, lengths := lengths_of(codes, ps.shape[-1], ends))
-        here = codes[:, 1:, None]
-        ratio = (ps[:, :-1].gather(-1, here) / qs[:, :-1].gather(-1, here))[..., 0].clamp(max=1)
-        left = torch.zeros_like(ps)
-        for kept in range(depth + 1):
-            level = torch.arange(depth)
-            u = (ratio * (1 - 1e-9)).where(level != kept, ratio * (1 + 1e-9) + 1e-300)
-            spy = Spy()
-            verdict = verify_tokenwise(draft, ps.log().clamp(min=-700), spy, Exact(), Given(u))  # type: ignore[arg-type]
-            there = (lengths >= kept) & (ratio[:, :kept] > 0).all(1)
-            refused = there & (lengths > kept)
-            if kept < depth:
-                refused &= ratio[:, kept] < 1
-            sure = refused | (there & (lengths == kept))
-            assert (verdict.kept[sure] == 1 + kept).all()
-            left[sure, kept] = spy.__dict__["left"][sure]
-        level = torch.arange(1, depth + 1)
-        chance = ratio.cumprod(1) * (level <= lengths[:, None])
-        return 1 - chance, left
 
     return found
 
@@ -133,9 +78,7 @@ def test_a_chain_that_ends_by_what_was_drafted_keeps_the_targets_distribution(
     vocab: int, depth: int, kind: str, seed: int
 ) -> None:
     (p, q), ends = contexts(vocab, depth, kind), ends_of(vocab, depth, seed)
-    whole = sequences(p)
-    assert distance(chain_distribution(jointly(ends), p, q)[0], whole) < 1e-12
-    assert distance(chain_distribution(tokenwise(ends), p, q)[0], whole) < 1e-12
+    assert distance(chain_distribution(jointly(ends), p, q)[0], sequences(p)) < 1e-12
 
 
 @pytest.mark.parametrize("kind", ["random", "with zeros"])
@@ -168,55 +111,53 @@ def test_under_a_relaxed_rule_the_distribution_is_the_rules_where_something_was_
 # Through the proposer and the engine.
 
 
-class Lengths(Observer):
-    """How many guesses the chains of every pass had."""
-
-    def __init__(self) -> None:
-        self.seen: list[Tensor] = []
-        self.nodes: list[int] = []
-
-    def verified(self, output: TargetOutput, count: Tensor) -> None:
-        self.seen.append((output.draft.tree.children[..., 0] >= 0).sum(1))
-        self.nodes.append(output.draft.codes.shape[1])
-
-
-def engine(target: ToyTarget, batch: int, cut: float, verifier: Verifier, rule: Acceptance | None = None):
+def engine(target: ToyTarget, batch: int, cut: float, verify: str) -> tuple[Engine, Outputs]:
     drafter = parallel(target)
     assert drafter.confidence is not None
     drafter.confidence.weight.mul_(3)
     proposer = Parallel(drafter, StaticTree(chain(4)))
     proposer.min_survival = cut
-    loop = Engine(target, proposer, rule or Exact(), Sampling(), Guidance(), batch, verifier=verifier)
-    loop.observers.append(lengths := Lengths())
-    return loop, lengths
+    loop, outputs = engine_of(target, proposer, batch, verify=verify), Outputs()
+    loop.observers.append(outputs)
+    return loop, outputs
 
 
-@pytest.mark.parametrize("verifier", [verify_joint, verify_tokenwise])
-def test_an_engine_that_cuts_draws_the_targets_distribution(verifier: Verifier) -> None:
+def lengths(output: TargetOutput) -> Tensor:
+    """How many guesses the chains of a pass had."""
+    return (output.draft.tree.children[..., 0] >= 0).sum(1)
+
+
+def nodes(outputs: Outputs) -> list[int]:
+    """The nodes of every pass."""
+    return [output.draft.codes.shape[1] for output in outputs.seen]
+
+
+@pytest.mark.parametrize("verify", ["block", "token"])
+def test_an_engine_that_cuts_draws_the_targets_distribution(verify: str) -> None:
     target = MarkovTarget(CHAIN)
-    loop, lengths = engine(target, 20_000, 0.3, verifier)
+    loop, outputs = engine(target, 20_000, 0.3, verify)
     found = counts(loop, 4, 40_000)
-    seen = torch.cat(lengths.seen).bincount(minlength=5)[1:]
+    seen = torch.cat([lengths(output) for output in outputs.seen]).bincount(minlength=5)[1:]
     assert (seen[:2] > 500).all() and not seen[2:].any(), (
         "chains of one guess and of two, as three codes are left"
     )
     assert chi_square(found, target.distribution()) > 1e-3
 
 
-@pytest.mark.parametrize("verifier", [verify_joint, verify_tokenwise])
+@pytest.mark.parametrize("verify", ["block", "token"])
 @torch.inference_mode()
-def test_a_picture_is_the_same_alone_where_its_passes_are_short_and_in_a_batch(verifier: Verifier) -> None:
+def test_a_picture_is_the_same_alone_where_its_passes_are_short_and_in_a_batch(verify: str) -> None:
     target = ToyTarget()
-    together, lengths = engine(target, 3, 0.25, verifier)
+    together, outputs = engine(target, 3, 0.25, verify)
     pictures = generate(together, ["sea", "hill", "a"], [1, 2, 3])
     short, alone = [], []
     for condition, seed in (("sea", 1), ("hill", 2), ("a", 3)):
-        loop, own = engine(target, 1, 0.25, verifier)
+        loop, own = engine(target, 1, 0.25, verify)
         alone += generate(loop, [condition], [seed])
-        assert own.nodes == [1 + int(length) for length in own.seen]
-        short += own.nodes
+        assert nodes(own) == [1 + int(lengths(output)) for output in own.seen]
+        short += nodes(own)
     assert [one.codes.tolist() for one in pictures] == [one.codes.tolist() for one in alone]
     assert [one.accepted for one in pictures] == [one.accepted for one in alone]
-    assert min(short) < 5 and len(set(short)) > 2 and max(lengths.nodes) == 5
-    uncut, _ = engine(target, 1, 0.0, verifier)
+    assert min(short) < 5 and len(set(short)) > 2 and max(nodes(outputs)) == 5
+    uncut, _ = engine(target, 1, 0.0, verify)
     assert sum(short) < 3 * 5 * sum(len(one.accepted) for one in generate(uncut, ["sea"], [1]))

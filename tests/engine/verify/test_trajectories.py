@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from helpers.distributions import chi_square
-from helpers.latents import eagle, energies, first_latents, same_in_any_batch, tiny
+from helpers.latents import eagle, small_diffusion, tiny, wrong_residual
 from helpers.refusals import rejects
 from torch import Tensor
 
@@ -16,16 +14,14 @@ from lanternpp.accept.exact import Cspd, Exact
 from lanternpp.drafters.diffusion import DiffusionDrafter
 from lanternpp.engine.decode import engine_class
 from lanternpp.engine.guidance import Guidance
-from lanternpp.engine.latent_decode import LatentEngine
 from lanternpp.engine.latents import DiffusionSampling
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify import latents as verification
-from lanternpp.engine.verify.latents import draw_residual, verify_trajectories
+from lanternpp.engine.verify.latents import verify_trajectories
 from lanternpp.errors import InputError
-from lanternpp.models.latents import ContinuousTarget, Denoiser, DiffusionTarget
+from lanternpp.models.latents import ContinuousTarget, Denoiser
 from lanternpp.proposers.no_draft import NoDraft
-from lanternpp.proposers.trajectories import TrajectoryProposer
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees import build_tree
 from lanternpp.trees.chain import chain_tree
@@ -132,13 +128,8 @@ def test_the_published_rule_keeps_more_and_has_another_distribution() -> None:
     assert verified(P, P, Cspd()).kept.min() == 2
 
 
-def fresh(p: Tensor, q: Tensor, refused: Tensor, noise: Noise, channels: int) -> Tensor:
-    """The wrong residual: the target's last step."""
-    return draw_residual(p, q, torch.zeros_like(refused), noise, channels)
-
-
 def test_a_wrong_residual_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "draw_residual", fresh)
+    monkeypatch.setattr(verification, "draw_residual", wrong_residual)
     assert p_value(verified(P, Q).next_codes[:, 0, 0]) < 1e-12
 
 
@@ -176,66 +167,8 @@ def test_a_head_learns_a_distribution_of_two_modes() -> None:
     assert nats.mean() - 0.02 < bound.mean() < nats.mean() + 0.15  # one Gaussian: 0.5 above
 
 
-def diffusion(steps: int = 3) -> DiffusionTarget:
-    target = tiny(DiffusionTarget, "denoiser", denoiser_width=16, denoiser_blocks=1, denoising_steps=steps)
-    for weight in target.denoiser.parameters():
-        weight.data /= 2
-    return target
-
-
-def own_drafter(target: DiffusionTarget) -> DiffusionDrafter:
-    drafter = eagle(target, DiffusionDrafter, channels=2, denoiser_width=8)
-    for weight in drafter.denoiser.parameters():
-        weight.data.normal_(std=0.1)
-    assert isinstance(drafter, DiffusionDrafter)
-    return drafter
-
-
-def diffusion_for(target: DiffusionTarget, batch: int, tree: str | None) -> LatentEngine:
-    proposer = TrajectoryProposer(own_drafter(target), build_tree(tree)) if tree else NoDraft()
-    made = engine_class(target)(target, proposer, Exact(), Sampling(0.9), Guidance(2.0), batch)
-    assert isinstance(made, LatentEngine)
-    return made
-
-
-def test_drafted_pictures_follow_the_distribution_of_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = diffusion(2)
-
-    def drawn(tree: str | None, first: int) -> Tensor:
-        return first_latents(diffusion_for(target, 900, tree), first)
-
-    plain = drawn(None, 0)
-    found, chance = energies(plain, drawn("chain-2", 10_000))
-    assert found < chance[-2]
-    monkeypatch.setattr(verification, "draw_residual", fresh)
-    found, chance = energies(plain, drawn("chain-2", 10_000))
-    assert found > chance[-1] > 0
-
-
-def test_a_step_computes_every_trajectory_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, calls = diffusion_for(diffusion(3), 2, "chain-2"), [0, 0]
-    heads = (engine.target.denoiser, engine.proposer.drafter.denoiser)
-    for slot in range(2):
-        engine.admit(slot, "tulip", slot)
-    for i, head in enumerate(heads):
-
-        def counted(*args: Tensor, i: int = i, plain: Any = head.forward) -> Any:
-            calls[i] += 1
-            return plain(*args)
-
-        monkeypatch.setattr(head, "forward", counted)
-    engine.step()
-    assert calls == [3, 2 * 3]  # the target's all at once, the drafter's one after another
-
-
-@pytest.mark.parametrize("tree", [None, "chain-2"])
-def test_a_picture_does_not_depend_on_its_batch(tree: str | None) -> None:
-    target = diffusion()
-    assert same_in_any_batch(lambda batch: diffusion_for(target, batch, tree))
-
-
 def test_what_does_not_fit_is_refused() -> None:
-    target, mixture = diffusion(), tiny(ContinuousTarget, "latent_out", components=3)
+    target, mixture = small_diffusion()[0], tiny(ContinuousTarget, "latent_out", components=3)
     tree, rest = build_tree("chain-2"), (Sampling(), Guidance(), 1)
     with pytest.raises(InputError, match="has no diffusion head"):
         engine_class(target)(target, TreeProposer(eagle(target), tree), Exact(), *rest)
