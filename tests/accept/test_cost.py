@@ -60,11 +60,14 @@ WRITTEN_AGAIN = {
 both = pytest.mark.parametrize("residual", ["paper", "optimal"])
 
 
-def enumerated(rule: Acceptance, p: torch.Tensor, q: torch.Tensor, tries: int) -> torch.Tensor:
-    """The distribution of a node's code, its children tried one after another, from `relax` and `residual`: one row p, q [V]."""
+def enumerated(rule: Acceptance, p: torch.Tensor, q: torch.Tensor, tries: int) -> tuple[torch.Tensor, float]:
+    """The distribution of a node's code, its children tried one after another, from `relax` and `residual`: one row p, q [V].
+
+    Also the mean of the costs that are summed.
+    """
     if not tries or not q.sum():
-        return p
-    distribution = torch.zeros_like(p)
+        return p, 0.0
+    distribution, cost = torch.zeros_like(p), float(tv_cost(rule, p[None], q[None]))
     for x in q.nonzero()[:, 0].tolist():
         code, chance = torch.tensor([x]), float(q[x])
         bent = rule.relax(p[None], code)
@@ -72,9 +75,9 @@ def enumerated(rule: Acceptance, p: torch.Tensor, q: torch.Tensor, tries: int) -
         distribution[x] += kept
         if kept < chance:
             left = rule.residual(p[None], bent, q[None], code)[0]
-            below = enumerated(rule, left, without(q[None], code)[0], tries - 1)
-            distribution += (chance - kept) * below
-    return distribution
+            below, more = enumerated(rule, left, without(q[None], code)[0], tries - 1)
+            distribution, cost = distribution + (chance - kept) * below, cost + (chance - kept) * more
+    return distribution, cost
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -85,7 +88,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 @both
 def test_the_cost_of_a_child_is_the_distance_of_its_enumerated_distribution(rule, residual):
     made = MAKE[rule](residual)
-    found = torch.stack([enumerated(made, p, q, 1) for p, q in zip(P, Q, strict=True)])
+    found = torch.stack([enumerated(made, p, q, 1)[0] for p, q in zip(P, Q, strict=True)])
     assert torch.allclose(found.sum(-1), torch.ones(len(P)).double())
     assert torch.allclose(made.output_distribution(P, Q), found, atol=1e-12)
     assert torch.allclose(Acceptance.output_distribution(made, P, Q), found, atol=1e-12)
@@ -94,6 +97,12 @@ def test_the_cost_of_a_child_is_the_distance_of_its_enumerated_distribution(rule
     assert torch.allclose(tv_cost(made, P.float(), Q.float()).double(), cost, atol=1e-5)
     own = torch.where(Q > 0, made.accept_mass(P, Q), 0)
     assert torch.allclose(own, torch.where(Q > 0, Acceptance.accept_mass(made, P, Q), 0), atol=1e-12)
+    accepted = torch.minimum(Q, own)
+    if rule.startswith("lantern++"):
+        assert (accepted <= float(rule.split()[1]) * P + 1e-12).all(), "at most lambda times its own"
+    # whatever is drawn after a rejection, the distance is no less than the mass accepted beyond p
+    least, optimal = (accepted - P).clamp(min=0).sum(-1), residual == "optimal"
+    assert (torch.allclose(cost, least, atol=1e-12)) if optimal else (cost >= least - 1e-12).all()
 
 
 @pytest.mark.parametrize("children", [1, 2, 3])
@@ -104,7 +113,9 @@ def test_the_distribution_of_several_children_is_that_of_the_paper(rule, residua
         again = round_distribution(
             p.tolist(), q.tolist(), children, WRITTEN_AGAIN[rule], residual == "optimal"
         )
-        assert enumerated(MAKE[rule](residual), p, q, children).tolist() == pytest.approx(again, abs=1e-12)
+        found, cost = enumerated(MAKE[rule](residual), p, q, children)
+        assert found.tolist() == pytest.approx(again, abs=1e-12)
+        assert distance(found, p) <= cost + 1e-12, "what is summed bounds the distance"
 
 
 @pytest.mark.parametrize("rule", [rule for rule in MAKE if "level" not in rule])
@@ -118,7 +129,7 @@ def test_a_child_that_is_verified_costs_so_much(rule, residual):
         chain_tree(draws, 1, torch.device("cpu")), torch.cat((torch.zeros_like(child), child), 1), probs
     )
     verdict = verify_tokenwise(draft, p.log().expand(draws, 2, -1), Sampling(), made, noise, measure_tv=True)
-    found, spent = enumerated(made, p, q, 1), verdict.tv_cost
+    (found, _), spent = enumerated(made, p, q, 1), verdict.tv_cost
     assert chi_square(verdict.next_codes[:, 0].bincount(minlength=VOCAB), found) > 1e-3
     assert spent[:, 0].min() == spent[:, 0].max() and not spent[:, 1].any()
     assert spent[0, 0].item() == pytest.approx(distance(found, p).item())

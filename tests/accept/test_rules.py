@@ -16,6 +16,7 @@ from lanternpp.accept.mixture import DraftMixture
 from lanternpp.accept.neighbours import Lantern, LanternPlusPlus
 from lanternpp.accept.scaled import Cactus, Cool
 from lanternpp.accept.variation import tv_cost
+from lanternpp.api.options import DIALS, RuleDials, names
 
 VOCAB, K = 40, 12
 GENERATOR = torch.Generator().manual_seed(0)
@@ -58,7 +59,9 @@ def test_a_code_the_target_rules_out_stays_out_under_lantern_pp():
 @pytest.mark.parametrize("name", NAMED)
 def test_a_code_the_format_forces_is_never_relaxed(name, delta):
     for residual in RESIDUALS:
-        dials = Dials(lambda k: TABLE[:, :k], neighbours=12, delta=delta, lam=1e9, nu=0.1, residual=residual)
+        given = {"neighbours": 12, "delta": delta, "lam": 1e9, "nu": 0.1, "residual": residual}
+        others = {name: DIALS[name].slider[1] for name in names(RuleDials) if name not in given}
+        dials = Dials(lambda k: TABLE[:, :k], **given, **others)
         rule, forced = NAMED[name].build(dials), torch.eye(VOCAB).double()
         for x in range(VOCAB):
             for at in (rule.at(0), rule.at(3)):

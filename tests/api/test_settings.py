@@ -38,13 +38,12 @@ def test_an_option_that_has_another_name_is_rejected_with_it() -> None:
 
 def test_a_draft_is_verified_in_the_best_way_that_it_allows() -> None:
     best = {name: resolve(name, {}, {}).verify for name in METHODS}
-    chains = ["parallel", "independent", "jacobi"]
-    assert {name for name, verify in best.items() if verify == "block"} == {*chains}
-    assert {name for name, verify in best.items() if verify == "traversal"} == {
-        "eagle",
-        "jacobi-coupled",
-        "lantern-jacobi",
-    }
+    for verify, methods in {
+        "block": ("parallel", "independent", "jacobi"),
+        "traversal": ("eagle", "jacobi-coupled", "lantern-jacobi"),
+        "token": ("eagle2", "ddd", "lantern", "lantern-static", "lantern++"),
+    }.items():
+        assert {best[method] for method in methods} == {verify}
     assert resolve("eagle", {}, {"tree": "chain-4"}).verify == "block"
     for changed in ({"temperature": 0.0}, {"tree": "eagle2"}):
         assert resolve("parallel", {}, changed).verify == "token"
