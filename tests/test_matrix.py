@@ -61,7 +61,7 @@ WAYS_TO_DRAW = [
 ]
 WARPED = ["eagle2", "parallel tree", "jacobi siblings"]  # those of them that rules meet at other samplings
 CHAINS = ["chain", "parallel", "longer than the picture"]
-OTHER_RESIDUALS = ["lantern optimal", "lantern++ optimal", "cool paper"]  # they differ only in what is drawn
+OTHER_RESIDUALS = ["lantern, paper", "lantern++, paper", "cool, paper"]  # they differ only in what is drawn
 CFG = [1.0, 3.0]
 # Toy prompts differ with the word's length: the first is padded, the last is not.
 CONDITIONS = ["a", None, "hill"]
@@ -90,7 +90,7 @@ def combinations():
             fits = usual and rule not in OTHER_RESIDUALS and (proposer in ORACLES or rule == "lantern")
         if fits and (proposer != "none" or rule == "exact"):
             yield proposer, "token", rule, sampling, cfg
-    relaxed = ("lantern optimal", "lantern++ optimal", "cool", "mixture")
+    relaxed = ("lantern", "lantern++", "lantern++, falling", "cool", "mixture")
     for (proposer, verify), rule in product(OTHERWISE, ("exact", *relaxed)):
         yield proposer, verify, rule, "warped" if rule == "exact" else "T=1", 3.0
 
