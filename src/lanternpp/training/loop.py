@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import shlex
@@ -51,6 +52,8 @@ class Team:
                 "training in several processes needs Accelerate: pip install 'lanternpp[train]'."
             ) from None
         self.accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=TIMEOUT)])
+        # a thread of gloo that wants the interpreter while this ends would abort the process
+        atexit.register(self.accelerator.end_training)
         self.size, self.rank = self.accelerator.num_processes, self.accelerator.process_index
         if self.accelerator.mixed_precision not in ("no", "bf16"):
             raise InputError(

@@ -99,10 +99,6 @@ class TwoPictures(Raster):
         """Codes of both."""
         return self.small.length + super().length
 
-    def grid(self, codes: Tensor) -> Tensor:
-        """codes [B, length] -> the large picture's, [B, rows, columns]."""
-        return super().grid(codes[:, self.small.length :])
-
 
 @dataclass(frozen=True)
 class Format:
