@@ -274,8 +274,8 @@ class Model:
         if self.packed:
             pack_target(target)
             # the kernels may compute none of a transformers model's layers
-            refused = source.packing == INT8 and getattr(target.decoder, "packed_dtype", INT8) is None
-            self.int8 = self.int8 and not (refused and folder == self.folder)
+            if int8 and source.packing and getattr(target.decoder, "packed_dtype", INT8) is None:
+                self.int8 = False
         return target
 
     def _pack_while_reading(self, source: Source, int8: bool) -> None:

@@ -66,7 +66,7 @@ class Dial(Option):
         return self.option[2:].replace("-", "_")
 
     @property
-    def both(self) -> str:
+    def full_name(self) -> str:
         """Its name in Python and over HTTP, and its option where that has another."""
         return f"{self.name} ({self.option})" if self.names else self.name
 
@@ -312,21 +312,21 @@ def drawn_with(method: str, auto: str | None, settings: Mapping[str, Any] | None
     """A method as users read it, with the reason where `auto` chose it; where settings say so, also a rule that is not the method's
     own, and the draft that was fitted.
     """
-    if settings is not None and (rule := rule_of(settings)):
-        return f"{drawn_with(method, auto, {**settings, 'accept': None})} under the rule {rule}"
-    if settings is not None and settings.get("fit"):
-        where = "this CPU" if str(settings["device"]).startswith("cpu") else "this device"
-        draft = draft_of(settings)
-        if draft is None:
-            return f"{method}, as plain decoding is the fastest on {where}"
-        return f"{drawn_with(method, auto)}, {draft}, fitted to {where}"
-    return method if auto is None else f"{method} (auto: {auto})"
+    said = method if settings is None else with_rule(method, settings)
+    said = said if auto is None else f"{said} (auto: {auto})"
+    if settings is None or not settings.get("fit"):
+        return said
+    where = "this CPU" if str(settings["device"]).startswith("cpu") else "this device"
+    draft = draft_of(settings)
+    if draft is None:
+        return f"{method}, as plain decoding is the fastest on {where}"
+    return f"{said}, {draft}, fitted to {where}"
 
 
-def rule_of(settings: Mapping[str, Any]) -> str | None:
-    """The rule that was given in place of the method's own, by name; None where there is none."""
+def with_rule(method: str, settings: Mapping[str, Any]) -> str:
+    """A method's name, with the rule where settings have another than the method's own."""
     rule = settings["accept"]
-    return None if rule in (None, METHODS[settings["method"]].dials.get("accept")) else str(rule)
+    return method if rule == METHODS[settings["method"]].dials.get("accept") else f"{method}, rule {rule}"
 
 
 def place_of(settings: Mapping[str, Any]) -> str:

@@ -76,7 +76,7 @@ def resolve(
     read = dials_read(merged["proposer"], merged["accept"])
     unread = [name for name in READ if name not in read]
     for name in (name for name in unread if name in given):
-        named = ", ".join(DIALS[dial].both for dial in READ if dial in read)
+        named = ", ".join(DIALS[dial].full_name for dial in READ if dial in read)
         raise InputError(
             f"{DIALS[name].spoken} {given[name]} would change nothing: method {method!r}"
             f"{', which auto takes here,' if auto else ''} has the proposer {merged['proposer']!r} and the rule "

@@ -19,7 +19,7 @@ from lanternpp.api.options import (
     drawn_with,
     names,
     place_of,
-    rule_of,
+    with_rule,
 )
 from lanternpp.cli import options as opt
 from lanternpp.cli.terminal import Progress, progress_bar, show_table
@@ -114,12 +114,6 @@ def row(results: Sequence[Result], measured: Stats | None = None) -> dict[str, A
     return stats.to_json() | medians | {"seconds_per_run": runs}
 
 
-def named(row: Mapping[str, Any]) -> str:
-    """The method of a run, with the rule where that is not the method's own."""
-    rule = rule_of(row["settings"])
-    return f"{row['method']}, rule {rule}" if rule else str(row["method"])
-
-
 def figures(row: Mapping[str, Any]) -> tuple[str, str, str]:
     """Seconds and passes per picture, and codes per pass, as text."""
     passes = row["passes"] / row["images"]
@@ -131,7 +125,9 @@ def render(prompt: str, images: Sequence[Any], rows: Sequence[Mapping[str, Any]]
     from lanternpp.api.picture import Panel, comparison
 
     base, side = rows
-    drafted = ", ".join(filter(None, (named(side), draft_of(side["settings"]))))
+    drafted = ", ".join(
+        filter(None, (with_rule(side["method"], side["settings"]), draft_of(side["settings"])))
+    )
     headings = (f"{base['method']} (plain autoregressive)", drafted)
     highlights = ("", f"{side['speedup']:.2f}x the speed")
     panels = []
@@ -156,7 +152,10 @@ def show(prompt: str, rows: Sequence[Mapping[str, Any]], bound: str | None) -> N
     caption += [bound] if bound else []
     caption.append(place_of(base["settings"]))
     headings = ["method", "seconds / picture", "passes / picture", "codes / pass", "speed-up"]
-    cells = [[named(each), *figures(each), f"{each['speedup']:.2f}x"] for each in rows]
+    cells = [
+        [with_rule(each["method"], each["settings"]), *figures(each), f"{each['speedup']:.2f}x"]
+        for each in rows
+    ]
     if side["tv_cost"] is not None:
         headings.append("TV cost / picture")
         for each, line in zip(rows, cells, strict=True):

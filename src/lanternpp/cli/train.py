@@ -54,6 +54,7 @@ def train(
 
 def store_rates(model: str, out: Path | None, folder: Path, kind: Kind) -> None:
     """Count and store the acceptance rates of a drafter, by which drafts are fitted to a machine; say which command draws with it."""
+    from lanternpp.api.fit.rates import FILE
     from lanternpp.api.pipeline import Pipeline
     from lanternpp.evaluation.prompts import usual_conditions
     from lanternpp.training.loop import team
@@ -63,7 +64,7 @@ def store_rates(model: str, out: Path | None, folder: Path, kind: Kind) -> None:
         return
     pipe = Pipeline.from_pretrained(model, out, tuned=False)
     conditions = usual_conditions(pipe.folder, pipe.target)
-    print("counting how many codes of its drafts are accepted, to fit drafts to machines", file=sys.stderr)
+    print(f"counting how many drafted codes are accepted, for {folder / FILE}", file=sys.stderr)
     with progress_bar("counting accepted codes") as progress:
         found = record(pipe, strengths(pipe, kind), folder, conditions, progress=progress)
     rates = ", ".join(f"{name} {codes:.2f}" for name, codes in found.items())

@@ -72,7 +72,8 @@ def rows(
         ratios = {"speedup": speedup, "efficiency": speedup / row["codes_per_pass"]}
         ratios["latency_speedup"] = plain["latency"] / row["latency"]
         about = {"method": label, "model": run["model"], "batch_size": settings["batch_size"]}
-        about["draft"] = (draft_of(settings) or "none") + ", fitted" * bool(settings["fit"])
+        draft = draft_of(settings) or "none"
+        about["draft"] = f"{draft}, fitted" if settings["fit"] else draft
         versions = {"settings": settings, "versions": run["versions"]}
         made.append(about | row | ratios | dict(quality.get(label, {})) | versions)
     return made

@@ -74,9 +74,8 @@ class Parallel(NetworkProposer):
         self.hints = torch.zeros_like(self.next_embeds[:, 1:])  # [B, depth, D] of the features of every level
         self.waiting = torch.zeros_like(self.root)
         every = torch.arange(target.vocab, device=like.device)
-        self.prev_code_table = self.drafter.prev_code(
-            target.embed(every).to(like.dtype)
-        )  # [V, H], H the drafter's condition width
+        # [V, H], H the drafter's condition width
+        self.prev_code_table = self.drafter.prev_code(target.embed(every).to(like.dtype))
         self._whole_chain = self.builder.chain and self.builder.fixed and self.builder.drawn
         if self._whole_chain:
             self._tree = chain_tree(batch, depth, like.device)

@@ -20,6 +20,11 @@ log = logging.getLogger("lanternpp.serve")
 BROKEN = "the server failed at this request; its log has the error"
 MAX_VALUE_CHARS = 300  # longest value that a message repeats
 CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+# Names of dials that are no fields, and what a message says of them.
+OTHER_NAMES = {
+    dial.spoken: f"called {dial.name!r} here" for dial in DIALS.values() if dial.spoken != dial.name
+}
+OTHER_NAMES |= {old: f"now {name!r}" for old, name in RENAMED.items()}
 CLIENT_CLOSED = 499  # nginx's status for a client that disconnected; only the log and the metrics see it
 
 
@@ -70,9 +75,7 @@ def validation_error_response(errors: list[dict[str, Any]]) -> JSONResponse:
     if param is None:
         return error_response(400, f"the body is not valid: {reason}; send a JSON object", "invalid_body")
     if first["type"] == "extra_forbidden":
-        spoken = {dial.spoken: dial.name for dial in DIALS.values() if dial.spoken != dial.name}
-        called = f"called {spoken[param]!r} here" if param in spoken else "unknown"
-        known, now = param[:MAX_VALUE_CHARS], f"now {RENAMED[param]!r}" if param in RENAMED else called
+        known, now = param[:MAX_VALUE_CHARS], OTHER_NAMES.get(param, "unknown")
         return error_response(
             400, f"field {one_line(repr(param), MAX_VALUE_CHARS)} is {now}", "unknown_parameter", known
         )

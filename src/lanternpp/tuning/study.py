@@ -314,10 +314,9 @@ class Tuner:
         state = self.optuna.trial.TrialState
         for trial in study.get_trials(states=(state.RUNNING,)):
             study.tell(trial.number, state=state.FAIL)
-            # one that was in line may have been stopped before it had any parameters
-            params = (
-                trial.params if "overrides" in trial.user_attrs else trial.system_attrs.get("fixed_params")
-            )
+            # one from the line that had no overrides yet has only the parameters that it was put there with
+            given = trial.system_attrs.get("fixed_params")
+            params = trial.params if "overrides" in trial.user_attrs else given
             if params is not None:
                 study.enqueue_trial(params, user_attrs=trial.user_attrs)
         return study

@@ -169,5 +169,5 @@ def rejected_distribution(p: Tensor, q: Tensor, codes: Tensor) -> Tensor:
 
 
 def all_rejected(kept: Tensor) -> Tensor:
-    """kept [B, M], the probability that each of M nodes is kept once it is tried -> [B, M - 1], that of nodes 1, 2 .. on none is."""
+    """kept [B, M], the probability that each of M nodes is kept once it is tried -> [B, M - 1], that no node from the i-th on is, i = 1, 2 ..."""
     return (1 - kept[:, 1:]).flip(1).cumprod(1).flip(1)
