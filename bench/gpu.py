@@ -1,11 +1,11 @@
 """What there is to measure on a GPU, in one command and one file: `make gpu`, or
 
-    python bench/gpu.py [--model nature-128] [--random XL] [--batch-sizes 1,8] [-n 2] [--dtype auto] [--compile] [--out gpu.md]
+    python bench/gpu.py [--model nature-128] [--random XL] [--batch-sizes 1,8] [-n 1] [--dtype auto] [--compile] [--out gpu.md]
 
-The tests marked `gpu`, then races and profiles of two models: --model, which needs an EAGLE drafter and a parallel one, and one of
-random weights in LlamaGen's shape. The costs of its steps are those of trained weights, while its acceptance, and so its speed-ups,
-say nothing about a trained drafter. The file is written in the end, also where a test or a race failed, which it says; the status is
-then 1. Without a GPU it is 2, unless --device names another device.
+The tests marked `gpu`, then races and profiles of two models, on two prompts each: --model, which needs an EAGLE drafter and a
+parallel one, and one of random weights in LlamaGen's shape. The costs of its steps are those of trained weights, while its
+acceptance, and so its speed-ups, say nothing about a trained drafter. The file is written after every part, also where a test or a
+race failed, which it says; the status is then 1. Without a GPU it is 2, unless --device names another device.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import argparse
 import subprocess
 import sys
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 
 from random_model import SIZES, random_model
 
+from lanternpp.api.model import model_folder
 from lanternpp.errors import InputError
+from lanternpp.evaluation.prompts import read_prompts
 from lanternpp.util.devices import pick_device
 from lanternpp.util.files import write_text
 
@@ -28,12 +30,20 @@ FIELD = (
 
 
 def run(*command: object) -> tuple[int, str, str]:
-    """The status of a command, what it printed, and its errors, which are printed here too."""
-    done = subprocess.run(
-        [sys.executable, "-m", *map(str, command)], capture_output=True, text=True, check=False
-    )
-    print(done.stderr, end="", file=sys.stderr)
-    return done.returncode, done.stdout, done.stderr
+    """The status of a command, what it printed, and its errors, which are printed here too as they come."""
+    words = [sys.executable, "-m", *map(str, command)]
+    with (
+        TemporaryFile("w+") as printed,
+        subprocess.Popen(words, stdout=printed, stderr=subprocess.PIPE, text=True) as process,
+    ):
+        assert process.stderr is not None
+        errors = []
+        for line in process.stderr:
+            errors.append(line)
+            print(line, end="", file=sys.stderr, flush=True)
+        status = process.wait()
+        printed.seek(0)
+        return status, printed.read(), "".join(errors)
 
 
 def main() -> None:
@@ -44,8 +54,10 @@ def main() -> None:
     parser.add_argument("--model", default="nature-128")
     parser.add_argument("--random", default="XL", choices=SIZES)
     parser.add_argument("--batch-sizes", default="1,8")
-    parser.add_argument("-n", default="2", help="turns of each method at each size")
-    parser.add_argument("--prompts", help="of --model, one per line; default: its own")
+    parser.add_argument("-n", default="1", help="turns of each method at each size")
+    parser.add_argument(
+        "--prompts", type=Path, help="of --model, one per line, of which two are drawn; default: its own"
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument(
@@ -59,19 +71,28 @@ def main() -> None:
             raise InputError(
                 "this machine has no CUDA GPU that PyTorch sees; run it on one, or try it with --device cpu"
             )
+        prompts = read_prompts(given.prompts, model_folder(given.model))[:2]
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    parts = ["# Measured on a GPU\n"]
+
+    def say(text: str) -> None:
+        parts.append(text)
+        write_text(given.out, "\n".join(parts))
+
+    print("the tests marked gpu, some minutes", file=sys.stderr, flush=True)
     status, told, _ = run("pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", given.tests)
     # pytest's status 5: no test was found
     failed = status not in (0, 5)
     faults = [line for line in told.splitlines() if line.startswith(("FAILED", "ERROR"))]
     last = (told.strip().splitlines() or ["none"])[-1].strip("= ")
-    parts = ["# Measured on a GPU\n", f"Tests marked `gpu`: {last}\n", *(f"* {line}\n" for line in faults)]
+    say("\n".join((f"Tests marked `gpu`: {last}\n", *(f"* {line}\n" for line in faults))))
     with TemporaryDirectory() as room, random_model(given.random) as random:
-        classes = Path(room) / "classes.txt"
-        classes.write_text("207\n979\n")
-        for model, prompts in ((given.model, given.prompts), (random, classes)):
+        for model, conditions in ((given.model, prompts), (str(random), ["207", "979"])):
+            print(f"the race and the profile of {Path(model).name}", file=sys.stderr, flush=True)
+            listed = Path(room) / "prompts.txt"
+            write_text(listed, "\n".join(map(str, conditions)))
             folder = Path(room) / Path(model).name
             asked = [
                 "--model",
@@ -84,10 +105,11 @@ def main() -> None:
                 FIELD,
                 "-n",
                 given.n,
+                "--prompts",
+                listed,
                 "-o",
                 folder,
             ]
-            asked += ["--prompts", prompts] if prompts else []
             asked += ["--compile"] if given.compile else []
             status, told, errors = run(
                 "lanternpp",
@@ -105,8 +127,7 @@ def main() -> None:
                 else f"Failed, status {status}\n"
             )
             failed |= status != 0
-            parts.append(f"## {Path(model).name}\n\n{table}\n```\n{told}{errors if status else ''}```\n")
-    write_text(given.out, "\n".join(parts))
+            say(f"## {Path(model).name}\n\n{table}\n```\n{told}{errors if status else ''}```\n")
     print(f"{given.out}: one file to send")
     sys.exit(1 if failed else 0)
 

@@ -1,9 +1,12 @@
-"""On a CUDA GPU: the codes are those of a CPU, a step does not wait for the host, and a profile counts its kernels."""
+"""On a CUDA GPU: the codes are those of a CPU, a step does not wait for the host, a profile counts its kernels, and a
+drafter is trained."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 import torch
@@ -14,6 +17,10 @@ from lanternpp.engine import compiled
 from lanternpp.evaluation import report
 from lanternpp.evaluation.profile import profile_race
 from lanternpp.evaluation.race import Race, parse_methods
+from lanternpp.training.loop import run
+from lanternpp.training.options import DrafterSettings, TrainingData, TrainingOptions
+from lanternpp.training.rollouts import RolloutTask
+from lanternpp.training.teacher import Teacher
 
 pytestmark = pytest.mark.gpu
 PROMPTS = ["a red tulip", "a tulip"]
@@ -68,3 +75,19 @@ def test_a_profile_names_the_operations_whose_kernels_take_longest(pipe, tmp_pat
         assert "aten::" in row[-1] and "pass" not in row[-1]
     trace = (tmp_path / "profile-ar.json").read_text()
     assert '"cat": "kernel"' in trace and '"name": "verify"' in trace
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_drafter_learns_from_runs_that_stay_on_the_gpu(model, tmp_path, compiled):
+    folder = copytree(model, tmp_path / "tiny")
+    prompts = tmp_path / "prompts"
+    prompts.write_text("a red tulip\na tulip\n")
+    options = TrainingOptions(tmp_path / "next", steps=2, device="cuda", checks=1, compile=compiled)
+    teacher = Teacher(folder, options, None, draws=True)
+    source = TrainingData(own=True, prompts=prompts, rollouts=4, sample_batch=2, drafter=folder / "parallel")
+    settings = replace(DrafterSettings(batch_size=2, warmup=1).of("parallel"), cfg=teacher.cfg)
+    settings, runs = RolloutTask.material(settings, teacher, source)
+    codes = runs.build()
+    assert all(each.features.is_cuda for each in codes.train.runs)
+    assert run(RolloutTask(settings, teacher, codes, source), options)
+    assert (tmp_path / "next" / "provenance.json").is_file()

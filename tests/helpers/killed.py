@@ -19,7 +19,7 @@ from safetensors import safe_open
 from helpers.processes import SECONDS, at_low_priority
 from lanternpp.cli import main
 from lanternpp.nn import checkpoints
-from lanternpp.training import codes, features, rates, rollouts
+from lanternpp.training import codes, features, rates
 from lanternpp.tuning import study  # noqa: F401
 
 JOURNALS = ("trials.jsonl", "turns.jsonl")
@@ -29,7 +29,7 @@ COMMANDS = {
     "own": f"{TRAIN} --self --prompts mine --samples 12 --sample-batch 1 --cache-features --loss guided "
     "--steps 26 --batch-size 3",
     "pictures": f"{TRAIN} --data photos --kind parallel --steps 26 --batch-size 4",
-    "rollouts": f"{TRAIN} --self --prompts mine --kind parallel --rollouts 12 --drafter tiny/parallel -o tiny/next --steps 26 --batch-size 3",
+    "rollouts": f"{TRAIN} --self --prompts mine --kind parallel --rollouts 12 --sample-batch 1 --drafter tiny/parallel -o tiny/next --steps 26 --batch-size 3",
     "together": f"{TRAIN} --self --prompts mine --samples 8 --sample-batch 4 --loss guided --noise 0 --steps 4 "
     "--batch-size 4 --device cpu",
     "tune": "tune --model tiny --prompts mine --nodes 5 --depth 3 --rounds 2 --trials 6 -n 2 --no-plots --dtype float32",
@@ -78,7 +78,7 @@ def obey(name: str, folder: str, life: float | None = None, env: Mapping[str, st
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores Ctrl-C
     os.environ |= env
     os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
-    features.SHARD, codes.PART, codes.BATCH, rollouts.PART, rates.PASSES = 1 << 14, 8, 4, 2, 20
+    features.SHARD, codes.PART, codes.BATCH, rates.PASSES = 1 << 14, 8, 4, 20
     began = time.process_time()
     if life is not None:
         signal.signal(signal.SIGPROF, signal.SIG_DFL)  # nothing of ours runs when it comes, as with SIGKILL

@@ -182,7 +182,7 @@ def test_the_shipped_model_drafts_what_pytorch_drafts(
     monkeypatch.setattr(proposer.drafter, "native", None)
     other = proposer.propose(engine.noise)
     same = (one.codes == other.codes).cumprod(1)[:, :-1]
-    assert same[:, 1].any() and ((one.probs - other.probs)[:, :-1].abs().sum(-1) * same).max() < 0.05
+    assert same[:, 1].any() and ((one.probs - other.probs)[:, :-1].abs().sum(-1) * same).max() < 0.08
     for name in ("parent", "depth", "children", "mask", "widths"):
         assert torch.equal(*(torch.as_tensor(getattr(draft.tree, name)) for draft in (one, other)))
 

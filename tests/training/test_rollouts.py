@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers.photos import teacher_of
 from helpers.toys import ToyTarget, parallel
+from torch import Tensor
 
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Exact
@@ -22,7 +23,7 @@ from lanternpp.proposers.parallel import Parallel
 from lanternpp.training.codes import Codes
 from lanternpp.training.features import drafter_inputs
 from lanternpp.training.options import DrafterSettings
-from lanternpp.training.rollouts import RolloutTask, grown, record, replay, split_of
+from lanternpp.training.rollouts import Rollout, RolloutTask, grown, record, replay, split_of
 from lanternpp.trees.shapes import chain
 from lanternpp.trees.static import StaticTree
 
@@ -42,22 +43,27 @@ def engine_of(
     )
 
 
+def nodes_of(run: Rollout, at: Tensor) -> Tensor:
+    """The features of nodes of a run, 0 for those that are -1."""
+    return run.features.flatten(0, 1)[at] * (at >= 0)[..., None]
+
+
 @pytest.mark.parametrize("aux_layers", [(), (0, 1)])
 def test_a_run_holds_the_features_of_the_picture_it_drew(aux_layers: tuple[int, ...]) -> None:
     target = ToyTarget(layers=3)
     for run in record(engine_of(target, parallel(target, aux_layers=aux_layers)), TEXTS):
-        features, anchors, hints = replay(run, 4)
+        decided, begin, rejected = replay(run.kept, 4, 4)
+        features, hints = torch.cat((run.prompt, nodes_of(run, decided))), nodes_of(run, rejected)
         prompt = target.prompt([run.text], 2)
         codes = run.codes[None].long().expand(2, -1)
         all_features = drafter_inputs(target, prompt.embeds, codes, prompt.start, aux_layers=aux_layers)[1]
         expected = Guidance(3.0).merge(all_features)[0]
         assert torch.allclose(features.double(), expected, atol=1e-9)
-        assert anchors[0] == 2 and len(anchors) == len(run.kept) == len(hints)
+        assert begin[0] == 0 and len(begin) == len(run.kept) == len(hints)
         assert not hints[0].any(), "nothing was rejected before the first draft"
         beyond = run.kept[:-1, None] + torch.arange(4) > 4
         assert not hints[1:][beyond].any(), "nor beyond a draft"
-        short = replace(run, codes=run.codes[:4], kept=run.kept[:1], features=run.features[:1])
-        assert torch.equal(replay(short, 4)[2], hints[:1]), "a picture of one pass"
+        assert torch.equal(replay(run.kept[:1], 4, 4)[2], rejected[:1]), "a picture of one pass"
 
 
 @pytest.mark.parametrize(
@@ -101,7 +107,7 @@ def test_training_drafts_as_the_engine_did(
         features = made.conditioned(drafter, read, made.level_features(drafter, read)[1])
     drafts = target.head(features).softmax(-1)[0]
     for draft, anchor in zip(drafts, read.anchors[0].tolist(), strict=True):
-        turn = replay(run, 4)[1].tolist().index(anchor)
+        turn = replay(run.kept, 4, 4)[1].tolist().index(anchor - 2)
         known = min(int(run.kept[turn]), 4, 15 - (anchor - 2))  # levels drafted after codes that were kept
         assert torch.allclose(draft[:known], seen[turn].probs[0, :known], atol=1e-9), turn
 

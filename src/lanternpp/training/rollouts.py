@@ -31,9 +31,9 @@ from lanternpp.training.options import DrafterSettings, TrainingData
 from lanternpp.training.parallel import DraftBatch, ParallelTask
 from lanternpp.training.teacher import Teacher
 from lanternpp.types import Admission, TargetOutput
+from lanternpp.util.devices import free_memory
 from lanternpp.util.files import digest
 
-PART, BATCH = 32, 16  # runs in a file, and at once
 PARTS = ("codes", "kept", "features", "prompt")
 
 
@@ -83,23 +83,18 @@ def record(engine: Engine, texts: Sequence[str | None], first: int = 0) -> Itera
         yield Rollout(texts[index], drawn.codes.to(torch.int32), decided, torch.stack(features), prompt)
 
 
-def replay(rollout: Rollout, levels: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Guided features [S, (1 + aux) D] of all slots, the slots [C] after which drafts began, and their hints, as wide.
+def replay(kept: Tensor, depth: int, levels: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The nodes of a run that a training reads, counted over all C passes of chains of `depth` drafts that decided kept [C] codes.
 
-    Hints are [C, levels, (1 + aux) D].
+    Returns those of decided codes [sum of kept]; how many of these are decided where each pass begins [C]; and those whose features
+    are the hints of each pass, [C, levels]: -1 where there are none, as in the first pass.
     """
-    depth = rollout.features.shape[1] - 1
-    kept = rollout.kept.long()
-    node = torch.arange(depth + 1)
-    decided = rollout.features[node < kept[:, None]]  # [sum of kept, D], in order
-    features = torch.cat((rollout.prompt, decided))
-    anchors = len(rollout.prompt) - 1 + torch.cat((kept.new_zeros(1), kept.cumsum(0)[:-1]))
+    kept, width = kept.long(), depth + 1
+    node, first = torch.arange(width), torch.arange(len(kept))[:, None] * width
+    decided = (first + node)[node < kept[:, None]]
     place = kept[:-1, None] + torch.arange(levels)  # nodes after those that a pass decided
-    exists = place <= depth
-    index = place.clamp(max=depth)[..., None].expand(-1, -1, features.shape[-1])
-    found = rollout.features[:-1].gather(1, index)
-    hints = torch.cat((found.new_zeros(1, *found.shape[1:]), found * exists[..., None]))
-    return features, anchors, hints
+    hints = torch.where(place <= depth, first[:-1] + place, -1)
+    return decided, F.pad(kept.cumsum(0)[:-1], (1, 0)), F.pad(hints, (0, 0, 1, 0), value=-1)
 
 
 def split_of(runs: Sequence[Rollout]) -> Split:
@@ -118,7 +113,7 @@ class Runs(OwnCodes):
     def __init__(self, settings: DrafterSettings, teacher: Teacher, source: TrainingData):
         assert source.drafter is not None
         prompts = choose_prompts(teacher, source.prompts, source.data)
-        super().__init__(teacher, prompts, source.rollouts, BATCH, settings.seed + 1)
+        super().__init__(teacher, prompts, source.rollouts, source.sample_batch, settings.seed + 1)
         drafter = ParallelDrafter.read(Source.open(source.drafter), teacher.target, teacher.drawing_dtype)
         origin = checksum_of(drafter)
         self.begin = grown(drafter, settings, teacher.target)
@@ -131,11 +126,11 @@ class Runs(OwnCodes):
             condition_width=config.turn,
         )
         chains: dict[str, Any] = {"proposer": "parallel", "tree": f"chain-{self.settings.levels}"}
-        chains |= {"min_survival": 0.0, "cfg": teacher.cfg, "batch_size": BATCH}
+        chains |= {"min_survival": 0.0, "cfg": teacher.cfg, "batch_size": self.batch}
         self.drawn = teacher.pipeline().settings(source.method, **chains)
         drawn = {name: getattr(self.drawn, name) for name in ("verify", *names(RuleDials))}
         dials = sorted((name, value) for name, value in drawn.items() if value is not None)
-        how = f"{teacher.cfg} {config.queries} {config.aux_layers} {self.seed} {self.drawn.accept} {dials}"
+        how = f"{teacher.cfg} {config.queries} {config.aux_layers} {self.seed} {self.batch} {self.drawn.accept} {dials}"
         self.key = digest([teacher.origin, origin, *self.texts, how])
         place = {} if source.data is None else {"folder": source.data.resolve().name}
         self.facts = {"codes": self.key, "runs": source.rollouts, "drafter": origin, **place}
@@ -147,10 +142,14 @@ class Runs(OwnCodes):
         # Assumes that a pass decides three codes on average.
         room = target.length * width * next(target.parameters()).element_size() * (config.queries + 2) // 3
         folder, contents = self.teacher.store / f"runs-{self.key}", "recorded runs of the target"
-        material = Material(folder, len(self.texts), PART, self._draw, contents, room)
+        material = Material(folder, len(self.texts), self.batch * 4, self._draw, contents, room).build()
+        # Every step reads features of runs, which a GPU keeps where they take at most half of its free memory.
+        device, size = self.teacher.device, sum(path.stat().st_size for path in material.paths)
+        fits = device.type == "cuda" and 2 * size < (free_memory(device) or 0)
+        place = dict.fromkeys(("features", "prompt") if fits else (), device)
         runs = [
-            Rollout(text, **{name: tensors[f"{i} {name}"] for name in PARTS})
-            for tensors, facts in material.build().read()
+            Rollout(text, **{name: tensors[f"{i} {name}"].to(place.get(name, "cpu")) for name in PARTS})
+            for tensors, facts in material.read()
             for i, text in enumerate(facts["texts"])
         ]
         facts = self.facts | {"prompts": self.prompts}
@@ -203,14 +202,18 @@ class RolloutTask(ParallelTask):
         codes = captions.split.pick(index).to(self.device)
         next_inputs = slot_inputs(self.target, prompts[: len(codes)], codes)[:, 1:]
         width, most, found = next_inputs.shape[-1], self.hparams.anchors, []
-        for i in index.tolist():
-            features, slots, hints = replay(captions.split.runs[i], self.hparams.levels)
-            hints = hints[..., :width]
+        for run in (captions.split.runs[i] for i in index.tolist()):
+            decided, begin, nodes = replay(run.kept, run.features.shape[1] - 1, self.hparams.levels)
+            slots = len(run.prompt) - 1 + begin
             pick = torch.randint(len(slots), (most,), generator=generator)
             pick = torch.randperm(len(slots), generator=generator)[:most] if len(slots) >= most else pick
-            at_slots = hints.new_zeros(len(features) - 1, width)
-            at_slots[slots] = hints[:, 0]
-            found.append((features, slots[pick], torch.cat((at_slots, hints[pick, 1:].flatten(0, 1)))))
+            at_slots = torch.full((len(run.prompt) + len(decided) - 1,), -1)
+            at_slots[slots] = nodes[:, 0]
+            nodes = torch.cat((at_slots, nodes[pick, 1:].flatten())).to(run.features.device)
+            features = run.features.flatten(0, 1)
+            hints = features[nodes, :width] * (nodes >= 0)[:, None]
+            features = torch.cat((run.prompt, features[decided.to(features.device)]))
+            found.append((features, slots[pick], hints))
         features, anchors, hints = (torch.stack(x).to(self.device) for x in zip(*found, strict=True))
         features = features if features.element_size() == 8 else features.float()
         rows = None
