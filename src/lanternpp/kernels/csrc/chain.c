@@ -97,6 +97,7 @@ static void head_of_levels(const Chain *c, const Linear *head, ChainMemory *m) {
     const int64_t rows = c->batch * c->levels;
     configure_tiles(m->features.tile_rows);
     for (int64_t r = 0; r < rows; r++) load_row(&m->features, r, c->features + r * head->inputs);
+    quantize_rows(&m->features, 0, rows);
     gemm(head, &m->features, m->from / BLOCK_N, last_block(head, m->to), store_probs, (void *)c);
     configure_tiles(m->active.tile_rows);
 }
@@ -137,6 +138,7 @@ static void logits_of_level(const DraftLayers *layers, const Chain *c, int64_t l
     float *logits = m->logits[level % 2];
     FloatRows rows = {logits, m->size};
     for (int64_t b = 0; level && b < c->batch; b++) load_row(&m->active, b, m->act + b * layers->head_up.inputs);
+    if (level) quantize_rows(&m->active, 0, c->batch);
     if (level) gemm(&layers->head_up, &m->active, m->from / BLOCK_N, last_block(&layers->head_up, m->to), store_floats, &rows);
     for (int64_t b = 0; b < c->batch; b++) {
         const float *head = c->probs + (b * (c->levels + 1) + level) * c->codes, *bias = c->bias ? c->bias + (b * c->levels + level) * c->codes : NULL;

@@ -123,30 +123,31 @@ static inline f32x16 normed_at(const float *x, const float *weight, float scale,
     return weight ? some * scale * *(const f32x16 *)(weight + j) : some;
 }
 
+/* The first of the rows that a thread prepares, and the one after the last: its share, or all. */
+static int64_t first_row(const Work *w, const Team *team) { return w->skinny ? 0 : share_begin(team, w->m); }
+static int64_t end_row(const Work *w, const Team *team) { return w->skinny ? w->m : share_end(team, w->m); }
+
+/* Inputs of a product, where it reads 8 bits quantised, for all threads or for this one. */
+static const Inputs *ready(const Work *w, const Team *team, const Inputs *in) {
+    quantize_rows(in, first_row(w, team), end_row(w, team));
+    if (!w->skinny) wait_for_team(team);
+    return in;
+}
+
 /* The residual stream, normalised, as inputs of a product. */
-static const Inputs *norm_stage(const Work *w, const Team *team, const float *weight, Inputs *own) {
-    Inputs shared = w->normed, *in = w->skinny ? own : &shared;
-    const int64_t begin = w->skinny ? 0 : share_begin(team, w->m), end = w->skinny ? w->m : share_end(team, w->m);
-    for (int64_t i = begin; i < end; i++) {
+static const Inputs *norm_stage(const Work *w, const Team *team, const float *weight, const Inputs *own) {
+    const Inputs *in = w->skinny ? own : &w->normed;
+    for (int64_t i = first_row(w, team); i < end_row(w, team); i++) {
         const float *x = w->stream + i * w->dim, scale = rms_scale(w, x, weight);
         for (int64_t j = 0; j < w->dim; j += LANES) *(bf16x16 *)(in->x + offset_of(in, i, j)) = narrow_all(normed_at(x, weight, scale, j));
-        if (in->is_int8) quantize_row(in, i);
     }
-    if (w->skinny) return own;
-    wait_for_team(team);
-    return &w->normed;
+    return ready(w, team, in);
 }
 
 /* Inputs that all threads have written, quantised where products read 8 bits. */
 static const Inputs *quantize_stage(const Work *w, const Team *team, const Inputs *written, Inputs *own) {
-    Inputs shared = *written, *in = w->skinny ? own : &shared;
-    if (!written->is_int8) return written;
     own->x = written->x;
-    const int64_t begin = w->skinny ? 0 : share_begin(team, w->m), end = w->skinny ? w->m : share_end(team, w->m);
-    for (int64_t i = begin; i < end; i++) quantize_row(in, i);
-    if (w->skinny) return own;
-    wait_for_team(team);
-    return written;
+    return written->is_int8 ? ready(w, team, w->skinny ? own : written) : written;
 }
 
 /* The product of inputs with a layer, normalised where there is a weight, is added to the residual stream. */

@@ -80,8 +80,8 @@ static inline void zero_padding(const Inputs *in, const Team *team) {
 
 static inline int64_t blocks_of(const Linear *layer) { return (layer->outputs + BLOCK_N - 1) / BLOCK_N; }
 
-/* x of a row as numbers of 8 or 16 bits. */
-static void quantize_row(Inputs *in, int64_t row);
+/* x of rows [first, last) as numbers of 8 or 16 bits, where products read these. */
+static void quantize_rows(const Inputs *in, int64_t first, int64_t last);
 
 /* out [rows of the tiles, BLOCK_N] = the rows of `tiles` tiles from `tile` on times one block of weights, without the bias.
 

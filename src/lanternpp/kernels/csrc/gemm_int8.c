@@ -17,26 +17,27 @@ static inline bf16 largest_magnitude(const bf16 *x, int64_t count) {
 static inline i32x16 nearest(f32x16 x) { return (i32x16)(x + ROUND) - 0x4b400000; }
 
 #ifdef INT8_GROUPED
-static void quantize_row(Inputs *in, int64_t row) {
-    const int64_t groups = in->width / K_ALIGN, tile = row / TILE_M, r = row % TILE_M;
-    const bf16 *x = in->x + row * in->width;
-    for (int64_t g = 0; g < groups; g++, x += K_ALIGN) {
-        const int64_t at = (tile * groups + g) * TILE_M + r;
-        const bf16 largest = largest_magnitude(x, K_ALIGN);
-        const float scale = widen(largest) / 127;
-        const float inverse = scale > 1e-30f && largest < 0x7f80 ? 1 / scale : 0;
-        int8_t *number = in->number + at * K_ALIGN;
-        i32x16 sum = {0};
-        for (int64_t k = 0; k < K_ALIGN; k += LANES) {
-            const i32x16 some = nearest(widen_all(x + k) * inverse);
-            sum += some;
-            *(i8x16 *)(number + k) = __builtin_convertvector(some, i8x16);
+/* Group by group, each thread from another one on, as scales of a group's rows have one cache line. */
+static void quantize_rows(const Inputs *in, int64_t first, int64_t last) {
+    const int64_t groups = in->width / K_ALIGN;
+    for (int64_t i = 0; in->is_int8 && first < last && i < groups; i++)
+        for (int64_t g = (i + first * groups / in->rows) % groups, row = first; row < last; row++) {
+            const int64_t at = (row / TILE_M * groups + g) * TILE_M + row % TILE_M;
+            const bf16 *x = in->x + row * in->width + g * K_ALIGN, largest = largest_magnitude(x, K_ALIGN);
+            const float scale = widen(largest) / 127;
+            const float inverse = scale > 1e-30f && largest < 0x7f80 ? 1 / scale : 0;
+            int8_t *number = in->number + at * K_ALIGN;
+            i32x16 sum = {0};
+            for (int64_t k = 0; k < K_ALIGN; k += LANES) {
+                const i32x16 some = nearest(widen_all(x + k) * inverse);
+                sum += some;
+                *(i8x16 *)(number + k) = __builtin_convertvector(some, i8x16);
+            }
+            int32_t total = 0;
+            for (int lane = 0; lane < LANES; lane++) total += sum[lane];
+            in->scale[at] = largest < 0x7f80 ? scale : NAN;
+            in->start[at] = -WEIGHT_ZERO * total;
         }
-        int32_t total = 0;
-        for (int i = 0; i < LANES; i++) total += sum[i];
-        in->scale[at] = largest < 0x7f80 ? scale : NAN;
-        in->start[at] = -WEIGHT_ZERO * total;
-    }
 }
 
 /* The vectors of products: DOT_N outputs, of each 4 inputs. */
@@ -130,7 +131,7 @@ static void gemm_int8(const Linear *layer, int64_t block, const Inputs *in, int6
 }
 
 #else /* 16 bits: no product's sum leaves 32 bits, as the magnitudes of a row add up to some 16 million */
-static void quantize_row(Inputs *in, int64_t row) {
+static void quantize_row(const Inputs *in, int64_t row) {
     const bf16 *x = in->x + row * in->width, largest = largest_magnitude(x, in->width);
     f32x16 total = {0};
     for (int64_t k = 0; k < in->width; k += LANES) {
@@ -154,6 +155,10 @@ static void quantize_row(Inputs *in, int64_t row) {
     for (int64_t k = 0; k < in->width; k += LANES)
         *(i16x16 *)(to + k) = __builtin_convertvector(nearest(widen_all(x + k) * inverse), i16x16);
 #endif
+}
+
+static void quantize_rows(const Inputs *in, int64_t first, int64_t last) {
+    for (; in->is_int8 && first < last; first++) quantize_row(in, first);
 }
 #endif
 

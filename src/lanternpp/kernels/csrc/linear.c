@@ -1,12 +1,11 @@
 /* A linear layer alone, of guided features too, and how weights are packed. */
 #include "decoder.c"
 
-/* A row's inputs x [inputs] as products read them. */
+/* A row's inputs x [inputs], to be quantised. */
 static void load_row(Inputs *in, int64_t row, const bf16 *x) {
     int64_t k = 0;
     for (; k + LANES <= in->inputs; k += LANES) *(bf16x16 *)(in->x + offset_of(in, row, k)) = *(const bf16x16 *)(x + k);
     for (; k < in->width; k++) in->x[offset_of(in, row, k)] = k < in->inputs ? x[k] : 0;
-    if (in->is_int8) quantize_row(in, row);
 }
 
 typedef struct {
@@ -49,6 +48,7 @@ static void linear_team(const Team *team, void *work) {
         for (int64_t k = 0; k < inputs && call->branches > 1; k++) guided[k] = narrow(widen(x[k]) + more * (widen(x[k]) - widen(other[k])));
         load_row(&w->in, i, call->branches > 1 ? guided : x);
     }
+    quantize_rows(&w->in, share_begin(team, call->rows), share_end(team, call->rows));
     wait_for_team(team);
     gemm(call->layer, &w->in, share_begin(team, blocks), share_end(team, blocks), store_linear, w);
 #ifdef __AVX512F__

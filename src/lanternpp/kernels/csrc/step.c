@@ -123,8 +123,10 @@ static void inputs_team(const Team *team, void *work) {
         join(l, q->next_embeds + from * l->dim, q->features + from * (1 + l->aux) * l->dim, joined);
         load_row(&w->joined, r, joined);
     }
+    quantize_rows(&w->joined, share_begin(team, w->joined.rows), share_end(team, w->joined.rows));
     for (int64_t r = share_begin(team, w->hints.rows); q->hints && r < share_end(team, w->hints.rows); r++)
         load_row(&w->hints, r, q->hints + r * l->dim);
+    if (q->hints) quantize_rows(&w->hints, share_begin(team, w->hints.rows), share_end(team, w->hints.rows));
     wait_for_team(team);
     configure_tiles(w->hints.tile_rows);
     if (q->hints) gemm(&l->hint, &w->hints, begin, end, store_floats, &w->hinted);

@@ -14,14 +14,9 @@
 #include <sched.h>
 #endif
 
-/* Threads that arrive wait in a loop, as they do for microseconds; where others take longer they have no core, which is then given up. */
-typedef struct {
-    int64_t arrived, phase;
-} Barrier;
-
 typedef struct {
     int64_t rank, size;
-    Barrier *barrier;
+    int64_t (*reached)[8]; /* [size] the barriers that a thread has reached, in a cache line that it alone writes */
     char *memory; /* scratch memory of all */
 } Team;
 
@@ -40,31 +35,29 @@ typedef struct {
 static inline int64_t share_begin(const Team *team, int64_t count) { return count * team->rank / team->size; }
 static inline int64_t share_end(const Team *team, int64_t count) { return count * (team->rank + 1) / team->size; }
 
+/* Threads that arrive wait in a loop, as they do for microseconds; where others take longer they have no core, which is then given up. */
 static inline void wait_for_team(const Team *team) {
     enum { SPINS = 20000 };
-    Barrier *barrier = team->barrier;
-    const int64_t phase = __atomic_load_n(&barrier->phase, __ATOMIC_RELAXED);
-    if (__atomic_add_fetch(&barrier->arrived, 1, __ATOMIC_ACQ_REL) == team->size) {
-        __atomic_store_n(&barrier->arrived, 0, __ATOMIC_RELAXED);
-        __atomic_store_n(&barrier->phase, phase + 1, __ATOMIC_RELEASE);
-        return;
-    }
-    for (int64_t spins = 1; __atomic_load_n(&barrier->phase, __ATOMIC_ACQUIRE) == phase; spins++) {
+    const int64_t count = *team->reached[team->rank] + 1;
+    __atomic_store_n(team->reached[team->rank], count, __ATOMIC_RELEASE);
+    for (int64_t other = 0; other < team->size; other++)
+        for (int64_t spins = 1; __atomic_load_n(team->reached[other], __ATOMIC_ACQUIRE) < count; spins++) {
 #if defined(__x86_64__)
-        __builtin_ia32_pause();
+            __builtin_ia32_pause();
 #endif
 #ifndef _WIN32
-        if (spins % SPINS == 0) sched_yield();
+            if (spins % SPINS == 0) sched_yield();
 #endif
-    }
+        }
 }
 
 #if defined(_OPENMP)
 static int64_t run_team(int64_t threads, Task *task, void *work, char *memory) {
-    Barrier barrier = {0, 0};
+    int64_t reached[threads][8] __attribute__((aligned(64)));
+    memset(reached, 0, sizeof reached);
 #pragma omp parallel num_threads((int)threads)
     {
-        const Team team = {omp_get_thread_num(), omp_get_num_threads(), &barrier, memory};
+        const Team team = {omp_get_thread_num(), omp_get_num_threads(), reached, memory};
         task(&team, work);
     }
     return 0;
@@ -99,9 +92,9 @@ static void *start_thread(void *from) {
 
 static int64_t run_team(int64_t threads, Task *task, void *work, char *memory) {
     Start start[MAX_TEAM];
-    Barrier barrier = {0, 0};
+    int64_t reached[MAX_TEAM][8] __attribute__((aligned(64))) = {{0}};
     const int64_t size = threads > MAX_TEAM ? MAX_TEAM : threads < 1 ? 1 : threads;
-    for (int64_t i = 0; i < size; i++) start[i] = (Start){{i, size, &barrier, memory}, task, work};
+    for (int64_t i = 0; i < size; i++) start[i] = (Start){{i, size, reached, memory}, task, work};
 #ifndef _WIN32
     pthread_t thread[MAX_TEAM];
     for (int64_t i = 1; i < size; i++)
