@@ -24,6 +24,7 @@ from lanternpp.api.fit.steps import Step, bound, disturbed, measure
 from lanternpp.api.options import Settings
 from lanternpp.api.picture import notes
 from lanternpp.engine.observers import AcceptanceByRank
+from lanternpp.engine.stopwatch import TimedEngine
 from lanternpp.jobs.plan import differences
 from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.config import ServerConfig
@@ -306,6 +307,27 @@ def test_a_measurement_ends_with_its_budget_but_knows_two_drafts(pipe: Pipeline,
     assert [step.draft for step in measure(drafts, 16)] == made == ["chain-1", "chain-2"]
     monkeypatch.setattr("lanternpp.api.fit.steps.SECONDS", 1000.0)
     assert len(measure(drafts, 16)) == 4
+
+
+@pytest.mark.parametrize(("seconds", "cold"), [(1e-3, 1), (1.0, 3)])
+def test_a_step_is_timed_after_one_of_its_own_engine_unless_it_is_slow(
+    pipe: Pipeline, monkeypatch, seconds: float, cold: int
+) -> None:
+    """Where a step after another engine's takes three times as long, as what it reads has left the caches."""
+    order = [None]
+
+    def step(timed: TimedEngine, first: bool = False) -> tuple[float, float]:
+        order.append(timed)
+        taken = seconds * timed.rows * (1 if order[-2] is timed else 3)
+        return taken, taken
+
+    monkeypatch.setattr(TimedEngine, "midway_step", step)
+    drafts = [
+        (name, lambda n=name: pipe.new_engine(pipe.settings(n, cfg=1.0))) for name in ("ar", "parallel")
+    ]
+    plain, drafted = measure(drafts, 16)
+    assert plain.seconds == pytest.approx(cold * seconds * plain.rows)
+    assert drafted.seconds == pytest.approx(cold * seconds * drafted.rows) and drafted.rows > plain.rows
 
 
 def test_what_bounds_a_machine_is_read_from_its_passes() -> None:
