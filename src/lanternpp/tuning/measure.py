@@ -7,14 +7,17 @@ from typing import Any
 
 import torch
 
+from lanternpp.api.fit.steps import warm_step
 from lanternpp.api.options import Settings
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.engine.observers import AcceptanceByRank
 from lanternpp.engine.stopwatch import TimedEngine, now, trimmed
 
+EACH = 5  # timed steps of a candidate for one of plain decoding
+
 
 class PlainEngine(TimedEngine):
-    """Plain decoding beside which candidates are timed: one of its steps follows each of theirs.
+    """Plain decoding beside which candidates are timed: a step for every `EACH` of theirs.
 
     Both meet the same machine then: what else runs there, and how warm it is, matters little to their ratio.
     """
@@ -29,19 +32,23 @@ class PlainEngine(TimedEngine):
 def draw(
     pipe: Pipeline, settings: Settings, plain: PlainEngine, prompt: str | None, seeds: Sequence[int]
 ) -> dict[str, Any]:
-    """Draw a batch in an engine of its own, timing every step: a row of figures for the log of a tuning.
+    """Draw a batch in an engine of its own, timing every other step: a row of figures for the log of a tuning.
 
     step, plain_step: seconds. outside: seconds of a picture's prefill and pixels. plain: seconds of a picture by plain decoding, with
     both. tried, kept: children verified and accepted, [depth, rank].
     """
     engine, length = pipe.new_engine(settings), pipe.target.length
     timed, counts = TimedEngine(engine), AcceptanceByRank(length)
-    engine.observers.append(counts)
     prefill = timed.admit([prompt] * engine.batch, seeds)
     steps, plain_steps = list[float](), list[float]()
     while len(engine.done()) < engine.batch:
+        # Two steps in turn: one is counted, the other is timed, as the kernels have no whole step where it is observed.
+        engine.observers.append(counts)
+        timed.step()
+        engine.observers.remove(counts)
         steps.append(sum(timed.step().values()))
-        plain_steps.append(plain.midway_step()[0])
+        if len(steps) % EACH == 1:
+            plain_steps.append(warm_step(plain)[0])
     began = now(engine)
     samples = [engine.collect(slot) for slot in range(engine.batch)]
     pipe.images(torch.stack([sample.codes for sample in samples]))
