@@ -92,7 +92,7 @@ def main() -> None:
         for model, conditions in ((given.model, prompts), (str(random), ["207", "979"])):
             print(f"the race and the profile of {Path(model).name}", file=sys.stderr, flush=True)
             listed = Path(room) / "prompts.txt"
-            write_text(listed, "\n".join(map(str, conditions)))
+            write_text(listed, "\n".join(conditions))
             folder = Path(room) / Path(model).name
             asked = [
                 "--model",

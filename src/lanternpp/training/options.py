@@ -128,7 +128,7 @@ class TrainingData:
     own: Learn from what the target draws itself.
     prompts: What it draws, a prompt a line; default: --data's captions, or its own.
     samples: Pictures it draws; default: one a prompt, at least 100.
-    sample_batch: Pictures or runs it draws at once; a GPU draws some hundred at once fastest.
+    sample_batch: Pictures or runs it draws at once; a GPU is fastest with some hundred.
     codes: Folder of codes, such as MODEL/codes/self-*.
     crops: Crops of each training picture, each also mirrored.
     limit: Use only this many pictures of each split.

@@ -42,7 +42,7 @@ def draw(
     prefill = timed.admit([prompt] * engine.batch, seeds)
     steps, plain_steps = list[float](), list[float]()
     while len(engine.done()) < engine.batch:
-        # Two steps in turn: one is counted, the other is timed, as the kernels have no whole step where it is observed.
+        # One step is counted and the next one is timed, as the kernels compute a step in one call only where nothing observes it.
         engine.observers.append(counts)
         timed.step()
         engine.observers.remove(counts)

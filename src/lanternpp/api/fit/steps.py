@@ -42,9 +42,9 @@ def warm_step(timed: TimedEngine) -> Span:
 def measure(drafts: Iterable[tuple[str, Callable[[], Engine]]], length: int) -> tuple[Step, ...]:
     """Time the steps of some drafts until the budget is used up, each in an engine of its own that is freed after it.
 
-    drafts: their names, and functions that make the engine. The first is plain decoding, one of whose steps follows every other step: a
-    step's time relative to plain decoding's does not change when the machine becomes slower for a while. The second is always measured too,
-    the others as far as the budget allows. length: codes of a picture.
+    drafts: their names, and functions that make the engine. The first is plain decoding, which is timed after every timed step of
+    another draft: a step's time relative to plain decoding's does not change when the machine becomes slower for a while. The second
+    is always measured too, the others as far as the budget allows. length: codes of a picture.
     """
     (plain_name, make_plain), *others = drafts
     began, plain = time.perf_counter(), TimedEngine(make_plain())

@@ -17,7 +17,7 @@ static inline bf16 largest_magnitude(const bf16 *x, int64_t count) {
 static inline i32x16 nearest(f32x16 x) { return (i32x16)(x + ROUND) - 0x4b400000; }
 
 #ifdef INT8_GROUPED
-/* Group by group, each thread from another one on, as scales of a group's rows have one cache line. */
+/* Group by group. Threads begin with different groups, as the scales of a group share a cache line. */
 static void quantize_rows(const Inputs *in, int64_t first, int64_t last) {
     const int64_t groups = in->width / K_ALIGN;
     for (int64_t i = 0; in->is_int8 && first < last && i < groups; i++)

@@ -1,7 +1,7 @@
 /* A linear layer alone, of guided features too, and how weights are packed. */
 #include "decoder.c"
 
-/* A row's inputs x [inputs], to be quantised. */
+/* A row's inputs x [inputs], which `quantize_rows` then reads. */
 static void load_row(Inputs *in, int64_t row, const bf16 *x) {
     int64_t k = 0;
     for (; k + LANES <= in->inputs; k += LANES) *(bf16x16 *)(in->x + offset_of(in, row, k)) = *(const bf16x16 *)(x + k);

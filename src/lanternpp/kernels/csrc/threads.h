@@ -16,7 +16,7 @@
 
 typedef struct {
     int64_t rank, size;
-    int64_t (*reached)[8]; /* [size] the barriers that a thread has reached, in a cache line that it alone writes */
+    int64_t (*reached)[8]; /* [size] how many barriers each thread has reached, in a cache line that it alone writes */
     char *memory; /* scratch memory of all */
 } Team;
 
