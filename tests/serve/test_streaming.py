@@ -35,10 +35,11 @@ def test_progress_tells_figures_and_shows_the_picture_grow(pipe: Pipeline, monke
     paced = PacedPipe(pipe)
     with app_of(paced, ServerConfig("ar")) as (_, address):
         received = []
-        paced.allow(pipe.target.length // 2)  # then not before something is seen of it
         for event in events(address, progress=True, n=2, seed=5):
             received.append(event)
-            if event["type"].endswith("preview"):
+            if event["type"].endswith("accepted"):  # the pictures are followed from now on
+                paced.allow(pipe.target.length // 2)  # then not before something is seen of it
+            elif event["type"].endswith("preview"):
                 paced.allow()
     kinds = [event["type"].removeprefix("image_generation.") for event in received]
     assert kinds[0] == "accepted" and received[0]["warnings"] == [] and kinds.count("completed") == 2
