@@ -35,7 +35,7 @@ continuous: $(STAMP)
 	    --batch-size 16 --no-adversarial --steps $(TOKENIZER_STEPS) --store bfloat16
 	$(BIN)/python recipes/nature/target.py --data "$(DATA)" --model "$(MODEL)" --head mixture --weights-of nature-128 --crops 1 \
 	    --batch-size 16 --steps $(TARGET_STEPS) --warmup 10 --muon-lr 1e-3 --lr 5e-4 --store bfloat16
-	$(BIN)/lanternpp train --data "$(DATA)" --model "$(MODEL)" --steps $(DRAFTER_STEPS) --store bfloat16
+	$(BIN)/lanternpp train --data "$(DATA)" --model "$(MODEL)" --kind eagle --steps $(DRAFTER_STEPS) --store bfloat16
 	cp -R $(NATURE)/classifier $(NATURE)/prompts.txt "$(MODEL)/"
 
 lint: $(STAMP)

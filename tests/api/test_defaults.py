@@ -50,8 +50,9 @@ def test_the_drafter_that_a_model_has_decides_and_what_is_taken_is_lossless(fold
 def test_what_the_model_names_comes_first_where_its_network_is_there(folder: Path) -> None:
     change(folder / "defaults.json", method="lantern-static")
     assert chosen(folder).method == "lantern-static"
+    shutil.rmtree(folder / "parallel")
     shutil.rmtree(folder / "drafter")
-    assert chosen(folder).method == "parallel"
+    assert chosen(folder).method == "jacobi-coupled"
     change(folder / "defaults.json", method="fastest")
     rejects(r"defaults.json: method 'fastest' is unknown", chosen, folder)
 
@@ -83,6 +84,30 @@ def test_a_drafter_that_is_given_decides_by_what_it_is(
     for kind in ("drafter", "parallel", "independent"):
         shutil.rmtree(bare / kind)
     assert chosen(bare, folder / place).method == method
+
+
+def test_methods_of_the_papers_drafter_take_the_parallel_one_where_it_is_the_only_one(
+    folder: Path, tmp_path: Path
+) -> None:
+    def draft(method: str, drafter: Path | None = None, **dials: str) -> tuple[str, str]:
+        settings = Defaults.read(folder, drafter).settings(
+            method, dials, {"device": "cpu", "dtype": "float32"}
+        )
+        return settings.proposer, settings.tree
+
+    parallel = shutil.copytree(folder / "parallel", tmp_path / "other")
+    assert draft("lantern++") == ("tree", "lantern-57")
+    assert draft("lantern++", parallel) == ("parallel", "chain-6")
+    assert draft("eagle2", parallel) == ("parallel", "eagle2")
+    shutil.rmtree(folder / "drafter")
+    assert draft("cool") == ("parallel", "chain-6")
+    assert draft("cool", tree="chain-2") == ("parallel", "chain-2")
+    assert draft("eagle") == draft("lantern++", proposer="tree", tree="eagle-25") == ("tree", "eagle-25")
+    change(
+        folder / "defaults.json", methods={"parallel": {"tree": "chain-3"}, "lantern": {"tree": "chain-4"}}
+    )
+    assert draft("lantern++") == ("parallel", "chain-3")
+    assert draft("lantern") == ("parallel", "chain-4")
 
 
 def test_it_draws_and_says_what_it_took(folder: Path) -> None:

@@ -59,17 +59,25 @@ def test_a_newcomers_drafter_works_in_compare(name: str, run, shelf: Path) -> No
     run(*relaxed).refused("comes without a drafter", "train one")
     drawn = run(*compare)
     assert (drawn.code, drawn.err) == (0, "") and "jacobi-coupled (auto: no drafter" in drawn.out
-    done = run("train", "--model", name, "--kind", "parallel", *own(name))
+    done = run("train", "--model", name, *own(name))
     assert done.code == 0, done.err
     assert f"weights in {name}/parallel" in done.err and f"--model {name} --method parallel" in done.err
-    run(*relaxed).refused("for the parallel drafter it has, use --method parallel, or --proposer parallel")
+    run(*compare, "--method", "eagle").refused("for the parallel drafter it has, use --method parallel")
     drawn = run(*compare)
     assert (drawn.code, drawn.err) == (0, "") and "parallel (auto: " in drawn.out
-    done = run("train", "--model", name, *own(name))
+
+    def draft() -> tuple[str, str]:
+        # as the README has it, with no option that a small codebook would need
+        drawn = run(*relaxed, "--no-fit", "--json")
+        assert (drawn.code, drawn.err) == (0, "")
+        settings = json.loads(drawn.out)["methods"][1]["settings"]
+        return settings["proposer"], settings["tree"]
+
+    assert draft() == ("parallel", "chain-6")
+    done = run("train", "--model", name, "--kind", "eagle", *own(name))
     assert done.code == 0 and f"weights in {name}/drafter" in done.err
     assert "own pictures" not in done.err, "the pictures were drawn for the other drafter"
-    drawn = run(*relaxed)  # as the README has it, with no option that a small codebook would need
-    assert (drawn.code, drawn.err) == (0, "") and "lantern++" in drawn.out
+    assert draft() == ("tree", "lantern-57")
 
 
 def test_a_corrupt_photo_is_named_once_and_left_out(run, shelf: Path, photos: Path) -> None:
@@ -81,7 +89,7 @@ def test_a_corrupt_photo_is_named_once_and_left_out(run, shelf: Path, photos: Pa
         done.err.count("warning") == 1
         and "1 of 100 pictures skipped in photos/train: red/004.png" in done.err
     )
-    facts = json.loads((shelf / "janus/drafter/provenance.json").read_text())["data"]
+    facts = json.loads((shelf / "janus/parallel/provenance.json").read_text())["data"]
     assert (facts["train"], facts["skipped"]) == (99, ["red/004.png"])
     (photos / "train/blue/005.png").unlink()
     run(*train, "-o", "other").refused("2 of 100 pictures in photos/train are unreadable")
@@ -95,7 +103,7 @@ def test_other_settings_are_named_before_anything_is_drawn_or_encoded(
     before = contents(shelf)
     for where, name in ((codes, "generate"), (codes.Rows, "decode")):
         monkeypatch.setattr(where, name, lambda *_: pytest.fail("work was done"))
-    run(*train, "--lr", 0.01, "--loss", "lk").refused("lr 0.001 -> 0.01", "loss 'guided' -> 'lk'")
+    run(*train, "--lr", 0.01, "--loss", "lk").refused("lr 0.002 -> 0.01", "loss 'both' -> 'lk'")
     run(*train, "--layers", 2).refused("layers 1 -> 2", "--restart")
     run(*train, "--cfg", 2).refused("cfg 5.0 -> 2.0; data '", "the training data")
     run(*train[:5], 9, *train[6:]).refused("(data '", "the training data")
@@ -104,7 +112,7 @@ def test_other_settings_are_named_before_anything_is_drawn_or_encoded(
 
 
 def test_a_drafter_goes_on_from_recorded_runs_in_another_folder(run, shelf: Path) -> None:
-    base = ("train", "--model", "t2i", "--kind", "parallel", "--self", "--prompts", "prompts.txt", *SMALL)
+    base = ("train", "--model", "t2i", "--self", "--prompts", "prompts.txt", *SMALL)
     runs = ("--rollouts", 5, "--drafter", "t2i/parallel", "-o", "next")
     run(*base, *runs).refused("t2i/parallel holds no parallel drafter to go on with")
     run(*base, *runs[2:], "--rollouts", 0).refused("--rollouts 0 is out of range")
@@ -135,7 +143,7 @@ def test_a_folder_of_codes_is_learned_from(run, shelf: Path) -> None:
     assert run("train", "--model", "janus", *own("janus")).code == 0
     (kept,) = (shelf / "janus" / "codes").glob("self-*")
     train = ("train", "--model", "janus", "-o", "mine", *SMALL)
-    assert run(*train, "--codes", kept, "--kind", "parallel").code == 0
+    assert run(*train, "--codes", kept).code == 0
     facts = json.loads((shelf / "mine/provenance.json").read_text())["data"]
     assert (facts["train"], facts["val"], facts["folder"]) == (9, 1, kept.name)
     train = ("train", "--model", "janus", "-o", "other", *SMALL)
@@ -150,16 +158,13 @@ def test_a_folder_of_codes_is_learned_from(run, shelf: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--levels", 9), "--levels is for drafters of --kind parallel"),
-        (("--muon-lr", 0.1), "--muon-lr is for drafters of --kind parallel"),
-        (("--rollouts", 2), "--rollouts is for drafters of --kind parallel"),
-        (("--loss", "block"), "loss 'block' is none of eagle's"),
-        (("--kind", "parallel", "--rounds", 2), "--rounds is for drafters of --kind eagle"),
-        (("--kind", "parallel", "--cache-features"), "--cache-features is for drafters of --kind eagle"),
-        (
-            ("--kind", "parallel", "--aux-layers", 2),
-            "--aux-layers 2 is too many: the target has 1 layers below",
-        ),
+        (("--kind", "eagle", "--levels", 9), "--levels is for drafters of --kind parallel"),
+        (("--kind", "eagle", "--muon-lr", 0.1), "--muon-lr is for drafters of --kind parallel"),
+        (("--kind", "eagle", "--rollouts", 2), "--rollouts is for drafters of --kind parallel"),
+        (("--kind", "eagle", "--loss", "block"), "loss 'block' is none of eagle's"),
+        (("--rounds", 2), "--rounds is for drafters of --kind eagle: leave it out, or give that --kind"),
+        (("--cache-features",), "--cache-features is for drafters of --kind eagle"),
+        (("--aux-layers", 2), "--aux-layers 2 is too many: the target has 1 layers below"),
     ],
 )
 def test_what_a_training_cannot_do_is_refused(

@@ -6,6 +6,8 @@ network is missing is passed over. The last three are lossless: `auto` relaxes o
 
 `lanternpp tune` writes one entry per method and condition into a file beside the model. An entry applies where all of CONDITIONS, and
 the weights of model and drafter, are the ones of the measurement. Threads and the processor's name are recorded and not compared.
+
+Methods of EAGLE's drafter draft with a parallel one where there is no other: see `with_parallel_drafter`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,17 @@ from lanternpp.api.model import (
     recognised,
     target_source,
 )
-from lanternpp.api.options import AUTO, BASELINE, DIALS, METHODS, DraftDials, RuleDials, Settings, names
+from lanternpp.api.options import (
+    AUTO,
+    BASELINE,
+    DIALS,
+    EAGLE,
+    METHODS,
+    DraftDials,
+    RuleDials,
+    Settings,
+    names,
+)
 from lanternpp.api.settings import TREE, network_needed, resolve
 from lanternpp.drafters import DRAFTERS
 from lanternpp.drafters.base import QueryDrafter
@@ -77,7 +89,10 @@ class Defaults:
         """Read the files; without a `defaults.json` a target, or a family of latents, has defaults of its own. InputError."""
         family, path = target or latent_family(folder) or Target, tuned_path(folder)
         entries = read_tuned(path) if tuned and access(path, F_OK) else ()
-        return cls(folder, drafter, read_defaults(folder) or dict(family.defaults), path, entries)
+        own, place = read_defaults(folder) or dict(family.defaults), drafter or folder
+        if network_of(place, drafter is not None) == "parallel" and not (place / "drafter").is_dir():
+            own = with_parallel_drafter(own, lossless=drafter is not None)
+        return cls(folder, drafter, own, path, entries)
 
     def holds(self, kind: str | None) -> bool:
         """Whether there is a network of this kind to draft with, or none is needed."""
@@ -115,8 +130,7 @@ class Defaults:
             if method in METHODS and self.holds(network_needed(resolve(method, self.own, {}))):
                 return Chosen(method, why)
         place, whose = (self.folder, "its") if self.drafter is None else (self.drafter, "the given")
-        kind = own_network(place) or (self.drafter and _published(self.drafter))
-        if kind:
+        if kind := network_of(place, self.drafter is not None):
             method, what = NETWORKS[kind]
             return Chosen(method, f"{whose} {what}, lossless")
         if latent_family(self.folder):
@@ -152,8 +166,10 @@ class Defaults:
         write_json(self.path, {"tuned": entries})
 
 
-def _published(place: Path) -> str:
-    """The kind of network that a file or folder given as drafter is itself."""
+def network_of(place: Path, itself: bool) -> str | None:
+    """The kind of network that a model folder holds to draft with, or, where `itself`, that a file or folder is."""
+    if (kind := own_network(place)) or not itself:
+        return kind
     try:
         entry = recognised("drafter", Source.open(place), DRAFTERS)
     except InputError:
@@ -202,6 +218,21 @@ def read_tuned(path: Path) -> tuple[dict[str, Any], ...]:
         remedy = "run `lanternpp tune` again, or remove it"
         raise InputError(f"{path} is damaged ({error}); {remedy}") from None
     return tuple(entries or ())
+
+
+def with_parallel_drafter(defaults: Mapping[str, Any], lossless: bool) -> dict[str, Any]:
+    """A model's defaults for a parallel drafter in place of EAGLE's: relaxed methods draft in chains, as the method `parallel` does.
+
+    lossless: whether lossless methods draft with it too, on their own trees.
+    """
+    rows, dials = dict(defaults.get("methods", {})), METHODS["parallel"].dials
+    chain = {**dials, **defaults, **rows.get("parallel", {})}["tree"]
+    for name, method in METHODS.items():
+        relaxed = method.dials["accept"] != EAGLE["accept"]
+        if method.dials["proposer"] == EAGLE["proposer"] and (relaxed or lossless):
+            draft = {"proposer": dials["proposer"], "tree": chain if relaxed else method.dials["tree"]}
+            rows[name] = {**draft, **rows.get(name, {})}
+    return {**defaults, "methods": rows}
 
 
 def with_tuned(defaults: Mapping[str, Any], method: str, tuned: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict, TypeVar, get_args, 
 
 from cyclopts import Group, Parameter
 
-from lanternpp.api.options import AUTO, DIALS, DrawOptions, Settings
+from lanternpp.api.options import AUTO, DIALS, METHODS, DrawOptions, Settings
 from lanternpp.cli.terminal import say
 from lanternpp.errors import InputError
 from lanternpp.util.options import Option, option_of
@@ -251,7 +251,9 @@ def check(options: DrawOptions) -> Settings:
 
     drafter = options.drafter
     # a drafter is not fetched for a method that has none
-    defaults = defaults_of(options if options.method == AUTO else dataclasses.replace(options, drafter=None))
+    row = METHODS.get(options.method)
+    drafts = row.dials["proposer"] == "tree" if row else options.method == AUTO
+    defaults = defaults_of(options if drafts else dataclasses.replace(options, drafter=None))
     chosen = defaults.chosen(options.method)
     settings = resolve(chosen.method, defaults.own, options.overrides, chosen.why is not None)
     if settings.accept in RULES:  # a rule of another package might not take an empty table

@@ -18,7 +18,7 @@ from lanternpp.util.options import Option
 def train(
     *,
     model: Annotated[str, Option("The target, a recipe's or published.", metavar="NAME|DIR|HUB_ID")],
-    kind: Kind = "eagle",
+    kind: Kind = "parallel",
     out: Annotated[Path | None, opt.Folder] = None,
     source: TrainingData = TrainingData(),
     settings: DrafterSettings = DrafterSettings(),
@@ -30,7 +30,7 @@ def train(
 
     The same command resumes a training that was stopped.
 
-    kind: eagle: a code at a time; parallel: all levels of a draft in one pass.
+    kind: parallel: all levels of a draft in one pass; eagle: a code at a time, as in EAGLE's paper.
     out: Where the drafter goes; default: drafter/ or parallel/ in MODEL.
     """
     from lanternpp.training import drafter as drafters

@@ -35,7 +35,9 @@ def check_options(options: Any, kind: Kind | None = None) -> None:
         option.check(value, called)
         other = kind is not None and option.group.lower() not in ("", kind)
         if other and value != getattr(type(options), name):
-            raise InputError(f"{called} is for drafters of --kind {option.group.lower()}: leave it out.")
+            raise InputError(
+                f"{called} is for drafters of --kind {option.group.lower()}: leave it out, or give that --kind."
+            )
 
 
 @dataclass(frozen=True)
