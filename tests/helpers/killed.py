@@ -26,11 +26,11 @@ JOURNALS = ("trials.jsonl", "turns.jsonl")
 HERE = str(Path(__file__).parents[1])
 TRAIN = "train --model tiny --warmup 2 --checks 2 --save-minutes 0"
 COMMANDS = {
-    "own": f"{TRAIN} --self --prompts mine --samples 12 --sample-batch 1 --cache-features --loss guided "
+    "own": f"{TRAIN} --kind eagle --self --prompts mine --samples 12 --sample-batch 1 --cache-features --loss guided "
     "--steps 26 --batch-size 3",
-    "pictures": f"{TRAIN} --data photos --kind parallel --steps 26 --batch-size 4",
-    "rollouts": f"{TRAIN} --self --prompts mine --kind parallel --rollouts 12 --sample-batch 1 --drafter tiny/parallel -o tiny/next --steps 26 --batch-size 3",
-    "together": f"{TRAIN} --self --prompts mine --samples 8 --sample-batch 4 --loss guided --noise 0 --steps 4 "
+    "pictures": f"{TRAIN} --data photos --steps 26 --batch-size 4",
+    "rollouts": f"{TRAIN} --self --prompts mine --rollouts 12 --sample-batch 1 --drafter tiny/parallel -o tiny/next --steps 26 --batch-size 3",
+    "together": f"{TRAIN} --kind eagle --self --prompts mine --samples 8 --sample-batch 4 --loss guided --noise 0 --steps 4 "
     "--batch-size 4 --device cpu",
     "tune": "tune --model tiny --prompts mine --nodes 5 --depth 3 --rounds 2 --trials 6 -n 2 --no-plots --dtype float32",
 }
