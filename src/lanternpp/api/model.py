@@ -26,7 +26,7 @@ from lanternpp.nn.int8 import Effect, compared, quantise, require, weight_bytes
 from lanternpp.nn.sources import Source
 from lanternpp.util.devices import INT8, pick_device, pick_dtype
 from lanternpp.util.jsonfile import read_object
-from lanternpp.util.registry import find, unknown
+from lanternpp.util.registry import find, import_extensions, unknown
 from lanternpp.util.schema import checked
 
 ASSETS = Path(__file__).parent.parent / "assets"
@@ -68,6 +68,7 @@ def recognised(what: str, source: Source, table: Mapping[str, Any]) -> Any:
 
     Raises InputError that lists what is known.
     """
+    import_extensions()
     kind = str(source.config.get("kind", ""))
     if kind in table:
         return find(what, kind, table)
@@ -78,7 +79,7 @@ def recognised(what: str, source: Source, table: Mapping[str, Any]) -> Any:
             return entries[name]
     called = f" (it calls itself {', '.join(map(repr, sorted(source.kinds)))})" if source.kinds else ""
     known = "; ".join(f"{name}: {entry.about}" for name, entry in entries.items())
-    own = f"a {what} of your own is known once its file is imported (docs/extending.md)"
+    own = f"a {what} of your own is known once its file is imported, which LANTERNPP_IMPORT=module does (docs/extending.md)"
     raise InputError(f"{source.path} is no {what} known here{called}; {own}; known are {known}")
 
 

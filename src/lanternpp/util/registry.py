@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import os
 import sys
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any, Self
 
 from lanternpp.errors import InputError
@@ -77,23 +79,36 @@ def find(kind: str, name: str, table: Mapping[str, Any], also: str = "") -> Any:
     if entry is not None:
         return imported(kind, entry)
     if isinstance(name, Importable) and ":" in name:
-        sys.path += [folder for folder in HERE if folder not in sys.path]
-        return imported(kind, str(name))
+        return _given(kind, str(name))
     colon = f"; {ENTRIES_ALONE}" if ":" in str(name) else ""
     raise InputError(unknown(kind, str(name), table) + (f", or {also}" if also else "") + colon)
 
 
 def imported(kind: str, entry: Any) -> Any:
-    """An entry of a registry, imported where it is text of the form "package.module:Name". Raises InputError."""
+    """An entry of a registry, imported where it is text: "package.module:Name", or a module alone. Raises InputError."""
     if not isinstance(entry, str):
         return entry
     module, _, attribute = entry.partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)
+        found = importlib.import_module(module)
+        return getattr(found, attribute) if attribute else found
     except Exception as error:  # whatever a module of the caller's raises
         missing = isinstance(error, ModuleNotFoundError) and module.startswith(str(error.name))
         hint = f"; {WHERE}" if missing else ""
         raise InputError(f"{kind} {entry!r} cannot be imported: {error}{hint}") from error
+
+
+@cache
+def import_extensions() -> None:
+    """Import the modules that LANTERNPP_IMPORT names, with commas between: they register families and drafters. InputError."""
+    for module in filter(None, os.environ.get("LANTERNPP_IMPORT", "").split(",")):
+        _given("LANTERNPP_IMPORT", module.strip())
+
+
+def _given(kind: str, entry: str) -> Any:
+    """`imported`, of a name that the user gave, also from the folders in `HERE`."""
+    sys.path += [folder for folder in HERE if folder not in sys.path]
+    return imported(kind, entry)
 
 
 def check_class(kind: str, name: str, entry: Any, base: type) -> None:
