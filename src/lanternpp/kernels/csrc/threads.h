@@ -6,9 +6,12 @@
 
 #if defined(_OPENMP)
 #include <omp.h>
-#elif !defined(_WIN32)
+#elif defined(_WIN32)
+enum { MAX_TEAM = 1 };
+#else
 #include <pthread.h>
 #include <stdlib.h>
+enum { MAX_TEAM = 64 };
 #endif
 #ifndef _WIN32
 #include <sched.h>
@@ -71,12 +74,6 @@ int use_threads(int count) {
 }
 #else
 int use_threads(int count) { return count; }
-
-#ifdef _WIN32
-enum { MAX_TEAM = 1 };
-#else
-enum { MAX_TEAM = 64 };
-#endif
 
 typedef struct {
     Team team;
