@@ -9,6 +9,7 @@ from helpers.toys import Outputs, ToyTarget, eagle, neighbours
 
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Exact
+from lanternpp.accept.mixture import DraftMixture
 from lanternpp.accept.neighbours import Lantern, LanternPlusPlus
 from lanternpp.accept.scaled import Cool
 from lanternpp.accept.variation import tv_cost
@@ -133,6 +134,26 @@ def test_a_child_that_is_verified_costs_so_much(rule, residual):
     assert chi_square(verdict.next_codes[:, 0].bincount(minlength=VOCAB), found) > 1e-3
     assert spent[:, 0].min() == spent[:, 0].max() and not spent[:, 1].any()
     assert spent[0, 0].item() == pytest.approx(distance(found, p).item())
+
+
+@pytest.mark.parametrize(
+    "rule", [Lantern(TABLE, 0.6, "optimal"), Lantern(TABLE, 0.6), DraftMixture(0.5), Cool(2.0)]
+)
+@pytest.mark.parametrize("verify", VERIFIERS)
+def test_a_code_that_the_format_forbids_costs_nothing(rule, verify):
+    count = 40_000
+    p, q = distributions(2, 2.0).unbind()
+    q[3] += 2  # which is drafted often
+    p[3] = 0
+    p, q = p / p.sum(), (q / q.sum()).expand(count, 2, -1)
+    noise = Noise(torch.arange(count), torch.ones(count, dtype=torch.int64))
+    codes = torch.cat((torch.zeros(count, 1).long(), Sampling().children(q[:, :1], 1, noise, 16)[:, 0]), 1)
+    draft = Draft(chain_tree(count, 1, q.device), codes, q.clone())
+    logits = p.log().expand(count, 2, -1)
+    verdict = VERIFIERS[verify](draft, logits, Sampling(), rule, noise, True)
+    drawn = torch.bincount(verdict.next_codes[:, 0], minlength=VOCAB) / count
+    assert drawn[3] == 0
+    assert float((drawn - p).abs().sum() / 2) == pytest.approx(float(verdict.tv_cost[:, 0].mean()), abs=0.01)
 
 
 def test_a_greedy_choice_costs_one_where_it_is_not_the_most_probable():

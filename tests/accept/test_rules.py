@@ -126,6 +126,26 @@ def test_every_relaxation_can_fall_with_the_level(name):
     rejects("nu", NAMED[name].build, Dials(**vars(made) | {"nu": -1.0}))
 
 
+def test_a_rule_of_ones_own_may_differ_by_level():
+    class AtFirst(LanternPlusPlus):
+        def at(self, level):
+            return AtFirst(self.table, 1.0 if level else self.lam, "optimal")
+
+    class OtherwiseExact(LanternPlusPlus):
+        def at(self, level):
+            return Exact() if level else self
+
+    p, q, levels = P[:120], distributions(120, 2.0), torch.arange(3).view(3, 1).expand(3, 120)
+    for kind in AtFirst, OtherwiseExact:
+        rule = kind(TABLE, 5.0, "optimal")
+        found = rule.output_distributions(p.expand(3, -1, -1), q.expand(3, -1, -1), levels, 3)
+        assert (found[0] - p).abs().max() > 0.01
+        assert torch.allclose(found[1:], p.expand(2, -1, -1), atol=1e-12)
+    assert AtFirst(TABLE, 5.0).as_numbers(3).limits == ((0, 4), (0, 0), (0, 0))
+    assert OtherwiseExact(TABLE, 5.0).as_numbers(3) is None
+    assert OtherwiseExact(TABLE, 5.0).as_numbers(1).limits == ((0, 4),)
+
+
 def test_all_neighbours_are_heard_where_there_are_many(monkeypatch):
     """In pieces, and on a CPU for those codes alone that want more."""
     rule, q = Lantern(TABLE, 0.6), distributions(len(P), 1.0)

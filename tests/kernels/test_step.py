@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from ctypes import byref
+from pathlib import Path
 
 import pytest
 import torch
-from helpers.models import write_model
+from helpers.models import SMALLER, VOCAB, save_words, write_model
 
 from lanternpp import Pipeline
 from lanternpp.engine.batching import generate
@@ -16,6 +17,9 @@ from lanternpp.engine.observers import AcceptanceByRank
 from lanternpp.engine.stopwatch import TimedEngine
 from lanternpp.kernels import loading as native
 from lanternpp.kernels.binding import structs
+from lanternpp.kernels.step import KernelStep
+from lanternpp.models.vq.autoencoder import VQ, VQConfig
+from lanternpp.models.words import WordsConfig, WordsTarget
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
 
@@ -86,6 +90,26 @@ def test_whole_pictures_are_those_of_steps_by_parts(
     found = generate(engine_of(pipe, method, batch, **dials), *given)
     expected = generate(by_parts(engine_of(pipe, method, batch, **dials)), *given)
     assert_same(found, expected)
+
+
+def test_a_batch_of_many_pictures_is_drawn_as_by_parts(small: Pipeline) -> None:
+    given = (SMALL_PROMPTS * 6)[:17], range(17)
+    expected = generate(by_parts(engine_of(small, "parallel", 17)), *given)
+    assert_same(generate(engine_of(small, "parallel", 17), *given), expected)
+
+
+@pytest.mark.parametrize("cfg", [1.0, 2.0])
+def test_a_width_that_whole_vectors_do_not_fill(cfg: float, tmp_path: Path) -> None:
+    """They are read and written to their end, for which there is room."""
+    vq = VQ(VQConfig(16, 4, (16, 16), (1, 1), (1, 1), codes=VOCAB))
+    save_words(tmp_path / "odd", WordsTarget(WordsConfig(**SMALLER | {"dim": 24}), vq))
+    pipe = Pipeline.from_pretrained(tmp_path / "odd", device="cpu", dtype="bfloat16", tuned=False)
+    given = SMALL_PROMPTS[:1], [1]
+    engine = engine_of(pipe, "ar", 1, cfg=cfg)
+    assert_same(generate(engine, *given), generate(by_parts(engine_of(pipe, "ar", 1, cfg=cfg)), *given))
+    assert isinstance(engine.fused, KernelStep)
+    buffers = engine.fused.step.alive
+    assert buffers["guided"].numel() >= 32 and buffers["features"].numel() >= (24 if cfg > 1 else 0) + 32
 
 
 @pytest.mark.parametrize("method", ["ar", "parallel"])

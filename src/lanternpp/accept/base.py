@@ -184,7 +184,9 @@ class DecayingAcceptance(Acceptance):
         return self._at(level) if level else self
 
     def output_distributions(self, p: Tensor, q: Tensor, depth: Tensor, levels: int) -> Tensor:
-        """`output_distribution` of all levels in one computation."""
+        """`output_distribution` of all levels in one computation, where `at` is not overridden."""
+        if type(self).at is not DecayingAcceptance.at:
+            return super().output_distributions(p, q, depth, levels)
         return self._at(depth).output_distribution(p, q)
 
     def decay_factor(self, like: Tensor) -> Tensor | float:

@@ -34,10 +34,6 @@ class DraftMixture(DecayingAcceptance):
         """The mixture, whatever the candidate."""
         return self.accept_mass(p, q)
 
-    def output_distribution(self, p: Tensor, q: Tensor) -> Tensor:
-        """The mixture itself."""
-        return self.accept_mass(p, q)
-
     def relax(self, p: Tensor, code: Tensor) -> Tensor:
         """The mixture with a drafter that gives the code probability 1."""
         return self.accept_mass(p, torch.zeros_like(p).scatter_(-1, code[..., None], 1))

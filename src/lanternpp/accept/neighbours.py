@@ -58,10 +58,11 @@ class NeighbourAcceptance(DecayingAcceptance):
         other = any(getattr(type(self), name) is not getattr(NeighbourAcceptance, name) for name in RELAXING)
         if other or table.dtype != torch.int32:
             return None
-        none = table.new_empty(0)
-        rules = [self.at(level) for level in range(levels if self.nu else min(levels, 1))]
+        none, rules = table.new_empty(0), [self.at(level) for level in range(levels)]
+        if any(type(rule) is not type(self) or rule.table is not self.table for rule in rules):
+            return None
         pairs = tuple((float(a), float(b)) for a, b in (rule.linear_budget(none) for rule in rules))
-        return NeighbourBudget(table, pairs if self.nu else pairs * levels, self.optimal_residual)
+        return NeighbourBudget(table, pairs, self.optimal_residual)
 
     def relax(self, p: Tensor, code: Tensor) -> Tensor:
         """All mass of the longest prefix A of the neighbours with p(A) <= budget is moved to the code.

@@ -84,8 +84,8 @@ class Noise:
         return (((bits >> 9) & 0x7FFFFF).float() + 0.5).mul_(2.0**-23)
 
     def exponential(self, purpose: int, *shape: int) -> Tensor:
-        """Exponential float32 of mean 1, [B, *shape]; argmax(p / e) is a draw from p."""
-        return self.uniform(purpose, *shape).log_().neg_()
+        """Exponential float32 of mean 1 from 46 random bits, [B, *shape]; argmax(p / e) is a draw from p."""
+        return self.fine(purpose, *shape).log_().neg_().float()
 
     def _keys(self, purpose: Tensor) -> tuple[Tensor, Tensor]:
         """Two 32-bit keys per sample and purpose, [B, P] each."""

@@ -13,7 +13,6 @@ from lanternpp.kernels.linear import KernelLinear, packable, takes
 from lanternpp.nn.checkpoints import quantised
 from lanternpp.types import Draft, Warping
 
-MOST_PICTURES = 16  # drafted for at once; PyTorch's products are faster for more
 AROUND = ("fc", "hint", "down")  # layers before and after the decoder
 
 
@@ -63,7 +62,7 @@ class KernelDrafter:
     def sample(self, draft: Draft, warp: Warping, min_survival: float = 0.0, **tensors: Any) -> bool:
         """As `DrafterKernels.sample`."""
         batch, levels, _ = tensors["features"].shape
-        if self.head is None or batch > MOST_PICTURES or not takes(tensors["features"]):
+        if self.head is None or not takes(tensors["features"]):
             return False
         sizes = self.layers, batch, levels, self.head.struct.outputs, structs.Sampling(*warp)
         work = structs.Chain(*sizes, **tensors, min_survival=min_survival)

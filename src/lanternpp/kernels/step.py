@@ -99,8 +99,9 @@ class KernelStep:
         step.parts, step.part = parts, decoder.part(aux_layers)
         step.seed, step.passes, step.count, step.decided, step.accepted = state
         step.root, step.root_count = proposer.root, proposer.count
-        step.x, step.features = new(rows, nodes, dim), new(rows, nodes, parts * dim)
-        step.guided = proposer.features if drafts else new(batch, nodes, dim)
+        # The last vector of these may be read and written to its end.
+        step.x, step.features = new(rows, nodes, dim), new(rows * nodes * parts * dim + LANES)
+        step.guided = proposer.features if drafts else new(batch * nodes * dim + LANES)
         step.drafter, step.verification = _drafter(proposer) if drafts else None, verify
         self.library, self.step = decoder.library, step
 

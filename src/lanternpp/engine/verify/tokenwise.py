@@ -41,6 +41,7 @@ def verify_tokenwise(
     tree, widths = draft.tree, draft.tree.widths
     batch = torch.arange(len(logits), device=logits.device)
     early_exit = on_host(logits)
+    reads_q = type(rule).relax_with_draft is not Acceptance.relax_with_draft
     node = torch.zeros_like(batch)
     alive = torch.ones_like(batch, dtype=torch.bool)
     kept, path = torch.ones_like(batch), [node]
@@ -63,8 +64,10 @@ def verify_tokenwise(
             tried = undecided & (child >= 0) & (chance > 0)
             if early_exit and not tried.any():
                 continue
-            # A code that the format forbids is never relaxed.
+            # A code that the format forbids is never relaxed, and has no part in what follows from q.
             permitted = logits[batch, node, code] > float("-inf")
+            if measure_tv or reads_q:
+                drawn = drawn.where(logits[batch, node] > float("-inf"), 0)
             relaxed = here.relax_with_draft(residual, drawn, code).where(permitted[:, None], residual)
             taken = tried & sampling.accepts(relaxed, chance, code, u[:, level, rank])
             if measure_tv:

@@ -1,6 +1,6 @@
 /* The verification of a draft: distributions of relaxed rules, token by token and jointly; in float32, on a CPU.
 
-   The same functions as `NeighbourAcceptance.output_distribution`, `verify`, `verify_block` and `verify_traversal`. PyTorch takes some
+   The same functions as `NeighbourAcceptance.output_distribution`, `verify_tokenwise` and `verify_joint`. PyTorch takes some
    120 operations for each, and starting those costs more than computing them. A row's result depends on that row alone and not
    on how many rows or threads there are. */
 
