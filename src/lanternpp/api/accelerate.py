@@ -23,7 +23,7 @@ from lanternpp.api.calls import Request
 from lanternpp.api.model import Model, model_folder
 from lanternpp.api.options import AUTO, MethodDials, Settings, listing
 from lanternpp.api.pipeline import Pipeline
-from lanternpp.api.results import Partial
+from lanternpp.api.results import Partial, Result
 from lanternpp.api.settings import network_needed
 from lanternpp.engine.guidance import Guidance
 from lanternpp.errors import InputError
@@ -43,6 +43,7 @@ from lanternpp.util.registry import find, unknown
 
 HELD = "_lanternpp"  # the attribute of a model that keeps its pipeline
 EMBEDDED = ("inputs_embeds", "pixel_values", "image")  # prompts that are more than tokens
+NOT_READ = ("streamer", "assistant_model", "past_key_values", "position_ids", *EMBEDDED)
 M = TypeVar("M")
 
 
@@ -50,7 +51,6 @@ class Held(Pipeline):
     """The pipeline of a model that is open in transformers, kept with it for later calls; copies of the model have none."""
 
     target: TransformersTarget
-    codes_per_pass: float | None = None  # of the last call
 
     def __init__(self, model: Any, drafter: str | None, kernels: str | None = None):
         target, name = adapter_of(model), type(model).__name__
@@ -59,7 +59,7 @@ class Held(Pipeline):
         here = Path(str(getattr(model, "name_or_path", "") or "-"))
         other = model_folder(drafter, "drafter") if drafter else None
         super().__init__(Model.of(target, here if here.is_dir() else Path(name), other), name, tuned=False)
-        self.of = drafter, kernels, self.model.dtype, self.model.device
+        self.of = made_for(model, drafter, kernels)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles have None in its place."""
@@ -87,11 +87,13 @@ class Held(Pipeline):
         method: str,
         dials: Mapping[str, Any],
         callback: Callable[[Partial], None] | None = None,
-    ) -> tuple[Tensor, Format]:
-        """The codes [B, length] that a call asks for, and the format they are in."""
+    ) -> tuple[Result[Any], Format]:
+        """What a call asks for, codes [B, length], and the format they are in."""
         with self._lock:
             target, processors = self.target, call.processors
-            target.decoder.replicate()  # modules may have been replaced since the last call
+            if target.prompts:  # of the same thread's call
+                raise InputError("generate was called while it draws; call it again once it has returned")
+            target.decoder.replicate()  # a `forward` may have been replaced since the last call
             format = target.format(call).without(processors.suppressed, target.codes)
             branches = Guidance(scale).branches
             tokens = token_rows(call.ids, call.mask)
@@ -102,39 +104,55 @@ class Held(Pipeline):
                 raise InputError(
                     f"prompt and picture take {slots + format.length} positions and the model has {target.most}"
                 )
-            if target.arrange(format, slots, prompts):
-                self.release()
-            target.decoder.prepare(slots + format.length)
-            top_k = min(processors.top_k, target.vocab)
-            sampling = {"temperature": processors.temperature, "top_k": top_k, "top_p": processors.top_p}
-            settings = self.fit(self.checked(method, dials, cfg=scale, batch_size=len(seeds), **sampling))
-            request = Request([str(row) for row in range(len(seeds))], seeds, settings)
-            with self._taken(settings) as engine:
-                result = self.draw(engine, request, callback=callback, output_type="codes")
-            target.prompts = ()
-            self.codes_per_pass = result.stats.codes_per_pass
-            return result.codes, format
+            try:
+                if target.arrange(format, slots, prompts):
+                    self.release()
+                target.decoder.prepare(slots + format.length)
+                top_k = min(processors.top_k, target.vocab)
+                sampling = {"temperature": processors.temperature, "top_k": top_k, "top_p": processors.top_p}
+                checked = self.checked(method, dials, cfg=scale, batch_size=len(seeds), **sampling)
+                request = Request([str(row) for row in range(len(seeds))], seeds, self.fit(checked))
+                with self._taken(request.settings) as engine:
+                    return self.draw(engine, request, callback=callback, output_type="codes"), format
+            finally:
+                target.prompts = ()
+
+
+def family_of(model: Any) -> Callable[[Any], TransformersTarget]:
+    """What makes the adapter of a model. InputError where there is none."""
+    name = next((kind.__name__ for kind in type(model).__mro__ if kind.__name__ in CLASSES), None)
+    if name is not None:
+        return find("model family", name, CLASSES)
+    called = type(model).__name__
+    if hasattr(model, "get_base_model"):
+        raise InputError(f"{called} holds the model; use lanternpp.accelerate(model.get_base_model())")
+    raise InputError(unknown("a transformers model of class", called, CLASSES))
 
 
 def adapter_of(model: Any) -> TransformersTarget:
     """The adapter of a model. InputError where there is none, or the model lies on several devices."""
-    name = next((kind.__name__ for kind in type(model).__mro__ if kind.__name__ in CLASSES), None)
-    if name is None:
-        raise InputError(unknown("a transformers model of class", type(model).__name__, CLASSES))
+    make = family_of(model)
     places = {str(parameter.device) for parameter in model.parameters()}
     if len(places) > 1:
         raise InputError(f"the model lies on {', '.join(sorted(places))}; load it on one device")
-    make: Callable[[Any], TransformersTarget] = find("model family", name, CLASSES)
     return adapted(make, model)
 
 
+def made_for(model: Any, drafter: str | None, kernels: str | None) -> tuple[Any, ...]:
+    """The options and the state of a model that a pipeline is made for: where these change, another is made."""
+    weight = next(model.parameters())
+    return drafter, kernels, weight.dtype, weight.device, list(model.modules())
+
+
 def held(model: Any, drafter: str | Path | None, kernels: str | None = None) -> Held:
-    """The pipeline of a model, made now or for an earlier call with the same drafter, kernels, dtype and device."""
-    named = None if drafter is None else calls.text("drafter", drafter)
-    now = next(model.parameters())
-    if getattr(getattr(model, HELD, None), "of", None) != (named, kernels, now.dtype, now.device):
+    """The pipeline of a model, made now or for an earlier call with the same drafter, kernels, dtype, device and modules."""
+    drafter, kernels = (
+        None if value is None else calls.text(name, value)
+        for name, value in (("drafter", drafter), ("kernels", kernels))
+    )
+    if getattr(getattr(model, HELD, None), "of", None) != made_for(model, drafter, kernels):
         vars(model).pop(HELD, None)  # freed before another one is made
-        vars(model)[HELD] = Held(model, named, kernels)
+        vars(model)[HELD] = Held(model, drafter, kernels)
     return getattr(model, HELD)
 
 
@@ -161,10 +179,19 @@ def custom_generate(
     `cfg` (in place of `guidance_scale`), `callback` (called with a `Partial` after every prompt and every pass; it has no
     pictures) and `MethodDials`. It returns what `generate` returns: token ids
     [B, prompt + new] (Janus: codes [B, n]), or a GenerateDecoderOnlyOutput of them. Raises InputError for what drafts do not
-    support.
+    support; `streamer` and `assistant_model` are ignored, as transformers does not pass them on.
     """
     check_config(generation_config, stopping_criteria)
     reject_arguments(EMBEDDED, {**more, **(more.get("mm_encoder_outputs") or {})})
+    past = more.get("past_key_values")  # made by transformers where the call has none
+    if past is not None and past.get_seq_length():
+        reject_arguments(["past_key_values"], more)
+    prepares_itself = getattr(model.prepare_inputs_for_generation, "__self__", None) is model
+    if not prepares_itself:
+        raise InputError(
+            "prompts that another object prepares, as prompt and prefix tuning do, are not supported with drafts; "
+            "use lanternpp.restore(model)"
+        )
     if input_ids.shape[1] == 0:
         raise InputError("prompts must be given as input_ids, not as inputs_embeds")
     dials = {name: more.pop(name) for name in MethodDials.__annotations__ if more.get(name) is not None}
@@ -179,8 +206,10 @@ def custom_generate(
     seeds = [0] * count if processors.temperature == 0 else calls.random_seeds(count, generator)
     if state.target.decoder.ranks > 1:
         torch.distributed.broadcast_object_list(seeds)
-    codes, format = state.codes(call, scale, seeds, method, dials, callback)
-    sequences = state.target.sequences(codes, format, call)
+    result, format = state.codes(call, scale, seeds, method, dials, callback)
+    sequences = state.target.sequences(result.codes, format, call)
+    if isinstance(made := vars(model).get("generate"), Generate):
+        made.codes_per_pass = result.stats.codes_per_pass
     if generation_config.return_dict_in_generate:
         return GenerateDecoderOnlyOutput(sequences=cast("torch.LongTensor", sequences))
     return sequences
@@ -196,20 +225,25 @@ def generate(model: Any, *args: Any, usual: Callable[..., Any] | None = None, **
     bound = inspect.signature(type(model).generate).bind_partial(model, *args, **given).arguments
     named = {name: value for name, value in bound.items() if name not in ("self", "kwargs")}
     named |= bound.get("kwargs", {})
-    state = held(model, given.get("drafter"), given.get("kernels"))
-    if named.get("custom_generate") is not None or not state.target.asks_for_picture(named):
+    asks = getattr(family_of(model), "asks_for_picture", TransformersTarget.asks_for_picture)
+    if named.get("custom_generate") is not None or not asks(named):
         for name in ("method", "drafter", "kernels", "callback", *MethodDials.__annotations__):
             given.pop(name, None)
         return usual(*args, **given)
-    reject_arguments(["streamer", "assistant_model", "past_key_values", *EMBEDDED], named)
+    reject_arguments(NOT_READ, named)
     named.pop(MODE, None)
     named.pop("custom_generate", None)
-    state.target.adjust(named)
+    held(model, given.get("drafter"), given.get("kernels")).target.adjust(named)
     return GenerationMixin.generate(model, **named, custom_generate=custom_generate)
 
 
 class Generate:
-    """The `generate` of an accelerated model; `codes_per_pass` is of its last picture."""
+    """The `generate` of an accelerated model.
+
+    codes_per_pass: codes decided by each pass of the model, the mean of the last call's pictures.
+    """
+
+    codes_per_pass: float | None = None
 
     def __init__(self, model: Any, **options: Any):
         self.model, self.usual, self.options = model, model.generate, options
@@ -221,18 +255,10 @@ class Generate:
         return generate(self.model, *args, usual=self.usual, **{**self.options, **given})
 
     @property
-    def codes_per_pass(self) -> float | None:
-        """Codes decided by each pass of the model, the mean of the last call's pictures."""
-        return self._held.codes_per_pass
-
-    @property
     def packed_bytes(self) -> int:
         """Bytes that the copy of the layers' weights takes for the kernels; 0 without."""
-        return self._held.target.decoder.packed_bytes
-
-    @property
-    def _held(self) -> Held:
-        return held(self.model, self.options["drafter"], self.options["kernels"])
+        state: Held | None = getattr(self.model, HELD, None)
+        return 0 if state is None else state.target.decoder.packed_bytes
 
 
 def accelerate(
@@ -252,14 +278,16 @@ def accelerate(
     kernels: compute the layers in C, from a copy of their weights in this dtype, of 2 bytes a weight or 1.13; for a model in
     bfloat16 on a CPU. `model.generate.packed_bytes` is the size of the copy.
     Raises InputError for a model that is not known, a method without its drafter, a wrong dial, and layers that the kernels
-    do not compute.
+    do not compute; the model is then as before.
     """
-    restore(model)
+    vars(model).pop(HELD, None)
     try:
-        held(model, drafter, kernels).checked(method, dials)
+        state = held(model, drafter, kernels)
+        state.checked(method, dials)
     except InputError:
-        restore(model)
+        vars(model).pop(HELD, None)
         raise
+    vars(restore(model))[HELD] = state
     setattr(model, "generate", Generate(model, method=method, drafter=drafter, kernels=kernels, **dials))  # noqa: B010
     return model
 

@@ -245,6 +245,9 @@ class Pipeline(Engines):
 
         An interrupt raises UnfinishedError, which is a KeyboardInterrupt, once a picture is finished.
         """
+        for name, function in (("progress", progress), ("callback", callback)):
+            if function is not None and not callable(function):
+                raise InputError(f"{name} {function!r} is no function; give one, or leave it out")
         with self._lock:
             began = time.perf_counter()
             watch = None if callback is None else lambda batch: callback(request.partial(batch))

@@ -284,26 +284,26 @@ def adapted(inner: torch.nn.Linear) -> torch.nn.Module:
     return torch.nn.Sequential(before, inner)
 
 
-def test_adapters_and_later_changes_of_weights_are_in_what_is_drawn(tmp_path: Path) -> None:
-    """Nothing of the layers or the head was copied."""
+def test_adapters_and_later_changes_are_in_what_is_drawn(tmp_path: Path) -> None:
+    """Nothing of the layers, the head or the embeddings was copied, and replaced modules are not kept."""
     case = emu3(tmp_path)
     model, given = case.model, case.inputs(1) | {"do_sample": False}
     lanternpp.accelerate(model)
-    before = model.generate(**given)
+    before, body = model.generate(**given), copy.deepcopy(model.model.text_model)
     attention, mlp = model.model.text_model.layers[0].self_attn, model.model.text_model.layers[1].mlp
-    lanternpp.restore(model)
+    embeddings = torch.nn.Embedding(*model.get_input_embeddings().weight.shape, dtype=torch.float64)
     for change in (
         lambda: setattr(attention, "q_proj", adapted(attention.q_proj)),
         lambda: mlp.up_proj.weight.data.neg_(),
         lambda: setattr(model, "lm_head", adapted(model.lm_head)),
+        lambda: model.set_input_embeddings(embeddings),
+        lambda: setattr(model.model, "text_model", body),
     ):
         change()
-        expected = model.generate(**given)
+        expected = type(model).generate(model, **given)
         assert not torch.equal(before, expected)
-        lanternpp.accelerate(model)
         before = model.generate(**given)
         assert torch.equal(before, expected)
-        lanternpp.restore(model)
 
 
 @pytest.mark.parametrize("name", ["janus", "emu3"])
@@ -480,7 +480,10 @@ def test_what_drafts_do_not_support_is_refused_in_a_sentence(
 ) -> None:
     case = made("emu3")
     model, given = case.model, case.inputs(2)
-    rejects("transformers model of class 'Linear' is unknown", lanternpp.accelerate, torch.nn.Linear(1, 1))
+    other = torch.nn.Linear(1, 1)
+    rejects("transformers model of class 'Linear' is unknown", lanternpp.accelerate, other)
+    monkeypatch.setattr(other, "get_base_model", lambda: model, raising=False)  # as models of PEFT have
+    rejects(r"use lanternpp\.accelerate\(model\.get_base_model\(\)\)", lanternpp.accelerate, other)
     rejects("method 'fastest' is unknown", lanternpp.accelerate, model, method="fastest")
     rejects("option 'cfg' is unknown", lanternpp.accelerate, model, cfg=3.0)
     rejects(r"lambda 2\.0 would change nothing", lanternpp.accelerate, model, lam=2.0)
@@ -488,6 +491,9 @@ def test_what_drafts_do_not_support_is_refused_in_a_sentence(
     rejects("independent needs prompts as text", lanternpp.accelerate, model, method="independent")
     assert not vars(model).keys() & {"generate", "_lanternpp"}
     lanternpp.accelerate(model)
+    rejects("method 'fastest' is unknown", lanternpp.accelerate, model, method="fastest")
+    hook = {"custom_generate": lanternpp.custom_generate}
+    cache = model(input_ids=given["input_ids"][:, :-1], use_cache=True).past_key_values
 
     def content(batch: int, tokens: Tensor) -> Any:
         codes = model.vocabulary_mapping.image_tokens
@@ -509,6 +515,11 @@ def test_what_drafts_do_not_support_is_refused_in_a_sentence(
         ({"pixel_values": torch.zeros(1, 3, 32, 32)}, "pixel_values is not supported"),
         ({"output_scores": True, "return_dict_in_generate": True}, "output_scores is not supported"),
         ({"streamer": TextStreamer(None)}, "streamer is not supported"),
+        ({"position_ids": given["attention_mask"]}, "position_ids is not supported"),
+        (hook | {"past_key_values": cache}, "past_key_values is not supported"),
+        ({"kernels": 3}, "kernels 3 is no text"),
+        ({"callback": 3}, "callback 3 is no function"),
+        ({"callback": lambda seen: model.generate(**given)}, "generate was called while it draws"),
         (
             {"prefix_allowed_tokens_fn": None, "generation_mode": "image"},
             "needs prefix_allowed_tokens_fn, which says where",
@@ -529,6 +540,10 @@ def test_what_drafts_do_not_support_is_refused_in_a_sentence(
     ]
     for more, sentence in refused:
         rejects(re.escape(sentence), model.generate, **given | more)
+    assert model.generate(**given).shape[0] == 2
+    prepare = functools.partial(model.prepare_inputs_for_generation)
+    monkeypatch.setattr(model, "prepare_inputs_for_generation", prepare)  # as prompt tuning does
+    rejects("prompt and prefix tuning", model.generate, **given)
     janus = made("janus")
     monkeypatch.setattr(janus.model, "generation_config", GenerationConfig(pad_token_id=1, bos_token_id=0))
     lanternpp.accelerate(janus.model)

@@ -98,15 +98,20 @@ def test_weights_that_changed_are_packed_again(made: Callable[[str], Case], refe
 def test_a_change_that_the_backend_cannot_compute_is_reported_by_the_next_draw(
     made: Callable[[str], Case], reference: Reference
 ) -> None:
+    """Text is written as usual meanwhile."""
     case = made("janus")
     given = case.inputs(1) | {"do_sample": False}
     lanternpp.accelerate(case.model, kernels="bfloat16")
     hook = case.model.model.language_model.layers[1].register_forward_hook(lambda *given: None)
     try:
         rejects(r"layers\.1 has hooks", case.model.generate, **given)
+        text = {"generation_mode": "text", "max_new_tokens": 3, "kernels": "int8"}
+        assert case.model.generate(**given | text).shape[1] <= given["input_ids"].shape[1] + 3
     finally:
         hook.remove()
     assert case.model.generate(**given).shape == (1, 16)
+    case.model.generate(**given, kernels="int8", method="ar")
+    assert case.model.generate.codes_per_pass == 1
 
 
 def test_what_kernels_cannot_compute_is_said_before_anything_is_drawn(
