@@ -5,6 +5,7 @@ Plain decoding is the same loop with an empty tree, so a speed-up divides two ru
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -123,7 +124,8 @@ class Engine:
         """Start a sample at `slot`: prefill its prompt, draw its first code.
 
         prompt: the encoded condition, as `target.prompt` gives it for this guidance, where the caller has it. Samples are
-        prefilled one at a time, so that rounding does not depend on what else is admitted.
+        prefilled one at a time, so that rounding does not depend on what else is admitted. Raises InputError where the logits
+        overflow, which is read on the host.
         """
         if prompt is None:
             prompt = self.target.prompt([condition], self.guidance.branches)
@@ -137,6 +139,10 @@ class Engine:
         self.tv_cost[slot] = 0
         self.passes[slot] = 0
         logits = self._guided_logits(features[:, -1:])
+        if not math.isfinite(logits.max()):
+            dtype = str(embeds.dtype).removeprefix("torch.")
+            wider = "bfloat16 or float32" if dtype == "float16" else "float64"
+            raise InputError(f"the model's logits are no finite numbers in {dtype}; use the dtype {wider}")
         logits = self.target.constrain(logits, torch.zeros(1, 1, dtype=torch.int64, device=device))
         noise = Noise(self.noise.seed[slot : slot + 1], self.noise.step[slot : slot + 1])
         root = self.sampling.draw(self.sampling.probs(logits[:, 0]), noise)

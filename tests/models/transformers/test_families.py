@@ -25,6 +25,7 @@ from helpers.families import (
 from helpers.processes import python
 from helpers.refusals import rejects
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -485,6 +486,22 @@ def test_a_long_prompt_is_refused_with_its_length(models: Path) -> None:
     rejects(r"'red red .*' takes 303 slots and there are 240", target.check, "red " * 300)
     assert target.prompt(["red " * 200], 2).embeds.shape[1] == 224  # 203 slots, in steps of 32
     assert target.prompt(["red " * 237], 1).embeds.shape[1] == 240  # no more than there are
+
+
+def test_a_model_that_overflows_in_float16_names_another_dtype(models: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(models / "liquid", tmp_path / "liquid")
+    tensors = load_file(folder / "model.safetensors")
+    for name in tensors:
+        tensors[name] *= 300 if "up_proj" in name or "down_proj" in name else 1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    for method in ("ar", "jacobi-coupled"):
+        rejects(
+            "in float16; use the dtype bfloat16 or float32",
+            pipeline(folder, "float16"),
+            PROMPT,
+            method=method,
+        )
+    assert pipeline(folder, "bfloat16")(PROMPT, method="ar").codes.unique().numel() > 3
 
 
 @pytest.mark.parametrize("norms", [1, 4], ids=["one norm", "a norm a head"])
