@@ -14,6 +14,7 @@ from lanternpp import Pipeline
 PROMPT = "a red tulip"
 BEFORE_ANY_MODEL = [
     ([" \n "], "prompt ' \\n '"),
+    (["\udcff tulip"], r"prompt '\udcff tulip' is no text in UTF-8"),
     ([PROMPT, "--temperature", "-0.5"], "--temperature -0.5"),
     ([PROMPT, "--temperature", "nan"], "--temperature nan"),
     ([PROMPT, "--temperature", "warm"], "'warm'"),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from lanternpp.api.options import Settings
+from lanternpp.api.options import Settings, check_prompt
 from lanternpp.api.picture import open_image
 from lanternpp.api.results import Partial
 from lanternpp.engine.batching import ContinuousBatch, opened
@@ -22,7 +22,6 @@ from lanternpp.errors import InputError
 from lanternpp.types import shape_of
 
 FREE = 64  # batch sizes that may be larger than the number of pictures
-EMPTY = 'the prompt is empty; say what to draw, such as "a photo of a red tulip"'
 
 
 # By the type of an argument: the conversion of a value, also of NumPy or PyTorch, and the description of a wrong one.
@@ -59,13 +58,12 @@ def batch_size(given: int, pictures: int) -> int:
 
 
 def prompts(value: Any) -> list[str]:
-    """One prompt or several as a list; none is empty. Raises InputError."""
+    """One prompt or several as a list. Raises InputError."""
     found = [value] if isinstance(value, str) or not isinstance(value, Iterable) else list(value)
-    for one in found:
+    for one in found or [""]:
         if not isinstance(one, str):
             raise InputError(f"prompt {one!r} is no text; give a text or a list of texts")
-    if not found or any(not one.strip() for one in found):
-        raise InputError(EMPTY)
+        check_prompt(one)
     return found
 
 
@@ -87,7 +85,7 @@ def seeds(value: Any, generator: Any, count: int, n: int) -> list[int]:
         raise InputError(f"{len(found)} seeds do not go with {count} prompts; give one for each")
     for first in found:
         if not 0 <= first < 2**63 - n:
-            raise InputError(f"seed {first} is out of range; use 0 to 2**63 - 1")
+            raise InputError(f"seed {first} is out of range; use 0 to 2**63 - {n + 1}")
     return [first + i for first in found for i in range(n)]
 
 
@@ -101,14 +99,17 @@ def random_seeds(count: int, generator: torch.Generator | None = None) -> list[i
 
 def pictures(value: Any) -> list[Image.Image]:
     """One picture or several, PIL images or files, as RGB. Raises InputError."""
-    found = []
-    for number, one in enumerate(value if isinstance(value, list | tuple) else [value], 1):
+    found, given = [], value if isinstance(value, list | tuple) else [value]
+    if not given:
+        raise InputError("image is an empty list; give a picture, or leave it out")
+    for number, one in enumerate(given, 1):
         path = isinstance(one, str | Path)
         image = open_image(Path(one) if path else one) if path or hasattr(one, "read") else one
         if isinstance(image, str):
             raise InputError(f"image {one if path else number} cannot be read: {image}")
         if not isinstance(image, Image.Image):
-            raise InputError(f"image {one!r} is no picture; give a PIL image or a file")
+            kind = type(one).__name__
+            raise InputError(f"image {number} of type {kind} is no picture; give a PIL image or a file")
         found.append(image.convert("RGB"))
     return found
 

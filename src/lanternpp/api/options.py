@@ -43,6 +43,16 @@ LONGEST = 86_400  # seconds that a server gives a picture
 STRONGEST = 1_000_000  # of a rule; its products with probabilities stay finite in float32
 
 
+def check_prompt(prompt: str) -> None:
+    """InputError where a prompt is blank, or of bytes that are no UTF-8."""
+    if not prompt.strip():
+        raise InputError(f'prompt {prompt!r} is empty; say what to draw, such as "a photo of a red tulip"')
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"prompt {prompt!r} is no text in UTF-8") from None
+
+
 @dataclass(frozen=True)
 class Dial(Option):
     """An option of a picture. `name` and `kind` are those of its key in a TypedDict, `group` the TypedDict's heading."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from lanternpp.api.options import DrawOptions, drawn_with, place_of
+from lanternpp.api.options import DrawOptions, check_prompt, drawn_with, place_of
 from lanternpp.cli import options as opt
 from lanternpp.cli.terminal import progress_bar, say
 from lanternpp.errors import InputError
@@ -60,7 +60,7 @@ class JobOptions:
 
 @opt.verb
 def generate(
-    prompt: Annotated[str | None, Option("What to draw.", validate=opt.not_empty)] = None,
+    prompt: Annotated[str | None, Option("What to draw.", validate=check_prompt)] = None,
     /,
     *,
     n: opt.Count = 1,

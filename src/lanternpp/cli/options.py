@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict, TypeVar, get_args, 
 
 from cyclopts import Group, Parameter
 
-from lanternpp.api.options import AUTO, DIALS, METHODS, DrawOptions, Settings
+from lanternpp.api.options import AUTO, DIALS, METHODS, DrawOptions, Settings, check_prompt
 from lanternpp.cli.terminal import say
 from lanternpp.errors import InputError
 from lanternpp.util.options import Option, option_of
@@ -129,14 +129,8 @@ def _group(kind: Any) -> Any:
     return kind
 
 
-def not_empty(prompt: str) -> None:
-    """InputError where a prompt is blank."""
-    if not prompt.strip():
-        raise InputError(f'prompt {prompt!r} is empty; say what to draw, such as "a photo of a red tulip"')
-
-
 # Options that several verbs share.
-Prompt = Annotated[str, Option("What to draw.", metavar="PROMPT", validate=not_empty)]
+Prompt = Annotated[str, Option("What to draw.", metavar="PROMPT", validate=check_prompt)]
 Count = Annotated[int, Option("Pictures.", ge=1, le=10_000, names=("-n", "--n"))]
 Seed = Annotated[
     int, Option("Of the first picture; the next has the next seed.", ge=0, le=2**62, group="Sampling")

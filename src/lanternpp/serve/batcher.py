@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from lanternpp.api.calls import EMPTY, pictures
+from lanternpp.api.calls import pictures
+from lanternpp.api.options import check_prompt
 from lanternpp.api.picture import digests
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.engine.guidance import Guidance
@@ -132,8 +133,7 @@ class Batcher:
 
     def _encode(self, spec: ImageSpec, branches: int) -> tuple[str, Target, Prompt]:
         """A prompt with its pictures, the target that draws it, and its encoding, computed outside the drawing thread. Raises InputError."""
-        if not spec.prompt.strip():
-            raise InputError(EMPTY)
+        check_prompt(spec.prompt)
         with self._encoding:
             return run_in_new_thread(self._encoded, spec, branches)
 

@@ -474,7 +474,8 @@ def test_a_prompt_of_emu35_may_show_pictures(
     assert torch.equal(pipe(PROMPTS, **usual).codes, before)
     for image, said in (
         ([picture] * 11, "5x3 codes and 253 of the pictures shown do not fit the model's 256 positions"),
-        (3, "image 3 is no picture; give a PIL image or a file"),
+        (3, "image 1 of type int is no picture; give a PIL image or a file"),
+        ([], "image is an empty list"),
     ):
         rejects(said, pipe, PROMPT, image=image)
     target.save(tmp_path / "ours", "float32")
