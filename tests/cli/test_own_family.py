@@ -37,8 +37,8 @@ def test_it_draws_where_the_environment_names_its_module(grey: Path) -> None:
     for modules, said in refused.items():
         (((code, _, err),),) = commands([draw], grey, env={**os.environ, "LANTERNPP_IMPORT": modules})[1:]
         assert code == 2 and said in err and err.count("\n") == 1
-    (((code, _, err),),) = commands([draw], grey, env={**os.environ, "LANTERNPP_IMPORT": "json, my_family"})[
-        1:
-    ]
-    assert (code, err) == (0, "")
+    both = [draw, ("generate", "seven", *draw[2:])]
+    ended = commands(both, grey, env={**os.environ, "LANTERNPP_IMPORT": "json, my_family"})[1]
+    said = "lanternpp: error: the prompt is no digit\n"
+    assert [(code, err) for code, _, err in ended] == [(0, ""), (2, said)]
     assert Image.open(grey / "7.png").size == (8, 8)
