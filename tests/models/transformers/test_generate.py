@@ -64,6 +64,19 @@ def test_a_sequence_ends_where_a_token_ends_it(made: Callable[[str], Case]) -> N
         assert torch.equal(case.model.generate(**call), sequences)
 
 
+@pytest.mark.parametrize("name", ["emu3", "glm-image"])
+def test_several_sequences_of_a_prompt_are_at_the_positions_of_one(
+    made: Callable[[str], Case], name: str
+) -> None:
+    """transformers repeats the rows of every tensor, also of GLM-Image's grids, of which a prompt has two."""
+    case = made(name)
+    given = case.inputs(2)
+    expected = case.model.generate(**given, do_sample=False)
+    lanternpp.accelerate(case.model)
+    drawn = case.model.generate(**given, do_sample=True, top_k=1, num_return_sequences=2)
+    assert torch.equal(drawn, expected.repeat_interleave(2, 0))
+
+
 def janus_logits(model: Any, prompt: Any, codes: Tensor) -> Tensor:
     """[n, V] after a prompt of Janus and codes [n, k], by a plain loop over its layers."""
     embeds = model.get_input_embeddings()(torch.as_tensor(prompt)).expand(len(codes), -1, -1)

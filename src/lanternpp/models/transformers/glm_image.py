@@ -167,5 +167,8 @@ class GlmImage(TransformersTarget):
         if grids is None:
             self.table = torch.arange(call.room, device=self.device)[:, None].expand(-1, 3)
             return Format.plain(call.room)
-        _, self.table = self.places(call.ids, grids, call.more.get("images_per_sample"), call.mask)
+        # without the rows that num_return_sequences repeated, of grids too
+        every = slice(None, None, call.config.num_return_sequences)
+        more = (None if x is None else x[every] for x in (call.more.get("images_per_sample"), call.mask))
+        _, self.table = self.places(call.ids[every], grids[every], *more)
         return Format.plain(min(call.room, len(self.table) + 1), int(grids[0, 2]))
