@@ -21,7 +21,7 @@ from lanternpp.models.base import Target
 from lanternpp.models.hub import STAGE, fetch, hub_id
 from lanternpp.nn.backend import backend
 from lanternpp.nn.checkpoints import CONFIG, load_config
-from lanternpp.nn.files import INDEX, PICKLED, SAFE
+from lanternpp.nn.files import INDEX, NEIGHBOURS, PICKLED, SAFE
 from lanternpp.nn.int8 import Effect, compared, quantise, require, weight_bytes
 from lanternpp.nn.sources import Source
 from lanternpp.util.devices import INT8, pick_device, pick_dtype
@@ -188,9 +188,7 @@ def fingerprint(model: Path, drafter: Path | None = None) -> str:
     for folder in filter(None, (model, drafter)):
         for path in [folder] if folder.is_file() else sorted(folder.rglob("*")):
             parts = path.relative_to(folder).parts
-            used = (
-                not MADE & set(parts) and path.name != "state.pt" and not path.name.startswith("neighbours-")
-            )
+            used = not MADE & set(parts) and path.name != "state.pt" and not path.name.startswith(NEIGHBOURS)
             if path == folder or (used and path.suffix in (SAFE, *PICKLED) and path.is_file()):
                 found.update(f"{'/'.join(parts)} {path.stat().st_size}\n".encode())
                 with path.open("rb") as file:

@@ -31,6 +31,7 @@ INDEX = ".index.json"
 MOST, LONGEST = 100_000, 500  # tensors of a file, characters of a tensor's name
 DEEPEST = 4  # dicts in each other around the weights of a training script's checkpoint
 INSIDE = ("model", "module", "state_dict", "ema")  # where a training script's checkpoint keeps its weights
+NEIGHBOURS = "neighbours-"  # tables that lie beside a model's weights; their names begin with it
 NOT_WEIGHTS = {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth"}
 MOST_PICKLE = 1 << 21  # bytes of a pickle: about 10,000 tensors
 PLAIN: list[Any] = [argparse.Namespace]  # of a training script, which may lie beside its weights
@@ -190,7 +191,7 @@ def files(path: Path) -> list[Path]:
         raise InputError(f"{path} is no checkpoint: its name should end in {', '.join((SAFE, *PICKLED))}.")
     if not path.is_dir():
         raise InputError(f"{path} is missing: name a checkpoint file, or the folder that holds one.")
-    there = sorted(p for p in path.iterdir() if p.is_file() and not p.name.startswith("."))
+    there = sorted(p for p in path.iterdir() if p.is_file() and not p.name.startswith((".", NEIGHBOURS)))
     for suffixes in ((SAFE,), PICKLED):
         held = [p for p in there if p.suffix in suffixes and p.name not in NOT_WEIGHTS]
         index = [p for p in there if p.name.endswith(INDEX) and any(s in p.name for s in suffixes)]

@@ -9,6 +9,7 @@ from safetensors import SafetensorError
 
 from lanternpp.models.vq import codes as module
 from lanternpp.models.vq.codes import neighbours
+from lanternpp.nn.files import files
 from lanternpp.util.progress import progress_bar
 
 BOOK = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
@@ -22,6 +23,10 @@ def test_the_nearest_come_first_and_are_read_from_the_file_the_next_time(
     assert torch.equal(table, far.argsort(-1)[:, :4].int())
     monkeypatch.delattr(torch, "cdist")
     assert torch.equal(neighbours(BOOK, 4, tmp_path / "new"), table)
+    torch.save({"book": BOOK}, tmp_path / "new" / "pytorch_model.bin")
+    assert [path.name for path in files(tmp_path / "new")] == ["pytorch_model.bin"], (
+        "the table is no checkpoint"
+    )
 
 
 @pytest.mark.parametrize("damage", [b"", b"half a file", None])

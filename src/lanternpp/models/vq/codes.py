@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lanternpp.errors import InputError
 from lanternpp.nn.checkpoints import checksum
+from lanternpp.nn.files import NEIGHBOURS
 from lanternpp.util.files import replacing, user_cache
 from lanternpp.util.progress import progress_bar
 
@@ -116,7 +117,7 @@ def neighbours(codebook: Tensor, k: int, folder: Path | None = None) -> Tensor:
     vocab = len(codebook)
     if not 1 <= k < vocab:
         raise InputError(f"{k} neighbours of a codebook of {vocab} codes; use 1 to {vocab - 1}")
-    path = folder / f"neighbours-{checksum(codebook)}-{k}.safetensors" if folder else None
+    path = folder / f"{NEIGHBOURS}{checksum(codebook)}-{k}.safetensors" if folder else None
     if path and (kept := _kept(path, (vocab, k))) is not None:
         return kept
     book = codebook.detach().float()
