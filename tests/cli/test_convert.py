@@ -72,6 +72,23 @@ def test_a_model_is_replaced_only_when_asked_to(run, model: Path, tmp_path: Path
     assert {name: len(data) for name, data in after.items()} == {name: len(new[name]) for name in new}
 
 
+def test_files_that_a_model_would_replace_are_kept_until_asked_to_and_others_always(
+    run, model: Path, elsewhere: Path, tmp_path: Path
+) -> None:
+    mine = dict.fromkeys(("text/notes", "classifier/work", "defaults.json", "README.md"), b"mine")
+    for name, data in mine.items():
+        (elsewhere / name).parent.mkdir(exist_ok=True)
+        (elsewhere / name).write_bytes(data)
+    run("models", "convert", model, ".").refused("classifier, text, defaults.json, README.md", "--overwrite")
+    assert contents(elsewhere) == mine
+    (tmp_path / "link").symlink_to(tmp_path / "new")
+    for out in (".", tmp_path / "link"):
+        assert run("models", "convert", model, out, "--overwrite").code == 0
+    after, new = contents(elsewhere), contents(tmp_path / "new")
+    assert after.keys() == new.keys() | mine.keys()
+    assert {name for name in mine if after[name] == b"mine"} == mine.keys() - {"defaults.json"}
+
+
 def test_published_files_become_a_folder_that_draws_the_same(run, tmp_path: Path) -> None:
     files = published.write_llamagen(tmp_path / "files", text=True)
     apart = tmp_path / "apart"
@@ -129,3 +146,11 @@ def test_a_classifier_comes_along_with_the_reference_it_made(run, model: Path, t
     classifier = read_classifier(tmp_path / "small")
     assert len(read_reference(tmp_path / "small", classifier)) == 24  # refused if it were another's
     assert (tmp_path / "small" / "prompts.txt").read_text() == "a red tulip\n"
+
+
+def test_a_smaller_target_comes_along_without_its_training_state(run, model: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(model, tmp_path / "own"))
+    before = contents(source / "independent")
+    (source / "independent" / "target" / "state.pt").write_bytes(b"of its training")
+    assert "independent" in run("models", "convert", source, tmp_path / "small").out
+    assert contents(tmp_path / "small" / "independent") == before

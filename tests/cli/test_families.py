@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers.families import EVERY, PIXELS, write_glm_image, write_glm_processor
+from helpers.families import EVERY, PIXELS, with_drafters, write_glm_image, write_glm_processor
 from PIL import Image
 
 PROMPT = "a photo of the red tulip"
@@ -50,6 +50,28 @@ def test_a_converted_folder_draws_the_same_picture(name: str, run, models: Path,
         )
     assert pictures[0].size == (4 * PIXELS[name],) * 2
     assert pictures[0].tobytes() == pictures[1].tobytes()
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_converted_folder_is_converted_with_its_drafters(
+    name: str, run, models: Path, tmp_path: Path
+) -> None:
+    ours, again = tmp_path / "ours", tmp_path / "again"
+    assert run("models", "convert", models / name, ours, "--store", "float32").code == 0
+    with_drafters(ours)
+    settings = {"methods": {"ar": {"cfg": 2.0}}}
+    (ours / "defaults.json").write_text(json.dumps(settings))
+    done = run("models", "convert", ours, again)
+    assert (done.code, done.err) == (0, "") and "bfloat16" in done.out
+    files = [{str(path.relative_to(folder)) for path in folder.rglob("*")} for folder in (ours, again)]
+    assert files[0] == files[1]
+    assert json.loads((again / "defaults.json").read_text()) == settings
+    assert json.loads((again / "target/provenance.json").read_text())["converted from"] == name
+    pictures = []
+    for model in (ours, again):
+        args = ("--model", model, "--method", "parallel", "--dtype", "bfloat16", "--json")
+        pictures.append(Image.open(run("generate", PROMPT, *args).json["file"]).tobytes())
+    assert pictures[0] == pictures[1]
 
 
 def test_a_size_is_an_option_of_models_that_draw_several(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 PARTS = ("tokenizer", "target", "drafter", "parallel")
 REST = ("independent", "classifier", "text")  # other parts that a model may have
 FILES = ("defaults.json", "embeddings.safetensors", "prompts.txt", "synonyms.txt")
+README = "README.md"
 PROVENANCE = "provenance.json"
 models = App(name="models", help=VERBS["models"], group_parameters=opt.heading("Options"))
 
@@ -253,32 +254,38 @@ def convert(
     inside = Path(model).exists() and Path(model).resolve().is_relative_to(out.resolve())
     if out.exists() and (not out.is_dir() or inside):
         raise InputError(f"output {str(out)!r} is a file, or contains MODEL; name a new folder")
-    if not overwrite and any((out / name).exists() for name in (*PARTS, "config.json")):
+    there = [name for name in (*PARTS, *REST, *FILES, README, "config.json") if (out / name).exists()]
+    if there and not overwrite:
         raise InputError(
-            f"output {str(out)!r} holds a model; name a new folder, or replace it with --overwrite"
+            f"output {str(out)!r} holds a model, or files of one ({', '.join(there)}); name a new folder, or replace "
+            "these with --overwrite"
         )
-    opt.writable_folder(out)
+    opt.writable_folder(out.resolve())
 
     from lanternpp.api.model import model_folder
     from lanternpp.models.hub import hub_id
+    from lanternpp.nn.checkpoints import load_config
 
     if vq and not Path(vq).exists() and not hub_id(vq):
         raise InputError(f"--vq {vq!r} does not exist; give a file, or OWNER/NAME/FILE of the hub")
     source = model_folder(model)
     given = {"tokenizer": model_folder(vq) if vq else None, "text": text, "size": size}
-    ours = (source / "target").is_dir()
+    ours = (source / "target").is_dir() and "kind" in load_config(source / "target")
     if ours and any(given.values()):
         raise InputError(f"--vq, --text and --size are for published checkpoints; {model!r} is none")
     store = store or ("int8" if ours else "bfloat16")
     called = source.resolve().name if Path(model).exists() else model
     with staged(out) as stage:
-        parts = rewrite(source, stage, store) if ours else adopt(source, stage, store, given, called)
+        parts = [] if ours else adopt(source, stage, store, given, called)
+        if (source / "target").is_dir():
+            parts += rewrite(source, stage, store, parts)
     print(f"{out}: {', '.join(parts)}; {files.megabytes(files.size(out))} in {store}")
 
 
 @contextmanager
 def staged(out: Path) -> Iterator[Path]:
     """An empty folder whose contents become those of OUT when the block ends; an older model in OUT is removed."""
+    out = out.resolve()  # "." has no name, and a link may lead to nothing
     place = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     with TemporaryDirectory(prefix=f".{out.name}.", dir=place, ignore_cleanup_errors=True) as temporary:
         stage = Path(temporary) / out.name
@@ -288,7 +295,8 @@ def staged(out: Path) -> Iterator[Path]:
             out.parent.mkdir(parents=True, exist_ok=True)
             stage.replace(out)
             return
-        for name in {*PARTS, *REST, *FILES, *(path.name for path in stage.iterdir())}:
+        older = {*PARTS, *REST, *FILES} if any((out / part).is_dir() for part in PARTS) else set()
+        for name in older | {path.name for path in stage.iterdir()}:
             if (out / name).is_dir() and not (out / name).is_symlink():
                 shutil.rmtree(out / name)
             else:
@@ -297,19 +305,19 @@ def staged(out: Path) -> Iterator[Path]:
             path.replace(out / path.name)
 
 
-def rewrite(source: Path, out: Path, store: Any) -> list[str]:
-    """Write the parts of a folder that lanternpp wrote; returns the names of the parts."""
+def rewrite(source: Path, out: Path, store: Any, written: Sequence[str] = ()) -> list[str]:
+    """Write the parts of a folder that lanternpp wrote, except those written already; returns the names of the parts."""
     from lanternpp.evaluation.classifier import CLASSIFIER, REFERENCE, has_classifier
     from lanternpp.nn import checkpoints
 
-    parts = [part for part in PARTS if (source / part).is_dir()]
+    parts = [part for part in PARTS if part not in written and (source / part).is_dir()]
     for part in parts:
         config, tensors = checkpoints.load(source / part)
         keep = [name for name in tensors if name.endswith("codebook")]
         checkpoints.save(out / part, config, tensors, store, keep)
         if (source / part / PROVENANCE).is_file():
             write_json(out / part / PROVENANCE, read_object(source / part / PROVENANCE) | {"store": store})
-    kept = [*FILES, "README.md"]
+    kept = [*FILES, README]
     if has_classifier(source):  # unchanged: its reference was computed with exactly these weights
         of_classifier = (checkpoints.CONFIG, checkpoints.WEIGHTS, REFERENCE, PROVENANCE)
         kept += [f"{CLASSIFIER}/{name}" for name in of_classifier]
@@ -318,9 +326,10 @@ def rewrite(source: Path, out: Path, store: Any) -> list[str]:
         if (source / name).is_file():
             (out / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / name, out / name)
-    if (source / "text").is_dir():
-        shutil.copytree(source / "text", out / "text", dirs_exist_ok=True)
-        parts.append("text")
+    for part in ("independent", "text"):
+        if part not in written and (source / part).is_dir():
+            shutil.copytree(source / part, out / part, ignore=shutil.ignore_patterns("state.pt"))
+            parts.append(part)
     return parts
 
 
@@ -331,6 +340,8 @@ def adopt(source: Path, out: Path, store: Any, given: dict[str, Any], called: st
 
     target = read_target(source, DTYPES["bfloat16" if store == "bfloat16" else "float32"], given=given)
     parts = target.save(out, store)
-    write_json(out / "target" / PROVENANCE, {"converted from": called, "store": store})
+    before = source / "target" / PROVENANCE
+    known = read_object(before) if before.is_file() else {"converted from": called}
+    write_json(out / "target" / PROVENANCE, known | {"store": store})
     write_json(out / DEFAULTS, target.defaults)
     return parts
