@@ -80,6 +80,11 @@ LAYOUTS: dict[str, Callable[[Path], Path]] = {
         f / "trained.pt",
     )[1],
     "pytorch_model.bin": lambda f: (torch.save({"state_dict": upstream()}, f / "pytorch_model.bin"), f)[1],
+    "beside": lambda f: (
+        torch.save(upstream(), f / "pytorch_model.bin"),
+        save_file({"codes": torch.ones(2)}, f / "vqgan.safetensors"),
+        f,
+    )[2],
     "shards": lambda f: (write_index(f, upstream(), ".safetensors"), f)[1],
     "bin shards": lambda f: (write_index(f, upstream(), ".bin"), f / "model.bin.index.json")[1],
 }

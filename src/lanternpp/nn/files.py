@@ -192,9 +192,13 @@ def files(path: Path) -> list[Path]:
     if not path.is_dir():
         raise InputError(f"{path} is missing: name a checkpoint file, or the folder that holds one.")
     there = sorted(p for p in path.iterdir() if p.is_file() and not p.name.startswith((".", NEIGHBOURS)))
+    formats = []
     for suffixes in ((SAFE,), PICKLED):
         held = [p for p in there if p.suffix in suffixes and p.name not in NOT_WEIGHTS]
         index = [p for p in there if p.name.endswith(INDEX) and any(s in p.name for s in suffixes)]
+        formats.append((held, index))
+    # a model in .bin may have its image tokenizer beside it in safetensors
+    for held, index in sorted(formats, key=lambda format: not (format[1] or usual(format[0]))):
         if index:
             return indexed(only(path, index))
         if any("-of-" in p.name for p in held):
@@ -204,10 +208,15 @@ def files(path: Path) -> list[Path]:
     raise InputError(f"{path} holds no checkpoint: no file ends in {', '.join((SAFE, *PICKLED))}.")
 
 
+def usual(found: list[Path]) -> list[Path]:
+    """The files with a name that most models' files have."""
+    return [p for p in found if p.name.split(".")[0] in ("model", "pytorch_model")]
+
+
 def only(folder: Path, found: list[Path]) -> Path:
     """The one file, or the one with the usual name; InputError naming them all where neither exists."""
-    usual = [p for p in found if p.name.split(".")[0] in ("model", "pytorch_model")]
-    chosen = usual if len(usual) == 1 else found
+    named = usual(found)
+    chosen = named if len(named) == 1 else found
     if len(chosen) > 1:
         names = ", ".join(p.name for p in found[:10])
         raise InputError(f"{folder} holds {len(found)} checkpoints ({names}): name one of them.")

@@ -23,8 +23,8 @@ def test_the_nearest_come_first_and_are_read_from_the_file_the_next_time(
     assert torch.equal(table, far.argsort(-1)[:, :4].int())
     monkeypatch.delattr(torch, "cdist")
     assert torch.equal(neighbours(BOOK, 4, tmp_path / "new"), table)
-    torch.save({"book": BOOK}, tmp_path / "new" / "pytorch_model.bin")
-    assert [path.name for path in files(tmp_path / "new")] == ["pytorch_model.bin"]
+    torch.save({"book": BOOK}, tmp_path / "new" / "weights.bin")
+    assert [path.name for path in files(tmp_path / "new")] == ["weights.bin"]
 
 
 @pytest.mark.parametrize("damage", [b"", b"half a file", None])
