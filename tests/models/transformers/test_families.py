@@ -368,6 +368,12 @@ def test_a_config_that_does_not_fit_is_refused_in_one_line(
     rejects(named, read_target, edited(models / "anole", tmp_path / "copy", **changes), torch.float32)
 
 
+def test_a_folder_called_tokenizer_beside_a_published_model_is_not_read(models: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "config.json").write_text("another model's")
+    read_target(edited(models / "liquid", tmp_path / "liquid"), torch.float32)
+
+
 def test_what_is_missing_beside_a_checkpoint_is_named(models: Path, tmp_path: Path) -> None:
     def refused(said: str, folder: Path, **given: Path) -> None:
         rejects(said, read_target, folder, torch.float32, given=given)

@@ -55,7 +55,7 @@ class TokenizerBeside(TransformersTarget):
         ours = folder.parent / "tokenizer"
         if given is None and within and f"{within}decoder.conv_in.weight" in source.metas:
             self.vqgan = read_vqgan(source, dtype, prefix=within)
-        elif given is None and (ours / CONFIG).is_file():
+        elif given is None and folder.name == "target" and (ours / CONFIG).is_file():
             self.vqgan = self.tokenizer_in(Source.open(ours), dtype)
         else:
             self.vqgan = self.tokenizer_in(Source.open(Path(given) if given else self._found(folder)), dtype)
