@@ -87,7 +87,8 @@ def target_source(model: Path, given: Mapping[str, Any] | None = None) -> tuple[
     """The checkpoint of a model's target, and the family that reads it.
 
     A model is a folder of ours with `target` in it, a published checkpoint, a pipeline of diffusers with one as its first stage, or a
-    folder that holds one among others; of one in shards no single file is tried. InputError where no target known here is there.
+    folder that holds one among others; where shards or a config.json say which, no single file is tried. InputError where no target
+    known here is there.
     """
     places = [model]
     if (model / "target").is_dir():
@@ -95,8 +96,13 @@ def target_source(model: Path, given: Mapping[str, Any] | None = None) -> tuple[
         load_config(places[0])  # written last: without it a training never ended
     elif (model / STAGE).is_dir():
         places = [model / STAGE]
-    elif model.is_dir() and not any(path.name.endswith(INDEX) for path in model.iterdir()):
-        places += sorted(path for path in model.iterdir() if path.suffix in (SAFE, *PICKLED))
+    elif (
+        model.is_dir()
+        and not Source(model, ()).kinds
+        and not any(path.name.endswith(INDEX) for path in model.iterdir())
+    ):
+        there = sorted(path for path in model.iterdir() if not path.name.startswith(NEIGHBOURS))
+        places += [path for path in there if path.suffix in (SAFE, *PICKLED)]
     faults = []
     for place in places:
         try:

@@ -165,7 +165,7 @@ class Source:
     int8 = False
 
     def __init__(self, path: Path, files: Sequence[Path], given: Mapping[str, Any] | None = None):
-        self.path, self._files = path, files
+        self.path, self.files = path, files
         self.given = dict(given or {})  # given by the user instead of found beside it: tokenizer, text, size
 
     @classmethod
@@ -193,7 +193,7 @@ class Source:
     @cached_property
     def _contents(self) -> dict[Path, dict[str, Tensor]]:
         """The tensors of every file, on the meta device."""
-        return {file: metas(file) for file in self._files}
+        return {file: metas(file) for file in self.files}
 
     @cached_property
     def metas(self) -> dict[str, Tensor]:

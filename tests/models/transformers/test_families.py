@@ -368,6 +368,25 @@ def test_a_config_that_does_not_fit_is_refused_in_one_line(
     rejects(named, read_target, edited(models / "anole", tmp_path / "copy", **changes), torch.float32)
 
 
+@pytest.mark.parametrize("name", ["liquid", "simplear", "lumina2", "emu3"])
+def test_the_named_file_of_a_folder_is_read_and_a_damaged_one_blamed(
+    name: str, models: Path, tmp_path: Path
+) -> None:
+    folder = edited(models / name, tmp_path / name)
+    first = folder / "model.safetensors"
+    tensors = load_file(first)
+    other = {key: tensor.flip(0) if "embed_tokens" in key else tensor for key, tensor in tensors.items()}
+    save_file(other, folder / "ema.safetensors")
+    torch.save({"state_dict": other}, folder / "ema.bin")
+    rows = {path: read_target(path, torch.float32).tokens.weight for path in (folder, first)}  # type: ignore[attr-defined]
+    for path in (folder / "ema.safetensors", folder / "ema.bin"):
+        read: Any = read_target(path, torch.float32)
+        assert all(torch.equal(read.tokens.weight, weight.flip(0)) for weight in rows.values())
+    assert torch.equal(*rows.values())
+    first.write_bytes(first.read_bytes()[:-100])
+    rejects(r"/model\.safetensors is truncated", read_target, folder, torch.float32)
+
+
 def test_a_folder_called_tokenizer_beside_a_published_model_is_not_read(models: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "config.json").write_text("another model's")

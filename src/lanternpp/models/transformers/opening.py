@@ -6,6 +6,7 @@ import re
 import shutil
 from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,7 +15,8 @@ import torch
 
 from lanternpp.errors import InputError
 from lanternpp.models.hub import quiet
-from lanternpp.nn.files import check_finite, listed, wrong_file
+from lanternpp.nn.files import INDEX, check_finite, files, listed, wrong_file
+from lanternpp.nn.files import opened as contents
 from lanternpp.nn.sources import Source, blank
 from lanternpp.util.files import replacing, write_text
 from lanternpp.util.jsonfile import read_object, read_text
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
 
 A = TypeVar("A")
 TOKENIZER, PROCESSOR = "tokenizer.json", "processor"
+# The files of which transformers reads the first that a folder has.
+USUAL = [f"{name}{end}" for name in ("model.safetensors", "pytorch_model.bin") for end in ("", INDEX)]
+GENERATION = "generation_config.json"
+CORRECT = "correct its config.json"
 MOST_LAYERS, MOST_SIZE, MOST_STAGES = 512, 1 << 24, 64  # in a config.json
 # Qwen's: words, single digits, signs and spaces
 PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -135,8 +141,9 @@ def opened(
 
     made = getattr(transformers, kind)
     check_sizes(source.config, source.path)
-    given = {name: value for name, value in source.config.items() if name != "dtype"} | dict(fields)
-    with quiet(), wrong_file(f"{source.path} cannot be opened"):
+    left_out = ("dtype", "transformers_weights")  # the second names another file
+    given = {name: value for name, value in source.config.items() if name not in left_out} | dict(fields)
+    with quiet(), wrong_file(f"{source.path} cannot be opened", CORRECT):
         config = made.config_class.from_dict(given)
         with blank():
             expected = sum(x.numel() for x in made(config).parameters())
@@ -156,8 +163,15 @@ def opened(
         "config": config,
         "dtype": dtype,
     }
-    with quiet(), wrong_file(f"{source.path} cannot be opened"):
-        model, found = made.from_pretrained(source.folder, **options)
+    with quiet(), wrong_file(f"{source.path} cannot be opened"), ExitStack() as stack:
+        first = next((path for name in USUAL if (path := source.folder / name).is_file()), None)
+        place = source.folder if first and files(first) == source.files else None
+        if place is None:  # in its folder transformers would read another file
+            parts = [stack.enter_context(contents(file)) for file in source.files]
+            options["state_dict"] = {name: get(name) for names, get in parts for name in names}
+            if (source.folder / GENERATION).is_file():
+                options["generation_config"] = transformers.GenerationConfig.from_pretrained(source.folder)
+        model, found = made.from_pretrained(place, **options)
     wrong = {name: f"missing {name}" for name in sorted(found["missing_keys"])}
     for name, theirs, ours in sorted(found["mismatched_keys"]):
         wrong[name] = f"{name} is {tuple(theirs)} where {tuple(ours)} is expected"
