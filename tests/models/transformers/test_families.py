@@ -387,6 +387,14 @@ def test_the_named_file_of_a_folder_is_read_and_a_damaged_one_blamed(
     rejects(r"/model\.safetensors is truncated", read_target, folder, torch.float32)
 
 
+def test_buffers_that_are_no_numbers_are_refused(models: Path, tmp_path: Path) -> None:
+    path = edited(models / "emu3", tmp_path / "emu3") / "model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in tensors if name.endswith("running_var"))
+    save_file(tensors | {name: torch.full_like(tensors[name], float("nan"))}, path, metadata={"format": "pt"})
+    rejects("running_var holds NaN", read_target, path, torch.float32)
+
+
 def test_a_folder_called_tokenizer_beside_a_published_model_is_not_read(models: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "config.json").write_text("another model's")

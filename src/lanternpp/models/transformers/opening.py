@@ -180,8 +180,9 @@ def opened(
     ]
     if faults:
         raise InputError(f"{source.path} does not fit {kind}: {listed(faults)}.")
-    for name, weight in model.named_parameters():
-        if type(weight.data) is torch.Tensor:
+    kept = model.state_dict()  # with buffers such as the moving averages of a norm
+    for name, weight in (*model.named_parameters(), *model.named_buffers()):
+        if name in kept and type(weight.data) is torch.Tensor:
             check_finite(name, weight, source.path)
     return model.eval().requires_grad_(False)
 
