@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -366,6 +367,16 @@ def test_a_config_that_does_not_fit_is_refused_in_one_line(
     models: Path, tmp_path: Path, changes: dict[str, Any], named: str
 ) -> None:
     rejects(named, read_target, edited(models / "anole", tmp_path / "copy", **changes), torch.float32)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_layers_that_a_config_leaves_out_are_refused(name: str, models: Path, tmp_path: Path) -> None:
+    shutil.copytree(models / name, tmp_path / name)
+    config = json.loads((tmp_path / name / "config.json").read_text())
+    config.get("text_config", config)["num_hidden_layers"] = 1
+    configured(tmp_path / name, **config)
+    said = "config.json asks for 1 layers and the files hold 2"
+    rejects(said, read_target, tmp_path / name, torch.float32)
 
 
 @pytest.mark.parametrize("name", ["liquid", "simplear", "lumina2", "emu3"])

@@ -180,6 +180,14 @@ def opened(
     ]
     if faults:
         raise InputError(f"{source.path} does not fit {kind}: {listed(faults)}.")
+    body = model.get_decoder()
+    inside = next(name for name, part in model.named_modules() if part is body)
+    numbers = (re.match(rf"{re.escape(inside)}\.layers\.(\d+)\.", name) for name in found["unexpected_keys"])
+    layers = 1 + max((int(number[1]) for number in numbers if number), default=-1)
+    if layers > len(body.layers):
+        raise InputError(
+            f"{source.path}: config.json asks for {len(body.layers)} layers and the files hold {layers}."
+        )
     kept = model.state_dict()  # with buffers such as the moving averages of a norm
     for name, weight in (*model.named_parameters(), *model.named_buffers()):
         if name in kept and type(weight.data) is torch.Tensor:
