@@ -78,6 +78,7 @@ def recognised(what: str, source: Source, table: Mapping[str, Any]) -> Any:
         if entries[name].claims(source):
             return entries[name]
     called = f" (it calls itself {', '.join(map(repr, sorted(source.kinds)))})" if source.kinds else ""
+    called = called or ("" if source.config else f" ({source.folder / CONFIG} is missing)")
     known = "; ".join(f"{name}: {entry.about}" for name, entry in entries.items())
     own = f"a {what} of your own is known once its file is imported, which LANTERNPP_IMPORT=module does (docs/extending.md)"
     raise InputError(f"{source.path} is no {what} known here{called}; {own}; known are {known}")

@@ -48,6 +48,7 @@ def wrong_file(sentence: str, remedy: str = "fetch it again") -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:
+        remedy = "install it" if isinstance(error, ImportError) else remedy
         raise InputError(f"{sentence} ({one_line(reason(error), 200)}): {remedy}.") from None
 
 

@@ -354,7 +354,8 @@ def edited(folder: Path, to: Path, *removed: str, **changes: Any) -> Path:
     ("changes", "named"),
     [
         ({"hidden_size": 1 << 14}, "asks for .* weights and the files hold"),
-        ({"hidden_act": "gelup"}, "gelup"),
+        ({"hidden_act": "gelup"}, "gelup.*correct its config"),
+        ({"attn_implementation": "flash_attention_2"}, "FlashAttention2.*: install it"),
         ({"num_hidden_layers": 3}, r"missing model\.layers\.2"),
         ({"intermediate_size": 50}, r"down_proj\.weight is \(32, 48\) where \(32, 50\) is expected"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000 is out of range"),
@@ -396,6 +397,8 @@ def test_the_named_file_of_a_folder_is_read_and_a_damaged_one_blamed(
     assert torch.equal(*rows.values())
     first.write_bytes(first.read_bytes()[:-100])
     rejects(r"/model\.safetensors is truncated", read_target, folder, torch.float32)
+    (folder / "config.json").unlink()
+    rejects(r"config\.json is missing", read_target, folder / "ema.safetensors", torch.float32)
 
 
 def test_buffers_that_are_no_numbers_are_refused(models: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from lanternpp.models.hub import quiet
 from lanternpp.models.transformers.call import MODE, Call, set_length
 from lanternpp.models.transformers.decoder import TransformersDecoder, replica
 from lanternpp.models.transformers.format import Format, Raster
-from lanternpp.models.transformers.opening import Text, adapted, opened
+from lanternpp.models.transformers.opening import CORRECT, Text, adapted, opened
 from lanternpp.models.vq.codes import Reader
 from lanternpp.nn.backend import backend
 from lanternpp.nn.checkpoints import Store
@@ -90,7 +90,7 @@ class TransformersTarget(Target):
     def opened(cls, source: Source, dtype: torch.dtype) -> Self:
         """The adapter of the model in `source`."""
         make: Callable[[Any], Self] = cls
-        with wrong_file(f"{source.path} cannot be opened"):
+        with wrong_file(f"{source.path} cannot be opened", CORRECT):
             return adapted(make, cls.model_in(source, dtype, cls.lacking))
 
     @classmethod
