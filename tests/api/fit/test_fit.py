@@ -18,7 +18,7 @@ from lanternpp import Pipeline
 from lanternpp.api.calls import Request
 from lanternpp.api.defaults import Defaults
 from lanternpp.api.fit import choice
-from lanternpp.api.fit.choice import ENOUGH, PLAIN, plain_settings
+from lanternpp.api.fit.choice import ENOUGH, PLAIN, costed, plain_settings
 from lanternpp.api.fit.rates import FILE, Counts, read_rates, strength
 from lanternpp.api.fit.steps import Step, bound, disturbed, measure
 from lanternpp.api.options import Settings
@@ -183,6 +183,9 @@ def test_what_was_measured_beside_other_work_is_not_kept(model: Path, timed, own
             pipe.fit(pipe.settings("parallel")).tree == pipe.fit(pipe.settings("parallel")).tree == "chain-2"
         )
     assert len(asked) == 2 and not own_cache.exists()
+    pipe._fit.store.add_counts("a", HALVES)
+    (file,) = own_cache.iterdir()
+    assert json.loads(file.read_text())["steps"] == {}, "nor with what is counted later"
 
 
 @pytest.mark.parametrize("damage", ["{", '{"steps": {"a": [{"draft": "plain"}]}}'])
@@ -283,7 +286,7 @@ def test_every_method_with_a_fixed_shape_can_be_measured(model: Path, method: st
     sixteen = Counts(((8.0,) * 5,) * 16, ((4.0,) * 5,) * 16, 1000)
     monkeypatch.setattr(type(pipe._fit), "counts", lambda self, settings: sixteen)
     fitted = pipe.fit(settings)
-    steps = {step.draft: step for step in next(iter(pipe._fit.store.steps.values()))}
+    steps = {step.draft: step for step in pipe._fit._known(key_of(costed(settings)))}
     assert choice.draft_name(fitted) in steps and len(steps) >= 2
     assert steps[PLAIN].rows == 2 * batch
     assert all(

@@ -63,14 +63,12 @@ class Store:
         found = self.counts.get(key)
         return found if found is not None and found.passes >= ENOUGH else None
 
-    def add_steps(self, key: str, steps: tuple[Step, ...], keep: bool) -> tuple[Step, ...]:
-        """The steps of a key: an earlier process's, and these of other drafts; `keep`: write them."""
+    def add_steps(self, key: str, steps: tuple[Step, ...]) -> None:
+        """Add the steps of a key; those of an earlier process stay."""
         self.read()
         known = {step.draft: step for step in (*steps, *self.steps.get(key, ()))}
         self.steps[key] = tuple(known.values())
-        if keep:
-            self._write()
-        return self.steps[key]
+        self._write()
 
     def add_counts(self, key: str, counts: Counts) -> bool:
         """Add to the counts of a key, unless they are enough; returns whether more are needed."""
@@ -136,6 +134,7 @@ class Fit:
         folders = (model.folder, *(drafter / kind for kind in NETWORKS), drafter)
         self.rates = {name: counts for folder in folders for name, counts in read_rates(folder).items()}
         self._uncounted: set[str] = set()  # strengths whose acceptance is to be counted while drawing
+        self._disturbed: dict[str, tuple[Step, ...]] = {}  # steps by key that other processes are not to read
 
     def __call__(self, settings: Settings) -> Settings:
         """Settings to fit -> the settings with the fastest draft; plain decoding's where no draft is faster.
@@ -172,7 +171,7 @@ class Fit:
 
     def bound(self, settings: Settings) -> str | None:
         """One sentence on what bounds passes on this machine; None where it was not measured for such settings."""
-        return bound(self.store.steps.get(key_of(costed(settings)), ()))
+        return bound(self._known(key_of(costed(settings))))
 
     def count(self, settings: Settings, engine: Engine) -> None:
         """Let an engine count the acceptance of its drafts, where a fit waits for the counts."""
@@ -183,14 +182,21 @@ class Fit:
     def _steps(self, settings: Settings, candidates: Mapping[str, Settings]) -> dict[str, Step]:
         """The steps of the candidates, stored or measured now."""
         mine = key_of(costed(settings))
-        known = self.store.steps.get(mine, ())
         first = list(candidates)[:2]  # plain decoding and one draft, which are always measured
-        if not {step.draft for step in known}.issuperset(first):
+        if not {step.draft for step in self._known(mine)}.issuperset(first):
             steps = measure(
                 ((name, partial(self.engine, each)) for name, each in candidates.items()), self.length
             )
-            known = self.store.add_steps(mine, steps, keep=not disturbed(steps))
-        return {step.draft: step for step in known if step.draft in candidates}
+            if disturbed(steps):
+                self._disturbed[mine] = (*steps, *self._disturbed.get(mine, ()))
+            else:
+                self.store.add_steps(mine, steps)
+        return {step.draft: step for step in self._known(mine) if step.draft in candidates}
+
+    def _known(self, key: str) -> tuple[Step, ...]:
+        """The steps of a key that were measured, the stored ones last, as they hold where both are of one draft."""
+        known = (*self._disturbed.get(key, ()), *self.store.steps.get(key, ()))
+        return tuple({step.draft: step for step in known}.values())
 
     @staticmethod
     def _candidates(settings: Settings, own: Shape, counts: Counts) -> dict[str, tuple[Settings, float]]:
