@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from helpers.refusals import rejects
 
-from lanternpp.api.options import BASELINE
+from lanternpp.api.model import Model
+from lanternpp.api.options import BASELINE, Settings
 from lanternpp.api.pipeline import Pipeline
+from lanternpp.api.settings import with_tree
 from lanternpp.errors import InputError
 from lanternpp.evaluation.race import PICTURES, TURNS, Race, parse_methods
 
@@ -27,6 +29,10 @@ def test_methods_are_read_with_what_they_override() -> None:
     assert one.label == "lantern++ k=10 lambda=2.5" and one.overrides == {"neighbours": 10, "lam": 2.5}
     assert two.method == "eagle" and two.overrides == {"tree": "chain-3"}
     assert [e.label for e in parse_methods("eagle, ar")] == ["ar", "eagle"]
+    _, tree, last = parse_methods("eagle tree=[[0], [1],[0,1]] k=5, jacobi")
+    assert tree.overrides == {"tree": "[[0],[1],[0,1]]", "neighbours": 5} and last.method == "jacobi"
+    _, other = parse_methods("eagle tree=[[0],[1,0],[1]] k=5")
+    assert tree.slug != other.slug
 
 
 @pytest.mark.parametrize(
@@ -96,3 +102,33 @@ def test_a_run_is_not_gone_on_with_by_accident_or_with_other_settings(pipe: Pipe
     race(pipe, n=1, field="jacobi").run(tmp_path)
     rejects("--resume", race(pipe, n=1, field="jacobi").run, tmp_path)
     rejects(r"n 1 -> 2; methods\.jacobi", race(pipe, n=2, field="jacobi window=3").run, tmp_path, resume=True)
+
+
+def test_turns_of_other_weights_are_not_taken_over(pipe: Pipeline, tmp_path: Path, monkeypatch) -> None:
+    race(pipe, n=1, field="jacobi").run(tmp_path)
+    monkeypatch.setattr(Model, "weights", "another drafter's")
+    rejects('weights .* -> "another drafter\'s"', race(pipe, n=1, field="jacobi").run, tmp_path, resume=True)
+
+
+def test_a_run_keeps_the_draft_that_it_was_begun_with(pipe: Pipeline, tmp_path: Path, monkeypatch) -> None:
+    """A fit gives another draft whenever it is asked, as it does where acceptance becomes known meanwhile."""
+    options = {"method": "lantern++", "lam": 3.0, "batch_size": 1}
+    alone = pipe(PROMPTS[0], seed=5, tree="chain-2", measure_tv=True, **options).stats
+    levels = iter(range(2, 100))
+
+    def fit(self: Pipeline, settings: Settings) -> Settings:
+        return with_tree(settings, f"chain-{next(levels)}") if settings.tree else settings
+
+    monkeypatch.setattr(Pipeline, "fit", fit)
+    begun = race(pipe, n=1).run(tmp_path)
+    (first,) = (turn for turn in begun if turn.prompt == 0 and turn.label.startswith("lantern++"))
+    assert first.accepted == [alone.accepted_per_pass] and first.tv_cost == alone.tv_cost_per_image
+    pictures = {path: path.read_bytes() for path in (tmp_path / PICTURES).rglob("*.png")}
+    for path in pictures:
+        path.unlink()
+    log = (tmp_path / TURNS).read_text().splitlines(keepends=True)
+    (tmp_path / TURNS).write_text("".join(log[:3]))
+    resumed = race(pipe, n=1)
+    assert [turn.accepted for turn in resumed.run(tmp_path, resume=True)] == [turn.accepted for turn in begun]
+    assert {path: path.read_bytes() for path in pictures} == pictures, "what was removed is drawn again"
+    assert resumed.describe()["methods"]["lantern++ lambda=3"]["tree"] == "chain-2"

@@ -52,7 +52,7 @@ class StrengthSearch:
                 self.dial(entry)
         self.prompts, self.seeds = spread(prompts, pictures), [seed + 2000 + i for i in range(pictures)]
         facts = {"model": pipe.name, "weights": pipe.model.weights, "prompts": self.prompts, "seed": seed}
-        check_run(folder, facts | machine(pipe) | {"versions": versions(), "shared": self.shared}, True)
+        check_run(folder, facts | machine(pipe) | {"versions": versions(), "shared": self.shared})
         self.journal = Journal(folder / "tv.jsonl", ELSEWHERE)
 
     def dial(self, entry: Entry) -> tuple[str, float, float]:

@@ -1,7 +1,7 @@
 """A race of methods: they take turns at the same prompts and seeds, and every turn is logged when it ends.
 
-A run's folder holds `run.json` (the entries and their settings), `turns.jsonl` (a line per turn, so that a run stopped at any
-moment goes on where it stopped) and `pictures/`.
+A run's folder holds `run.json` (the entries and their settings, as asked for and as fitted to the machine), `turns.jsonl` (a line
+per turn, so that a run stopped at any moment goes on where it stopped) and `pictures/`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -18,18 +18,21 @@ from typing import Any
 import torch
 
 from lanternpp.api.calls import Request
-from lanternpp.api.options import BASELINE, DIALS, MethodDials, check_method, names
+from lanternpp.api.options import BASELINE, DIALS, MethodDials, Settings, check_method, names
 from lanternpp.api.picture import notes, save_png
 from lanternpp.api.pipeline import Pipeline, Result, versions
+from lanternpp.engine.decode import Engine
 from lanternpp.engine.stopwatch import Stopwatch
 from lanternpp.errors import InputError
 from lanternpp.util.devices import device_name
+from lanternpp.util.files import digest
 from lanternpp.util.jsonfile import differences, key_of, read_object, write_json
 from lanternpp.util.progress import Progress
 from lanternpp.util.runlog import Journal
 from lanternpp.util.schema import checked
 
 RUN, TURNS, PICTURES = "run.json", "turns.jsonl", "pictures"
+FITTED = "fitted"  # settings in `run.json` that a resumed run takes over, while others must be the same
 ELSEWHERE = "choose another folder with -o"
 METHOD_DIALS = [DIALS[name] for name in names(MethodDials)]  # an entry's possible overrides
 BY_KEY = {key: dial for dial in METHOD_DIALS for key in (dial.name, dial.spoken, dial.short) if key}
@@ -46,8 +49,9 @@ class Entry:
 
     @property
     def slug(self) -> str:
-        """The label as the name of a folder."""
-        return re.sub(r"[^\w.+=-]+", "_", self.label)
+        """The label as the name of a folder; trees of nodes may be long, and differ in brackets alone."""
+        name = re.sub(r"[^\w.+=-]+", "_", self.label)
+        return f"{name[:40]}-{digest([self.label])}" if "," in self.label else name
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ def parse_methods(text: str) -> list[Entry]:
     Plain decoding is put first where it is missing, as all else is measured against it. Raises InputError.
     """
     found: dict[str, Entry] = {}
-    for item in text.split(","):
+    for item in split_outside_brackets(text):
         words = item.split()
         if not words:
             raise InputError(f"methods {text!r} has an empty entry; separate names by single commas")
@@ -78,6 +82,18 @@ def parse_methods(text: str) -> list[Entry]:
         label = " ".join(words)
         found[label] = Entry(label, words[0], dict(parse_override(word, item) for word in words[1:]))
     return list({BASELINE: Entry(BASELINE, BASELINE, {}), **found}.values())
+
+
+def split_outside_brackets(text: str) -> list[str]:
+    """The parts between commas that are in no brackets; in brackets there are no spaces afterwards."""
+    parts, depth = [""], 0
+    for char in text:
+        depth += (char == "[") - (char == "]")
+        if char == "," and not depth:
+            parts.append("")
+        elif not (depth and char.isspace()):
+            parts[-1] += char
+    return parts
 
 
 def parse_override(word: str, item: str) -> tuple[str, Any]:
@@ -116,32 +132,32 @@ class Race:
     ):
         self.pipe, self.field, self.prompts = pipe, list(field), list(prompts)
         self.n, self.seed, self.measure_tv = n, seed, measure_tv
-        self.overrides = {
-            e.label: {"batch_size": 1, "compile": False, **shared, **e.overrides} for e in field
-        }
-        asked = {e.label: pipe.settings(e.method, **self.overrides[e.label]) for e in field}
-        self.settings = {label: pipe.fit(settings) for label, settings in asked.items()}
-        self.batch = self.settings[BASELINE].batch_size
+        usual = {"batch_size": 1, "compile": False, **shared}
+        self.asked = {e.label: pipe.settings(e.method, **{**usual, **e.overrides}) for e in field}
+        self.settings: dict[
+            str, Settings
+        ] = {}  # those of `asked`, fitted to the machine when the race begins
+        self.batch = self.asked[BASELINE].batch_size
         self.turn = turn or self.batch
         if n % self.turn:
             raise InputError(f"{n} pictures per prompt are not a whole number of batches of {self.turn}")
         for prompt in prompts:
             pipe.target.check(prompt)
-        # made here, so that a wrong part is found before anything is drawn; kept, as their turns are timed
-        self.engines = {label: pipe.new_engine(settings) for label, settings in self.settings.items()}
+        self.engines: dict[str, Engine] = {}  # kept, as their turns are timed
         self._watches: dict[str, Stopwatch] = {}
 
-    def describe(self) -> dict[str, Any]:
-        """The facts and settings that a resumed run must share."""
+    def describe(self, settings: Mapping[str, Settings] | None = None) -> dict[str, Any]:
+        """The facts of the race, with these settings, by default those that it draws with."""
         return {
             "model": self.pipe.name,
+            "weights": self.pipe.model.weights,
             "prompts": self.prompts,
             "n": self.n,
             "seed": self.seed,
             "measure_tv": self.measure_tv,
             **machine(self.pipe),
             "versions": versions(),
-            "methods": {label: asdict(settings) for label, settings in self.settings.items()},
+            "methods": {label: asdict(each) for label, each in (settings or self.settings).items()},
         }
 
     def turns(self) -> Iterator[tuple[Entry, int, int]]:
@@ -151,18 +167,31 @@ class Race:
             for i in range(len(self.field)):
                 yield self.field[(place + i) % len(self.field)], prompt, self.seed + prompt * self.n + first
 
-    def draw(self, entry: Entry, prompt: int, seed: int) -> tuple[Request, Result]:
-        """The pictures of one turn, by the entry's engine; the request holds what was decided of each."""
+    def draw(self, entry: Entry, prompt: int, seed: int, measure_tv: bool = False) -> tuple[Request, Result]:
+        """The pictures of one turn, by the entry's engine; the request holds what was decided of each.
+
+        measure_tv: with their total variation, by an engine that is freed afterwards.
+        """
         conditions, seeds = [self.prompts[prompt]] * self.turn, range(seed, seed + self.turn)
-        request = Request(conditions, seeds, self.settings[entry.label])
-        return request, self.pipe.draw(self.engines[entry.label], request)
+        settings, engine = self.settings[entry.label], self.engines[entry.label]
+        if measure_tv:
+            settings = replace(settings, measure_tv=True)
+            engine = self.pipe.new_engine(settings)
+        request = Request(conditions, seeds, settings)
+        return request, self.pipe.draw(engine, request)
 
     def run(self, folder: Path, resume: bool = False, progress: Progress | None = None) -> list[Turn]:
-        """Draw every turn that the folder lacks; returns all of them.
+        """Draw every turn that the folder lacks, and pictures that were removed from it; returns all turns.
 
-        progress is called between turns only, so that it takes no time of theirs.
+        progress is called between turns only, so that it takes no time of theirs. Raises InputError.
         """
-        check_run(folder, self.describe(), resume)
+        asked = self.describe(self.asked)
+        kept = read_run(folder, asked, resume)
+        self.settings = self._fitted(kept)
+        # before anything is written, so that a wrong part is found first
+        self.engines = {label: self.pipe.new_engine(settings) for label, settings in self.settings.items()}
+        if kept is None:
+            write_json(folder / RUN, asked | {FITTED: self.describe()["methods"]})
         journal = Journal(folder / TURNS, ELSEWHERE)
         turns: list[Turn] = []
         total = len(self.prompts) * self.n // self.turn * len(self.field)
@@ -172,7 +201,25 @@ class Race:
                 progress(len(journal), total)
             figures = journal.once(key, partial(self._turn, folder, entry, prompt, seed))
             turns.append(checked("its turn", key | figures, Turn))
+        # last, as drawing again would be timed with the next turn
+        for (entry, prompt, seed), turn in zip(self.turns(), turns, strict=True):
+            if not all((folder / name).is_file() for name in turn.files):
+                self._save(folder, entry, prompt, seed, self.draw(entry, prompt, seed)[1])
         return turns
+
+    def _fitted(self, kept: Mapping[str, Any] | None) -> dict[str, Settings]:
+        """The settings fitted to the machine, or those of a run that goes on: acceptance may be better known by now."""
+        if kept is None:
+            return {label: self.pipe.fit(settings) for label, settings in self.asked.items()}
+        found, asked = checked(FITTED, kept.get(FITTED), dict[str, Settings]), kept["methods"]
+        # what is the same as text stays as it is: it may be a class that was imported
+        return {
+            label: replace(
+                settings,
+                **{k: v for k, v in vars(found.get(label, settings)).items() if v != asked[label][k]},
+            )
+            for label, settings in self.asked.items()
+        }
 
     def _turn(self, folder: Path, entry: Entry, prompt: int, seed: int) -> dict[str, Any]:
         if entry.label not in self._watches:
@@ -183,21 +230,23 @@ class Race:
         stats, tv_cost = result.stats, None
         phases = self._watches[entry.label].take(stats.seconds)
         if self.measure_tv and (seed - self.seed) % self.n == 0:
-            given = self.overrides[entry.label] | {"measure_tv": True}
-            again = self.pipe(self.prompts[prompt], n=self.turn, seed=seed, method=entry.method, **given)
-            tv_cost = again.stats.tv_cost_per_image
-        names = []
-        for i, image in enumerate(result.images):
-            names.append(f"{PICTURES}/{entry.slug}/{prompt:03d}-{seed + i}.png")
-            facts = notes(self.prompts[prompt], seed + i, stats.model, stats.settings, stats.versions)
-            save_png(image, folder / names[-1], facts)
+            tv_cost = self.draw(entry, prompt, seed, measure_tv=True)[1].stats.tv_cost_per_image
         return {
             "seconds": stats.seconds,
             "phases": phases,
             "accepted": [request.found[place].accepted for place in range(self.turn)],
-            "files": names,
+            "files": self._save(folder, entry, prompt, seed, result),
             "tv_cost": tv_cost,
         }
+
+    def _save(self, folder: Path, entry: Entry, prompt: int, seed: int, result: Result) -> list[str]:
+        """Write the pictures of a turn; their names in the folder."""
+        names, stats = [], result.stats
+        for i, image in enumerate(result.images):
+            names.append(f"{PICTURES}/{entry.slug}/{prompt:03d}-{seed + i}.png")
+            facts = notes(self.prompts[prompt], seed + i, stats.model, stats.settings, stats.versions)
+            save_png(image, folder / names[-1], facts)
+        return names
 
 
 def machine(pipe: Pipeline) -> dict[str, Any]:
@@ -205,19 +254,27 @@ def machine(pipe: Pipeline) -> dict[str, Any]:
     return {"device": device_name(pipe.device), "dtype": pipe.dtype, "threads": torch.get_num_threads()}
 
 
-def check_run(folder: Path, run: Mapping[str, Any], resume: bool) -> None:
+def check_run(folder: Path, run: Mapping[str, Any], remedy: str = ELSEWHERE) -> None:
     """Write `run.json`, or compare it with the one in the folder; InputError names what differs."""
-    path, run = folder / RUN, json.loads(json.dumps(run))
-    if not path.exists():
-        write_json(path, run)
-        return
+    if read_run(folder, run, True, remedy) is None:
+        write_json(folder / RUN, run)
+
+
+def read_run(
+    folder: Path, run: Mapping[str, Any], resume: bool, remedy: str = ELSEWHERE
+) -> dict[str, Any] | None:
+    """The content of a folder's `run.json`; None where there is none. InputError names what differs from this run."""
+    if not (folder / RUN).exists():
+        return None
     check_new(folder, resume)
-    differing = list(differences(read_object(path, ELSEWHERE), run))
-    if differing:
+    found = read_object(folder / RUN, ELSEWHERE)
+    shared = {name: value for name, value in found.items() if name != FITTED}
+    if differing := list(differences(shared, json.loads(json.dumps(run)))):
         raise InputError(
             f"{folder} holds a run with other settings ({'; '.join(differing)}); repeat them to go on with it, "
-            f"or {ELSEWHERE}"
+            f"or {remedy}"
         )
+    return found
 
 
 def check_new(folder: Path, resume: bool) -> None:

@@ -95,13 +95,14 @@ class Tuner:
         self.space = Space(pipe, self.settings, given, engine, options)
         if restart:
             forget(folder)
-        check_run(folder, self.describe(), resume=True)
+        check_run(folder, self.describe(), f"{ELSEWHERE} or {REMEDY}")
         self.study = self._opened()
 
     def describe(self) -> dict[str, Any]:
         """What must be unchanged for a tuning to be resumed; more trials may be asked for."""
         facts = {k: v for k, v in asdict(self.options).items() if k not in ("n", "trials")}
         facts |= {"tuned": self.method, "prompts": self.prompts, "seed": self.seed, "model": self.pipe.name}
+        facts |= {"weights": self.pipe.model.weights}
         return facts | {"settings": asdict(self.settings)} | machine(self.pipe) | {"versions": versions()}
 
     def tune(self, progress: Progress | None = None) -> Candidate:
