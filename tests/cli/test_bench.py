@@ -145,13 +145,17 @@ def test_a_profile_of_each_method_has_the_phases_and_the_operations_of_its_steps
         ((*TWO, "--paper", "lantern++-anol"), "did you mean 'lantern++-anole'?"),
         ((*TWO, "--paper", "sjd-lumina", "--equal-tv", "0.1"), "leave one out"),
         (("--pictures", "none"), "none is no folder"),
-        (("--pictures", "mine", "--methods", "ar"), "draws nothing"),
+        (("--pictures", "mine", "--methods", "ar"), "draws nothing: leave out --methods"),
+        (("--pictures", "mine", "-n", 3, "--seed", 1, "-o", "b"), "leave out --n, --output, --seed"),
+        (("--pictures", "mine", "--resume", "--no-plots"), "leave out --resume, --plots"),
+        (("--pictures", "mine", "--no-quality", "--temperature", 0), "leave out --temperature, --no-quality"),
+        ((*TWO, "--no-quality", "--reference", "mine", "--clip", "absent"), "leave out --reference, --clip"),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_anything_is_drawn(run, model, prompts, options, named):
     Path("empty.txt").write_text("\n# nothing\n")
     saved(Path("mine"), splashes("red", 3))
-    run("bench", "--model", model, "-o", "b", *options).refused(named)
+    run("bench", "--model", model, *options).refused(named)
 
 
 def test_pictures_too_few_to_measure_are_refused_if_asked_for_and_else_only_timed(bench, own, tmp_path):
@@ -203,6 +207,10 @@ def test_methods_race_at_every_batch_size(bench):
     with Image.open("b/throughput.png") as image:
         assert image.width > 800
     bench(*requested).refused("holds a run")
+    bench("ar", "--batch-sizes", 4).refused("b/batch-1 holds a run already")
+    bench("ar", "--resume").refused("holds a run with --batch-sizes")
+    assert bench("ar", "-n", 1, "--no-plots", to="c").code == 0
+    bench("ar", "--batch-sizes", 1, "--resume", to="c").refused("holds a run without --batch-sizes")
 
 
 def saved(folder: Path, images: list[Image.Image], **notes: str) -> Path:

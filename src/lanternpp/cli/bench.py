@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from lanternpp.api.options import BASELINE, DrawOptions, MeasureDials, MethodDials, names
+from lanternpp.api.options import BASELINE, DIALS, DrawOptions, MeasureDials, MethodDials, names
 from lanternpp.cli import options as opt
 from lanternpp.cli.terminal import plots_enabled, progress_bar, say, show_table
 from lanternpp.errors import InputError
 from lanternpp.evaluation.papers import PAPERS, find_paper
 from lanternpp.util.files import write_text
-from lanternpp.util.jsonfile import read_object, write_json
+from lanternpp.util.jsonfile import write_json
 from lanternpp.util.options import Option
 
 if TYPE_CHECKING:
@@ -125,18 +126,26 @@ def bench(
     resume: Go on with the run in the folder.
     """
     if measured.pictures is not None:
-        if field != FieldOptions() or prompts or options.overrides:
-            raise InputError("--pictures draws nothing: leave out the options of drawing")
+        usual = {name: each.default for name, each in signature(bench).parameters.items()}
+        usual |= vars(FieldOptions()) | vars(DrawOptions())
+        asked = {"prompts": prompts, "n": n, "output": output, "resume": resume, "plots": plots, "seed": seed}
+        asked |= vars(field) | {"drafter": options.drafter, "dtype": options.dtype} | options.overrides
+        asked["no_quality"] = measured.quality is False or None
+        leave_out("--pictures draws nothing", asked, usual)
         show_folder(measured.pictures, measured, options, as_json)
         return
+    if measured.quality is False:
+        given = {name: getattr(measured, name) for name in ("reference", "features", "clip")}
+        leave_out("--no-quality measures no pictures", given, {})
     limits, sizes = field.checked(options.overrides)
 
     from lanternpp.api.model import model_folder
     from lanternpp.evaluation.equal import StrengthSearch
     from lanternpp.evaluation.profile import COLUMNS, profile_race
     from lanternpp.evaluation.prompts import GENEVAL, fetched, read_prompts, read_rows, spread
-    from lanternpp.evaluation.race import Race, check_new, parse_methods
+    from lanternpp.evaluation.race import Race, parse_methods
 
+    check_folder(output, bool(sizes), resume)
     paper = find_paper(field.paper) if field.paper else None
     methods = paper.methods if paper and field.methods is None else field.methods
     named = None if methods is None else parse_methods(methods)
@@ -150,7 +159,6 @@ def bench(
     entries = named or parse_methods(", ".join(relaxed_methods(pipe) if limits else default_methods(pipe)))
     measurer = make_measurer(pipe, 2 * n * sizes[0] if sizes else n * len(prompt_list), measured)
     if limits:
-        check_new(output, resume)  # a race says so itself, but after strengths were found
         chosen = (prompt_list, field.equal_pictures, seed, shared)
         search = StrengthSearch(pipe, entries, *chosen, output / "strengths")
         entries = at_equal_tv(search, entries, limits)
@@ -174,8 +182,29 @@ def bench(
         return
     show(table, paper is not None)
     if field.profile:
-        show_table(COLUMNS, profiles, prose=True, caption=f"operations and traces: {output}/profile-*")
+        traces = output / "batch-*" if sizes else output
+        show_table(COLUMNS, profiles, prose=True, caption=f"operations and traces: {traces}/profile-*")
     print(str(output / "table.md"))
+
+
+def leave_out(why: str, given: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
+    """InputError names the options that have no effect, and are not as usual."""
+    named = [name for name, value in given.items() if value != usual.get(name)]
+    if spelled := [DIALS[x].option if x in DIALS else "--" + x.replace("_", "-") for x in named]:
+        raise InputError(f"{why}: leave out {', '.join(spelled)}")
+
+
+def check_folder(folder: Path, by_size: bool, resume: bool) -> None:
+    """InputError where a folder holds a run that is not to go on, or tables that are not by batch size, or are, as `by_size` says."""
+    from lanternpp.evaluation.race import ELSEWHERE, RUN, check_new
+
+    sizes = [path.parent for path in sorted(folder.glob(f"batch-*/{RUN}"))]
+    if (folder / RUN).exists() if by_size else sizes:
+        raise InputError(
+            f"{folder} holds a run {'without' if by_size else 'with'} --batch-sizes; {ELSEWHERE}"
+        )
+    for each in (folder, *sizes):
+        check_new(each, resume)
 
 
 def relaxed_methods(pipe: Pipeline) -> list[str]:
@@ -281,9 +310,8 @@ def written(
     """
     from lanternpp.evaluation import report
     from lanternpp.evaluation.plots import save, throughput
-    from lanternpp.evaluation.race import RUN
 
-    info = read_object(folder / RUN) if (folder / RUN).exists() else race.describe()
+    info = race.describe()
     result = {k: v for k, v in info.items() if k != "methods"} | {"folder": str(folder), "methods": table}
     result |= {"paper": source} if source else {}
     settings = f"\nSettings of {source}.\n" if source else ""
