@@ -11,7 +11,9 @@ import torch
 from helpers.classifiers import write_classifier
 from PIL import Image
 
+from lanternpp.jobs.job import locked
 from lanternpp.nn import checkpoints
+from lanternpp.tuning.study import Tuner
 
 SMALL = ("--prompts", "p.txt", "--nodes", 5, "--depth", 3, "--rounds", 1, "-n", 1, "--dtype", "float32")
 FEW = (*SMALL, "--trials", 4)
@@ -24,7 +26,23 @@ def own(model, tmp_path, elsewhere) -> Path:
     return Path(shutil.copytree(model, tmp_path / "own"))
 
 
-def test_what_is_found_becomes_the_default(run, own):
+@pytest.fixture
+def raced(monkeypatch):
+    """Makes the race at the end measure these speed-ups of plain decoding, the method's own draft and the found one."""
+
+    def measure(*speedups: float) -> None:
+        race = Tuner.race
+
+        def measured(*args):
+            return [row | {"speedup": x} for row, x in zip(race(*args), speedups, strict=True)]
+
+        monkeypatch.setattr(Tuner, "race", measured)
+
+    return measure
+
+
+def test_what_is_found_becomes_the_default(run, own, raced):
+    raced(1, 1.5, 2)
     reported = run("tune", "--model", own, *FEW, "-o", "t", "--json").json
     assert reported == json.loads(Path("t/tune.json").read_text())
     assert list(reported["measured"]) == ["ar", "default", "tuned"] and len(reported["tried"]) == 4
@@ -38,6 +56,43 @@ def test_what_is_found_becomes_the_default(run, own):
     drawn = run(*requested).json["settings"]
     assert drawn["tree"] == reported["settings"]["tree"] == entry["settings"]["tree"] and drawn["tuned"]
     assert run(*requested, "--tree", "chain-2").json["settings"]["tree"] == "chain-2"
+
+
+@pytest.mark.parametrize(("speedups", "fastest"), [((1, 0.3, 0.2), "ar"), ((1, 3, 2), "default")])
+def test_a_draft_that_the_race_finds_slower_is_not_saved(run, own, raced, speedups, fastest):
+    raced(*speedups)
+    outcome = run("tune", "--model", own, *FEW, "-o", "t", "--no-plots")
+    said = f"nothing was saved, as {fastest} measured {max(speedups):.2f}x and the found draft {speedups[2]:.2f}x"
+    assert outcome.code == 0 and said in outcome.err and "now the default" not in outcome.out
+    assert not (own / "tuned.json").exists() and Path("t/tune.json").exists()
+
+
+def test_under_a_budget_the_race_is_against_plain_decoding(run, own, raced):
+    raced(1, 3, 2)  # the method's own strength may cost more
+    assert (
+        run("tune", "--model", own, *FEW, "--no-plots", "--budget-pictures", 2, "--budget-tv", 1000).code == 0
+    )
+    assert (own / "tuned.json").exists()
+
+
+def test_a_folder_is_for_one_tuning_at_a_time_and_for_one_drafter(run, own, tmp_path):
+    asked = (
+        "tune",
+        "--model",
+        own,
+        *FEW,
+        "-o",
+        "t",
+        "--no-plots",
+        "--no-race",
+        "--no-save",
+        "--method",
+        "eagle",
+    )
+    with locked(Path("t")):
+        run(*asked).refused("t is being filled by another process")
+    assert run(*asked).code == 0
+    run(*asked, "--drafter", own / "parallel").failed("other settings (weights ", "begin anew with --restart")
 
 
 def test_the_figures_are_shown_and_more_trials_go_on(run, own, monkeypatch):

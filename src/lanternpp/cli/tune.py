@@ -39,7 +39,7 @@ def tune(
     output: Where measurements go; default: out/tune/MODEL-METHOD. The same command goes on.
     restart: Remove the folder's measurements.
     race: Race the found draft, plain decoding and the method's own draft.
-    save: Make the found draft the method's default for this model.
+    save: Make the found draft the method's default for this model, unless the race finds it slower.
     """
     search.check()
     settings = opt.check(options)
@@ -48,6 +48,7 @@ def tune(
     from lanternpp import Pipeline
     from lanternpp.evaluation.prompts import read_prompts
     from lanternpp.evaluation.quality import Quality
+    from lanternpp.jobs.job import locked
     from lanternpp.tuning.candidates import check
     from lanternpp.tuning.study import Tuner
 
@@ -61,26 +62,43 @@ def tune(
     pipe = Pipeline.from_pretrained(**options.pretrained, tuned=False)
     output = output or Path("out/tune") / f"{pipe.name}-{method}"
     quality = None if search.budget_frechet is None else Quality.for_model(folder, device=pipe.device)
-    tuner = Tuner(pipe, method, options.overrides, prompt_list, output, search, seed, quality, restart)
-    with progress_bar("trying drafts") as progress:
-        found = tuner.tune(progress)
-    rows: list[dict[str, Any]] = []
-    if race:
-        with progress_bar("racing") as progress:
-            rows = tuner.race(found, progress)
-    result = tuner.report(found, rows) | {"folder": str(output), "auto": chosen.why}
-    if save:
-        more = {name: result[name] for name in ("machine", "sampling", "speedup", "measured", "versions")}
-        defaults.add_tuned(method, pipe.conditions(tuner.settings), result["settings"], **more)
-        result["file"] = str(defaults.path)
-    write_json(output / "tune.json", result)
-    if with_plots:
-        tuner.plot()
+    with locked(output):
+        tuner = Tuner(pipe, method, options.overrides, prompt_list, output, search, seed, quality, restart)
+        with progress_bar("trying drafts") as progress:
+            found = tuner.tune(progress)
+        rows: list[dict[str, Any]] = []
+        if race:
+            with progress_bar("racing") as progress:
+                rows = tuner.race(found, progress)
+        result = tuner.report(found, rows) | {"folder": str(output), "auto": chosen.why}
+        result["slower"] = why_slower(result)
+        if save and not result["slower"]:
+            more = {name: result[name] for name in ("machine", "sampling", "speedup", "measured", "versions")}
+            defaults.add_tuned(method, pipe.conditions(tuner.settings), result["settings"], **more)
+            result["file"] = str(defaults.path)
+        write_json(output / "tune.json", result)
+        if with_plots:
+            tuner.plot()
     if as_json:
         print(json.dumps(result))
         return
     print(f"method: {drawn_with(method, chosen.why)}")
     show(result)
+    if result["slower"]:
+        unsaved = "nothing was saved, as " if save else ""
+        advice = "run again on an idle machine, with more --trials and a larger -n, to see which is faster"
+        say("warning", f"{unsaved}{result['slower']}; {advice}")
+
+
+def why_slower(result: Mapping[str, Any]) -> str | None:
+    """What was faster than the found draft in the race; None where it was the fastest, or was not raced."""
+    speedups = {name: row["speedup"] for name, row in result["measured"].items()}
+    if result["limit"] is not None:
+        speedups.pop("default", None)  # its strength may cost more than the limit
+    fastest = max(speedups, key=lambda name: speedups[name], default="tuned")
+    if fastest == "tuned":
+        return None
+    return f"{fastest} measured {speedups[fastest]:.2f}x and the found draft {speedups['tuned']:.2f}x"
 
 
 def show(result: Mapping[str, Any]) -> None:
@@ -101,14 +119,6 @@ def show(result: Mapping[str, Any]) -> None:
         raced = [[name, *(cells[figure](row) for figure in figures)] for name, row in measured.items()]
         caption = f"{measured['ar']['images']} pictures each, taking turns"
         show_table(("race", *figures), raced, caption=caption)
-        fastest = max(measured, key=lambda name: measured[name]["speedup"])
-        if fastest != "tuned":
-            best, own = (cells["speed-up"](measured[name]) for name in (fastest, "tuned"))
-            say(
-                "warning",
-                f"{fastest} measured {best} and the found draft {own}; run again on an idle machine, with more --trials "
-                "and a larger -n, to see which is faster",
-            )
     if result["limit"] is not None:
         print(f"{words(result['settings'])}: costs {result['cost']:.3g}, of at most {result['limit']:.3g}.")
     default = f"; now the default: {result['file']}" if "file" in result else ""
