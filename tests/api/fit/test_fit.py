@@ -246,6 +246,17 @@ def test_counts_of_processes_that_end_early_add_up(model: Path) -> None:
     assert not one.add_counts("a", HALVES) and one.enough("a") == other.enough("a"), "enough stays as it is"
 
 
+def test_a_file_keeps_the_latest_settings_alone(own_cache: Path, monkeypatch) -> None:
+    """A server's clients may ask for any number of temperatures."""
+    monkeypatch.setattr(choice, "MOST", 3)
+    some = Counts(((1.0,),), ((1.0,),), 1)
+    for name in ("a", "b", "c", "a", "d"):
+        choice.Store().add_counts(name, some)
+    later = choice.Store()
+    later.read()
+    assert list(later.counts) == ["c", "a", "d"] and later.counts["a"].passes == 2
+
+
 def test_a_training_stores_the_rates_of_its_drafter(pipe: Pipeline, model: Path, timed) -> None:
     methods = strengths(pipe, "parallel")
     assert [(m.method, m.lam, m.tree) for m in methods] == [

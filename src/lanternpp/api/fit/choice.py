@@ -39,14 +39,16 @@ TREES = ("deep-8", "eagle-25")  # offered beside chains to a method whose own tr
 COSTED = ("proposer", "accept", "neighbours", "coupling", "init", "alternatives", "window_rows", "batch_size")
 CPUINFO = Path("/proc/cpuinfo")
 ENOUGH = 200  # passes after which counting ends: codes per pass are then known to about 5 %
+MOST = 256  # settings whose counts, or steps, the file keeps: those that were added to last
 
 
 @dataclass(frozen=True)
 class Store:
     """The content of the file: measured steps and counted acceptance, by the settings that they hold for, as text.
 
-    Of two measurements the one that was written first holds. facts: everything that the measurements depend on. Where the file is
-    damaged, or nothing can be written, one warning says so, and measurements of this process serve it alone.
+    Of two measurements the one that was written first holds; of those of more than `MOST` settings the latest are kept. facts:
+    everything that the measurements depend on. Where the file is damaged, or nothing can be written, one warning says so, and
+    measurements of this process serve it alone.
     """
 
     facts: Mapping[str, str] = field(default_factory=dict)
@@ -66,7 +68,7 @@ class Store:
     def add_steps(self, key: str, steps: tuple[Step, ...]) -> None:
         """Add the steps of a key; those of an earlier process stay."""
         self.read()
-        known = {step.draft: step for step in (*steps, *self.steps.get(key, ()))}
+        known = {step.draft: step for step in (*steps, *self.steps.pop(key, ()))}
         self.steps[key] = tuple(known.values())
         self._write()
 
@@ -74,7 +76,8 @@ class Store:
         """Add to the counts of a key, unless they are enough; returns whether more are needed."""
         self.read()
         if self.enough(key) is None:
-            self.counts[key] = self.counts[key] + counts if key in self.counts else counts
+            known = self.counts.pop(key, None)
+            self.counts[key] = known + counts if known else counts
             self._write()
         return self.enough(key) is None
 
@@ -89,6 +92,9 @@ class Store:
         self.counts.update(found.counts)
 
     def _write(self) -> None:
+        for kept in (self.steps, self.counts):
+            for key in list(kept)[:-MOST]:
+                del kept[key]
         try:
             write_json(self.path, asdict(self))
         except InputError as error:
