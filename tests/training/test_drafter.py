@@ -1,23 +1,27 @@
 """The drafter's training: its losses, what it learns from, and that it drafts better for it."""
 
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from helpers.photos import made_codes, teacher_of
 from helpers.refusals import rejects
-from helpers.stages import eagle, facts
+from helpers.stages import eagle, facts, log
 from torch import Tensor
 
 from lanternpp.api.model import read_target
 from lanternpp.engine.guidance import Guidance
 from lanternpp.errors import InputError
 from lanternpp.nn import checkpoints
+from lanternpp.training import loop
 from lanternpp.training.codes import Split
+from lanternpp.training.drafter import train
 from lanternpp.training.eagle import CodeComparison, EagleTask
 from lanternpp.training.features import CaptionPrompts, drafter_inputs
-from lanternpp.training.options import DrafterSettings
+from lanternpp.training.options import DrafterSettings, TrainingData, TrainingOptions
 
 
 def task(ready: Path, count: int = 6, **settings: Any) -> EagleTask:
@@ -143,6 +147,29 @@ def test_another_target_is_another_training(data: Path, ready: Path) -> None:
     config, tensors = checkpoints.load(ready / "target")
     checkpoints.save(ready / "target", config, {name: tensor + 0.1 for name, tensor in tensors.items()})
     rejects(r"other settings \(target", eagle, data, ready, steps=1)
+
+
+def test_a_larger_budget_is_validated_to_its_end(data: Path, ready: Path) -> None:
+    for steps in (2, 6):
+        assert eagle(data, ready, steps=steps)
+    assert [row["step"] for row in log(ready, "drafter") if "validation" in row] == [1, 2, 3, 6]
+
+
+def test_a_budget_in_minutes_that_is_used_up_stays_so(
+    data: Path, ready: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, steps = count(), []
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    validate = EagleTask.validate
+    monkeypatch.setattr(
+        EagleTask, "validate", lambda task: [next(clock) for _ in range(9)] and validate(task)
+    )
+    settings = DrafterSettings(batch_size=4).of("eagle")
+    for _ in range(2):
+        where = TrainingOptions(ready / "drafter", minutes=1, checks=2)
+        assert train(ready, EagleTask, settings, TrainingData(data, crops=1), where)
+        steps.append(facts(ready, "drafter")["steps"])
+    assert steps[0] == steps[1] > 4
 
 
 def test_inheriting_starts_from_the_targets_last_block(ready: Path) -> None:

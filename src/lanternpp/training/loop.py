@@ -164,6 +164,8 @@ def run(task: Task, options: TrainingOptions) -> bool:
                     validated = validate(task, state, report, options)
                     last = time.monotonic() - began
                     checking += last
+                    # at least what `progress` was of, so that a training that has ended stays so
+                    state.seconds = max(time.monotonic() - started, elapsed)
             interrupted = stopped > 0 or state.step == options.stop_after
             due = check or interrupted or time.monotonic() - saved > 60 * options.save_minutes
             if due and leads:

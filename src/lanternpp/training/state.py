@@ -133,6 +133,9 @@ def begin_or_resume(task: Task, options: TrainingOptions) -> State:
             for name, x in named.items():
                 x.load_state_dict(content[part][name])
         state = State(**content["state"])
+        # The budget or the number of checks may be another one now.
+        due = int(options.progress(state.step, state.seconds) * options.checks)
+        state.checked = min(state.checked, due)
         state.sums = {name: value.to(task.device) for name, value in state.sums.items()}
     # Without the rows that a killed run wrote after its last saved step.
     runlog.keep_rows(options.folder / LOG, lambda row: row.get("step", 0) <= state.step)
