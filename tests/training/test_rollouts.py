@@ -19,6 +19,7 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify.choose import VERIFIERS
 from lanternpp.errors import InputError
+from lanternpp.nn.decoder import line_table
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.training.codes import Codes
 from lanternpp.training.features import drafter_inputs
@@ -79,11 +80,11 @@ def test_runs_are_those_of_the_rule_and_the_verifier_that_are_given(
         assert run.codes.tolist() == sample.codes.tolist() and run.kept.tolist() == sample.accepted[1:]
 
 
-@pytest.mark.parametrize("aux_layers", [(), (0, 1)])
+@pytest.mark.parametrize(("aux_layers", "padding"), [((), 0), ((0, 1), 5)])
 def test_training_drafts_as_the_engine_did(
-    monkeypatch: pytest.MonkeyPatch, aux_layers: tuple[int, ...]
+    monkeypatch: pytest.MonkeyPatch, aux_layers: tuple[int, ...], padding: int
 ) -> None:
-    """From a recorded run follow the very distributions that its drafts were drawn from, hints and all."""
+    """From a recorded run follow the very distributions that its drafts were drawn from, hints and all, also beside a longer prompt."""
     target, seen = ToyTarget(layers=3), []
     propose = Parallel.propose
 
@@ -94,6 +95,8 @@ def test_training_drafts_as_the_engine_did(
 
     monkeypatch.setattr(Parallel, "propose", spy)
     drafter = parallel(target, aux_layers=aux_layers)
+    for network in (target, drafter):  # where only the distance of two slots counts, as with prompts of several lengths
+        network.decoder.rotary_table = line_table(32, network.decoder.config.head_dim)
     (run,) = record(engine_of(target, drafter, 1), ["stone"])
     assert run.kept.max() > 1 and len(seen) == len(run.kept) > 4
     settings = settings_of(anchors=len(seen), noise=0.0, aux_layers=len(aux_layers))
@@ -101,15 +104,18 @@ def test_training_drafts_as_the_engine_did(
     made = RolloutTask(
         settings, teacher_of(target), Codes(split_of([run]), split_of([run, run]), {"codes": "runs"}, begin)
     )
+    made.train.slots += padding
     read = made.batch(made.train, torch.tensor([0]), None, torch.Generator())
-    assert read.hints is not None and read.hints.any() and read.start is not None and read.start[0] == 1
+    assert read.hints is not None and read.hints.any() and read.start is not None
+    assert read.start[0] == 1 + padding
     with torch.no_grad():
         features = made.conditioned(drafter, read, made.level_features(drafter, read)[1])
     drafts = target.head(features).softmax(-1)[0]
     for draft, anchor in zip(drafts, read.anchors[0].tolist(), strict=True):
-        turn = replay(run.kept, 4, 4)[1].tolist().index(anchor - 2)
-        known = min(int(run.kept[turn]), 4, 15 - (anchor - 2))  # levels drafted after codes that were kept
-        assert torch.allclose(draft[:known], seen[turn].probs[0, :known], atol=1e-9), turn
+        decided = anchor - 2 - padding
+        turn = replay(run.kept, 4, 4)[1].tolist().index(decided)
+        known = min(int(run.kept[turn]), 4, 15 - decided)  # levels drafted after codes that were kept
+        assert torch.allclose(draft[:known], seen[turn].probs[0, :known], atol=1e-6), turn
 
 
 def test_a_drafter_that_grows_drafts_as_before() -> None:

@@ -114,7 +114,7 @@ def test_drafters_of_every_family_learn_from_its_own_pictures_and_from_recorded_
 ) -> None:
     folder, prompts = tmp_path / name, tmp_path / "prompts"
     FAMILIES[name](folder)
-    texts = ["1", "2", "3"] if name == "c2i" else ["a red tulip", "the red", "a photo of a tulip"]
+    texts = ["1", "2", "3"] if name == "c2i" else ["a red tulip", "the red tulip " * 12, "a tulip"]
     prompts.write_text("\n".join(texts))
     own = TrainingData(own=True, prompts=prompts, samples=4, sample_batch=4)
     one = DrafterSettings(batch_size=2, warmup=1).of("eagle")
@@ -123,7 +123,7 @@ def test_drafters_of_every_family_learn_from_its_own_pictures_and_from_recorded_
     ).of("parallel")
     into = {part: TrainingOptions(folder / part, 2, checks=1) for part in ("parallel", "next")}
     into["drafter"] = TrainingOptions(folder / "drafter", 10, checks=1)
-    runs = replace(own, rollouts=3, drafter=folder / "parallel")
+    runs = replace(own, samples=None, rollouts=3, drafter=folder / "parallel")
     assert train(folder, EagleTask, one, own, into["drafter"])
     assert train(folder, ParallelTask, all_levels, own, into["parallel"])
     assert train(folder, RolloutTask, all_levels, runs, into["next"])

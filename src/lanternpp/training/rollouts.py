@@ -204,6 +204,8 @@ class RolloutTask(ParallelTask):
         width, most, found = next_inputs.shape[-1], self.hparams.anchors, []
         for run in (captions.split.runs[i] for i in index.tolist()):
             decided, begin, nodes = replay(run.kept, run.features.shape[1] - 1, self.hparams.levels)
+            # recorded prompts are padded by themselves, those of `captions` to one length
+            run = replace(run, prompt=F.pad(run.prompt, (0, 0, captions.slots - len(run.prompt), 0)))
             slots = len(run.prompt) - 1 + begin
             pick = torch.randint(len(slots), (most,), generator=generator)
             pick = torch.randperm(len(slots), generator=generator)[:most] if len(slots) >= most else pick
