@@ -40,6 +40,8 @@ def test_lk_is_the_negative_log_of_the_chance_that_verification_keeps_a_draft() 
     assert torch.allclose(lk.acceptance(q, p).double(), kept, atol=1e-6)
     assert lk.loss(q, p).item() == pytest.approx(-kept.log().mean().item(), abs=1e-6)
     assert lk.loss(p, p).item() == pytest.approx(0.0, abs=1e-6)
+    apart = torch.eye(2) * 200
+    assert lk.loss(apart[:1], apart[1:]).isfinite() and lk.acceptance(apart[:1], apart[1:]).log().isfinite()
     both = lk.loss(q, p) + CodeComparison("guided").loss(q, p)
     assert CodeComparison("both").loss(q, p).item() == pytest.approx(both.item(), rel=1e-5)
 
@@ -102,6 +104,8 @@ def test_a_second_round_reads_the_drafters_own_features(ready: Path) -> None:
     expected = (found[1] + CodeComparison("guided").loss(q, p).item()) / 2
     assert found[2] == pytest.approx(expected, rel=1e-5)
     rejects("rounds 0 is out of range", DrafterSettings(rounds=0).of, "eagle")
+    check = EagleTask.check, DrafterSettings(rounds=16).of("eagle"), made.target, TrainingData()
+    rejects("--rounds 16 is too many for pictures of 16 codes: use at most 15", *check)
 
 
 def test_a_tenth_of_the_captions_is_dropped_under_the_papers_loss(

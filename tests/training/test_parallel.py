@@ -11,7 +11,7 @@ from helpers.photos import made_codes, teacher_of
 from helpers.refusals import rejects
 
 from lanternpp.api.model import read_target
-from lanternpp.training import loop
+from lanternpp.training import loop, parallel
 from lanternpp.training.options import DrafterSettings
 from lanternpp.training.parallel import FIRST, DraftBatch, ParallelTask
 
@@ -55,6 +55,16 @@ def test_training_raises_the_chance_that_drafts_are_kept(ready: Path, loss: str,
     for name, levels in (("codes", "kept"), ("predicted", "expected")):
         assert after[name] == pytest.approx(1 + sum(after[levels]), abs=1e-3)
     assert after["predicted"] == pytest.approx(after["codes"], rel=0.2)
+
+
+def test_every_held_out_picture_counts_the_same(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of a last part with fewer."""
+    made, codes = task(ready, 9), []
+    monkeypatch.setattr(loop.Team, "autocast", lambda *_: nullcontext())
+    for index in (range(9), range(8), [8]):
+        monkeypatch.setattr(parallel, "evenly_spaced", lambda *_, index=index: torch.tensor(index))
+        codes.append(made.validate()["codes"])
+    assert codes[0] == pytest.approx((8 * codes[1] + codes[2]) / 9, rel=1e-6)
 
 
 def test_the_first_level_is_learned_after_more_slots(ready: Path) -> None:

@@ -61,8 +61,9 @@ class CodeComparison:
         return -(p.float().softmax(-1) * q.float().log_softmax(-1)).sum(-1).mean()
 
     def acceptance(self, q: Tensor, p: Tensor) -> Tensor:
-        """The chance that a draft from q is accepted, [...]: the sum of min(p, q)."""
-        return torch.minimum(q.float().softmax(-1), p.float().softmax(-1)).sum(-1)
+        """The chance that a draft from q is accepted, [...]: the sum of min(p, q), at least the smallest with a logarithm."""
+        both = torch.minimum(q.float().softmax(-1), p.float().softmax(-1)).sum(-1)
+        return both.clamp_min(torch.finfo(both.dtype).tiny)
 
     def agreement(self, q: Tensor, p: Tensor) -> Tensor:
         """How often both have the same likeliest code."""
@@ -179,6 +180,10 @@ class EagleTask(CodesTask, DrafterTask):
     def check(cls, settings: DrafterSettings, target: Target, source: TrainingData) -> None:
         """Whether there is such a loss for the target's predictions, and features of codes to cache."""
         comparison_of(target, settings.loss or "")
+        if settings.rounds >= target.length:
+            raise InputError(
+                f"--rounds {settings.rounds} is too many for pictures of {target.length} codes: use at most {target.length - 1}."
+            )
         if source.cache_features and target.channels:
             raise InputError(
                 "--cache-features is of codes, and the latents of pictures are drawn anew in every step."

@@ -73,7 +73,7 @@ def level_cost(loss: str, p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     if loss != "lk":
         cost = cost - (p * log_q).sum(-1)
     if loss in ("lk", "both"):
-        cost = cost - chance.log()
+        cost = cost - chance.clamp(min=torch.finfo(chance.dtype).tiny).log()
     return cost, chance.detach()
 
 
@@ -273,15 +273,16 @@ class ParallelTask(DrafterTask):
         the codes that a walk from the root would decide if the levels were independent; accept: the mean acceptance of
         each level after recorded codes.
         """
-        found = []
-        for part in evenly_spaced(len(self.codes.val), self.check_pictures).split(8):
+        found, index = [], evenly_spaced(len(self.codes.val), self.check_pictures)
+        for part in index.split(8):
             batch = self.batch(self.val, part)
             with team().autocast(self.device):
                 figures = self.loss(self.average, batch)
-            found.append(torch.stack([figures[name] for name in ("kept", "expected", "levels")]))
-        kept, expected, accept = torch.stack(found).mean(0)
+            by_level = torch.stack([figures[name] for name in ("kept", "expected", "levels")])
+            found.append(by_level * len(part))
+        kept, expected, accept = torch.stack(found).sum(0) / len(index)
         codes, predicted = (1 + x.sum().item() for x in (kept, expected))
         chain, rejected = 1 + accept.cumprod(0).sum().item(), 1 + len(kept) - codes
-        by_level = {"kept": kept, "expected": expected, "accept": accept}
-        lists = {name: [round(value, 4) for value in x.tolist()] for name, x in by_level.items()}
+        levels = {"kept": kept, "expected": expected, "accept": accept}
+        lists = {name: [round(value, 4) for value in x.tolist()] for name, x in levels.items()}
         return {"codes": codes, "predicted": predicted, "rejected": rejected, "chain": chain, **lists}
