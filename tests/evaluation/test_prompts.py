@@ -40,12 +40,15 @@ PARTI = 'Prompt\tCategory\tChallenge\tNote\na sign that says "Hi"\tArts\tBasic\t
             ["a bench", "a cow"],
         ),
         ("mine.txt", "# two\n a cat\n\na dog\n", ["a cat", "a dog"]),
+        ("windows.txt", "\ufeff# two\r\na cat\u2028on a mat\r\na dog\x85", ["a cat\u2028on a mat", "a dog"]),
+        ("windows.jsonl", '\ufeff{"prompt": "a cat\u2028\x85on a mat"}\r\n', ["a cat\u2028\x85on a mat"]),
+        ("windows.tsv", "\ufeffNote\tPrompt\r\n\ta cat\u2028on a mat\r\n", ["a cat\u2028on a mat"]),
     ],
 )
 def test_the_files_of_benchmarks_are_read_as_they_are(
     name: str, text: str, prompts: list[str], tmp_path: Path
 ):
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_bytes(text.encode())
     assert read_prompts(tmp_path / name, tmp_path) == prompts
 
 

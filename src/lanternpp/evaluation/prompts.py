@@ -38,7 +38,7 @@ def read_prompts(path: Path | None, model: Path) -> list[str]:
         if source.suffix == ".tsv":
             found = table_column(text, source)
         else:
-            found = [line for line in text.splitlines() if not line.startswith("#")]
+            found = [line for line in text.split("\n") if not line.startswith("#")]
     prompts = [prompt.strip() for prompt in found if prompt.strip()]
     if not prompts:
         raise InputError(f"prompts {source} holds none; write one prompt per line")
@@ -82,7 +82,7 @@ def captions(content: Any, source: Path) -> list[str]:
 
 def table_column(text: str, source: Path) -> list[str]:
     """The column Prompt of a table with tabs, as PartiPrompts.tsv has it; quotes are part of a prompt. InputError."""
-    head, *rows = [line.split("\t") for line in text.splitlines() if line] or [[]]
+    head, *rows = [line.split("\t") for line in text.split("\n") if line] or [[]]
     if "Prompt" not in head:
         raise InputError(f"prompts {source} have no column Prompt; {REMEDY}")
     return [row[head.index("Prompt")] for row in rows if len(row) > head.index("Prompt")]

@@ -95,7 +95,7 @@ def run(
 
 def rejection_message(rejected: Mapping[str, str], prompts: Path) -> str:
     """The first rejected prompt with its line in the file and the reason, and how many more there are."""
-    lines = [line.strip() for line in read_text(prompts, most=LINES).splitlines()]
+    lines = [line.strip() for line in read_text(prompts, most=LINES).split("\n")]
     prompt, why = next(iter(rejected.items()))
     others = len(rejected) - 1
     more = f" ({others} more line{'s' * (others > 1)} cannot be drawn)" if others else ""

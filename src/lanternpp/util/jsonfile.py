@@ -37,7 +37,11 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_text(path: Path, remedy: str = REMEDY, most: int = MOST) -> str:
-    """A text file in UTF-8. Raises InputError where it is missing, no plain file, too large, or other text."""
+    """A text file in UTF-8: no byte order mark, and only \\n at the ends of lines, by which a caller splits it.
+
+    `str.splitlines` would also split at U+2028, which a caption may hold. Raises InputError where the file is missing, no plain
+    file, too large, or other text.
+    """
     try:
         if not path.is_file():
             raise InputError(f"{path} is {'no plain file' if path.exists() else 'missing'}: {remedy}.")
@@ -48,7 +52,7 @@ def read_text(path: Path, remedy: str = REMEDY, most: int = MOST) -> str:
     if len(content) > most:
         raise InputError(f"{path} is larger than {most >> 20} MiB: {remedy}.")
     try:
-        return content.decode("utf-8")
+        return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is no text in UTF-8 (byte {error.start}): {remedy}.") from None
 
@@ -71,7 +75,7 @@ def parse_json(text: str, source: str, remedy: str = REMEDY) -> Any:
 
 def read_lines(path: Path, key: str, remedy: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """The objects of a .jsonl, each with the name of its line for messages. InputError where one has no text under `key`."""
-    for number, line in enumerate(read_text(path, remedy, LINES).splitlines(), 1):
+    for number, line in enumerate(read_text(path, remedy, LINES).split("\n"), 1):
         if line.strip():
             row, where = None, f"{path}, line {number},"
             with suppress(InputError):
