@@ -19,16 +19,16 @@ from safetensors import safe_open
 from helpers.processes import SECONDS, at_low_priority
 from lanternpp.cli import main
 from lanternpp.nn import checkpoints
-from lanternpp.training import codes, features, rates
+from lanternpp.training import codes, features, rates, rollouts
 from lanternpp.tuning import study  # noqa: F401
 
 JOURNALS = ("trials.jsonl", "turns.jsonl")
 HERE = str(Path(__file__).parents[1])
 TRAIN = "train --model tiny --warmup 2 --checks 2 --save-minutes 0"
 COMMANDS = {
-    "own": f"{TRAIN} --kind eagle --self --prompts mine --samples 12 --sample-batch 1 --cache-features --loss guided "
+    "own": f"{TRAIN} -o tiny/own --kind eagle --self --prompts mine --samples 12 --sample-batch 1 --cache-features --loss guided "
     "--steps 26 --batch-size 3",
-    "pictures": f"{TRAIN} --data photos --steps 26 --batch-size 4",
+    "pictures": f"{TRAIN} -o tiny/photos --data photos --steps 26 --batch-size 4",
     "rollouts": f"{TRAIN} --self --prompts mine --rollouts 12 --sample-batch 1 --drafter tiny/parallel -o tiny/next --steps 26 --batch-size 3",
     "together": f"{TRAIN} --kind eagle --self --prompts mine --samples 8 --sample-batch 4 --loss guided --noise 0 --steps 4 "
     "--batch-size 4 --device cpu",
@@ -79,6 +79,7 @@ def obey(name: str, folder: str, life: float | None = None, env: Mapping[str, st
     os.environ |= env
     os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
     features.SHARD, codes.PART, codes.BATCH, rates.PASSES = 1 << 14, 8, 4, 20
+    codes.DRAWN = rollouts.DRAWN = 4
     began = time.process_time()
     if life is not None:
         signal.signal(signal.SIGPROF, signal.SIG_DFL)  # nothing of ours runs when it comes, as with SIGKILL

@@ -83,7 +83,7 @@ def test_a_command_killed_at_any_moment_ends_as_if_nothing_had_happened(
         assert len(expected) > 3 and results(other) == expected
 
 
-@pytest.mark.parametrize(("name", "begun"), [("tune", "**/trials.jsonl"), ("own", "**/drafter/state.pt")])
+@pytest.mark.parametrize(("name", "begun"), [("tune", "**/trials.jsonl"), ("own", "**/own/state.pt")])
 def test_ctrl_c_in_the_middle_is_one_line_and_130_and_the_command_goes_on(
     name: str, begun: str, places: tuple[Path, Path]
 ) -> None:

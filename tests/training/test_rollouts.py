@@ -52,7 +52,7 @@ def nodes_of(run: Rollout, at: Tensor) -> Tensor:
 @pytest.mark.parametrize("aux_layers", [(), (0, 1)])
 def test_a_run_holds_the_features_of_the_picture_it_drew(aux_layers: tuple[int, ...]) -> None:
     target = ToyTarget(layers=3)
-    for run in record(engine_of(target, parallel(target, aux_layers=aux_layers)), TEXTS):
+    for run in record(engine_of(target, parallel(target, aux_layers=aux_layers)), TEXTS, range(5)):
         decided, begin, rejected = replay(run.kept, 4, 4)
         features, hints = torch.cat((run.prompt, nodes_of(run, decided))), nodes_of(run, rejected)
         prompt = target.prompt([run.text], 2)
@@ -75,8 +75,9 @@ def test_runs_are_those_of_the_rule_and_the_verifier_that_are_given(
 ) -> None:
     target = ToyTarget()
     expected = generate(engine_of(target, parallel(target), 2, rule, verifier), TEXTS, range(5))
-    for run in record(engine_of(target, parallel(target), 2, rule, verifier), TEXTS):
-        sample = expected[TEXTS.index(run.text or "")]
+    runs = record(engine_of(target, parallel(target), 2, rule, verifier), TEXTS, range(5))
+    assert [run.text for run in runs] == TEXTS
+    for sample, run in zip(expected, runs, strict=True):
         assert run.codes.tolist() == sample.codes.tolist() and run.kept.tolist() == sample.accepted[1:]
 
 
@@ -95,9 +96,12 @@ def test_training_drafts_as_the_engine_did(
 
     monkeypatch.setattr(Parallel, "propose", spy)
     drafter = parallel(target, aux_layers=aux_layers)
-    for network in (target, drafter):  # where only the distance of two slots counts, as with prompts of several lengths
+    for network in (
+        target,
+        drafter,
+    ):  # where only the distance of two slots counts, as with prompts of several lengths
         network.decoder.rotary_table = line_table(32, network.decoder.config.head_dim)
-    (run,) = record(engine_of(target, drafter, 1), ["stone"])
+    (run,) = record(engine_of(target, drafter, 1), ["stone"], [0])
     assert run.kept.max() > 1 and len(seen) == len(run.kept) > 4
     settings = settings_of(anchors=len(seen), noise=0.0, aux_layers=len(aux_layers))
     begin = grown(drafter, settings, target)

@@ -17,6 +17,7 @@ from helpers.refusals import rejects
 from lanternpp import Pipeline
 from lanternpp.api.model import placed, read_target
 from lanternpp.kernels.loading import kernels
+from lanternpp.models.vq import codes as vq_codes
 from lanternpp.training import codes
 from lanternpp.training.codes import OwnCodes, Prompts, choose_prompts, hold_out
 from lanternpp.training.drafter import train
@@ -24,7 +25,7 @@ from lanternpp.training.eagle import EagleTask
 from lanternpp.training.options import DrafterSettings, TrainingData, TrainingOptions
 from lanternpp.training.parallel import ParallelTask
 from lanternpp.training.rollouts import RolloutTask
-from lanternpp.training.teacher import Teacher
+from lanternpp.training.teacher import Teacher, key_of
 
 CPU = torch.device("cpu")
 WORDS = ("a red tulip", "red tulip"), ("tulip",)
@@ -37,10 +38,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def drawn(model: Path, store: Path, count: int = 7, seed: int = 0) -> codes.Codes:
+def drawn(model: Path, store: Path, count: int = 7, seed: int = 0, batch: int = 1) -> codes.Codes:
     teacher = Teacher(model, TrainingOptions(store, device="cpu"), None, draws=True)
     teacher.store = store
-    return OwnCodes(teacher, WORDS, count, 1, seed).build()
+    return OwnCodes(teacher, WORDS, count, batch, seed).build()
 
 
 def test_codes_are_those_the_pipeline_draws_for_the_same_prompt_and_seed(model: Path, tmp_path: Path) -> None:
@@ -56,6 +57,7 @@ def test_codes_are_those_the_pipeline_draws_for_the_same_prompt_and_seed(model: 
 def test_finished_shards_are_kept_and_only_the_missing_ones_drawn(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(codes, "DRAWN", 4)
     whole = drawn(model, tmp_path)  # 11 pictures, four a shard
     said = capsys.readouterr().err
     assert "codes of the target's own pictures, 4 of them to validate: 11 pictures, about 0.0 MB in" in said
@@ -68,8 +70,14 @@ def test_finished_shards_are_kept_and_only_the_missing_ones_drawn(
     again = drawn(model, tmp_path)
     assert made == [4]
     assert torch.equal(again.train.codes, whole.train.codes) and torch.equal(again.val.codes, whole.val.codes)
-    drawn(model, tmp_path)
-    assert made == [4]
+    drawn(model, tmp_path, batch=3)
+    assert made == [4], "they were drawn one at a time, and are the same three at a time"
+    large = drawn(model, tmp_path / "large", batch=3)
+    assert made == [4, 11], "which draws several shards at once"
+    assert len(list((tmp_path / "large").rglob("*.safetensors"))) == 3
+    assert torch.equal(large.train.codes, whole.train.codes) and large.train.texts == whole.train.texts
+    monkeypatch.setattr(vq_codes, "SHORT", 16)
+    assert torch.equal(drawn(model, tmp_path / "int32").val.codes, whole.val.codes.int())
     files[2].write_bytes(files[2].read_bytes()[:30])
     rejects(r"00002.safetensors cannot be read .*delete it", drawn, model, tmp_path)
     drawn(model, tmp_path / "other", seed=1)
@@ -128,6 +136,8 @@ def test_drafters_of_every_family_learn_from_its_own_pictures_and_from_recorded_
     assert train(folder, ParallelTask, all_levels, own, into["parallel"])
     assert train(folder, RolloutTask, all_levels, runs, into["next"])
     facts = {part: json.loads((folder / part / "provenance.json").read_text()) for part in into}
+    single, half = (read_target(folder, dtype) for dtype in (torch.float32, torch.bfloat16))
+    assert key_of(single) == key_of(half), "what was drawn on another device would be drawn again"
     assert facts["next"]["data"]["runs"] == 3 and len(facts["next"]["validation"]["accept"]) == 3
     pipe = Pipeline.from_pretrained(folder, folder / "next", device="cpu", dtype="float64")
     known = facts["drafter"]["settings"]

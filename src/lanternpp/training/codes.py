@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,7 +22,7 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.errors import InputError
 from lanternpp.evaluation.prompts import PROMPTS, read_prompts
 from lanternpp.models.base import Target
-from lanternpp.models.vq.codes import Reader
+from lanternpp.models.vq.codes import Reader, stored_as
 from lanternpp.nn.checkpoints import checksum
 from lanternpp.training.material import Done, Material, Shard, read_file
 from lanternpp.training.pictures import Rows, crop, read_rows
@@ -30,7 +31,7 @@ from lanternpp.training.teacher import Teacher
 from lanternpp.util.files import digest
 
 PART, BATCH = 128, 32  # pictures in a shard, and pictures encoded at once
-MOST_CODES = 2**16  # of a vocabulary, as codes are kept in 16 bits
+DRAWN = 32  # pictures in a shard of those that a target draws
 HELD_OUT = 10  # one prompt of this many is held out for validation
 MIN_HELD_OUT, MAX_HELD_OUT = 4, 96  # validation pictures
 MIN_PICTURES = 100  # training pictures, where the user does not say how many
@@ -38,7 +39,7 @@ MIN_PICTURES = 100  # training pictures, where the user does not say how many
 
 @dataclass(frozen=True)
 class Split:
-    """One split: codes [M, variants, length] uint16, or moments [M, variants, length, 2 C] float16; M captions and labels.
+    """One split: codes [M, variants, length] as `stored_as` says, or moments [M, variants, length, 2 C] float16; M captions and labels.
 
     A label is "" where there is none. runs: the M runs that were recorded, where the training is on these.
     """
@@ -147,12 +148,6 @@ def evenly_spaced(count: int, most: int) -> Tensor:
     return torch.linspace(0, count - 1, min(count, most)).round().long()
 
 
-def check_codes(what: str, codes: int) -> None:
-    """InputError where a vocabulary is too large for the 16 bits that a code is kept in."""
-    if codes > MOST_CODES:
-        raise InputError(f"a {what} of {codes} codes is too large: training takes up to {MOST_CODES}.")
-
-
 class PictureCodes:
     """The codes that a reader sees in the pictures of an imagefolder: training ones in 2 x crops variants.
 
@@ -160,7 +155,6 @@ class PictureCodes:
     """
 
     def __init__(self, data: Path, reader: Reader, store: Path, crops: int = 2, limit: int | None = None):
-        check_codes("tokenizer", reader.codes)
         self.data, self.reader, self.store, self.crops = data, reader, store, crops
         self.rows = {split: read_rows(data, split, limit) for split in ("train", "val")}
         self.key = digest([*reader.key, *(rows.key for rows in self.rows.values()), str(crops)])
@@ -173,7 +167,7 @@ class PictureCodes:
         splits, skipped = dict[str, Split](), list[str]()
         for split, rows in self.rows.items():
             variants = 2 * self.crops if split == "train" else 1
-            size = 2 * variants * self.reader.length * max(1, *self.reader.each, 1)
+            size = self.reader.stored.itemsize * variants * self.reader.length * max(1, *self.reader.each, 1)
             where, compute = self.store / f"{split}-{self.key}", partial(self._encode, rows, variants)
             material = Material(where, len(rows.files), PART, compute, f"codes of the {split} pictures", size)
             shards = list(material.build().read())
@@ -268,22 +262,22 @@ class OwnCodes:
     """
 
     def __init__(self, teacher: Teacher, prompts: Prompts, count: int | None, batch: int, seed: int):
-        check_codes("target", teacher.target.vocab)
         self.teacher, self.batch, self.seed, (train, val) = teacher, batch, seed, prompts
         self.prompts = len(train)
         count = count or max(len(train), MIN_PICTURES)
         self.held_out = min(max(count // HELD_OUT, MIN_HELD_OUT), MAX_HELD_OUT)
         self.texts = [train[i % len(train)] for i in range(count)]
         self.texts += [val[i % len(val)] for i in range(self.held_out)]
-        drawn = f"{Guidance(teacher.cfg)} {teacher.sampling} {seed} {batch}"
+        drawn = f"{Guidance(teacher.cfg)} {teacher.sampling} {seed}"
         self.key = digest([teacher.origin, *self.texts, drawn])
 
     def build(self) -> Codes:
         """The codes, kept beside the model; missing pictures are drawn now."""
         target, count = self.teacher.target, len(self.texts)
-        folder, size = self.teacher.store / f"self-{self.key}", 2 * target.length * max(target.channels, 1)
+        folder, numbers = self.teacher.store / f"self-{self.key}", target.length * max(target.channels, 1)
         contents = f"codes of the target's own pictures, {self.held_out} of them to validate"
-        material = Material(folder, count, self.batch * 4, self._draw, contents, size).build()
+        size = numbers * stored_as(target.vocab).itemsize
+        material = Material(folder, count, DRAWN, self._draw, contents, size).build()
         drawn, last = Split.of(list(material.read())), count - self.held_out
         facts: dict[str, Any] = {"self": True, "prompts": self.prompts, "cfg": self.teacher.cfg}
         facts["sampling"] = asdict(self.teacher.sampling)
@@ -295,9 +289,14 @@ class OwnCodes:
         pack_target(target)
         engine = self.engine()
         target.cache_prompts(len(set(self.texts)))
-        for part in parts:
-            texts, first = self.texts[part.start : part.stop], self.seed << 32
-            yield self.shard(engine, texts, range(first + part.start, first + part.stop), done)
+        # A large batch fills several shards.
+        for _, some in groupby(parts, lambda part: part.start // max(4 * self.batch, DRAWN)):
+            shards = list(some)
+            places = [place for part in shards for place in part]
+            texts, seeds = [self.texts[i] for i in places], [(self.seed << 32) + i for i in places]
+            drawn = iter(self.draw(engine, texts, seeds, done))
+            for part in shards:
+                yield self.shard(list(islice(drawn, len(part))), self.texts[part.start : part.stop])
         target.release_encoder()
 
     def engine(self) -> Engine:
@@ -305,12 +304,14 @@ class OwnCodes:
         pipe, batch = self.teacher.pipeline(), min(self.batch, len(self.texts))
         return pipe.new_engine(pipe.settings(BASELINE, cfg=self.teacher.cfg, batch_size=batch))
 
-    def shard(self, engine: Engine, texts: Sequence[str], seeds: range, done: Done) -> Shard:
-        """The pictures of some texts."""
-        samples = generate(engine, texts, seeds, lambda now, of: done(now / of * len(texts)))
-        codes = torch.stack([sample.codes for sample in samples])
-        kind = torch.float16 if self.teacher.target.channels else torch.uint16
-        return {"codes": codes.to(kind)}, {"texts": texts}
+    def draw(self, engine: Engine, texts: Sequence[str], seeds: Sequence[int], done: Done) -> list[Any]:
+        """The pictures of some texts, in order."""
+        return generate(engine, texts, seeds, lambda now, of: done(now / of * len(texts)))
+
+    def shard(self, drawn: Sequence[Any], texts: Sequence[str]) -> Shard:
+        """Pictures that were drawn, of these texts, as a file keeps them."""
+        codes = torch.stack([sample.codes for sample in drawn])
+        return {"codes": codes.to(stored_as(self.teacher.target.vocab))}, {"texts": texts}
 
 
 def folder_codes(folder: Path, target: Target) -> Codes:
@@ -318,22 +319,29 @@ def folder_codes(folder: Path, target: Target) -> Codes:
 
     Own pictures are kept so. One picture of ten validates. InputError where a file has other codes than the target's.
     """
-    shards = list[Shard]()
+    shards, channels = list[Shard](), target.channels
+    # latents are kept as they were drawn, or as moments
+    shapes = (
+        [(target.length, width) for width in (channels, 2 * channels)] if channels else [(target.length,)]
+    )
     for path in sorted(folder.glob("*.safetensors")):
-        tensors, facts = read_file(path)
-        codes, texts = tensors.get("codes", torch.empty(0)), facts.get("texts")
-        fits = codes.ndim == 2 + bool(target.channels) and codes.shape[1] == target.length
-        if not fits or not isinstance(texts, list) or len(texts) != len(codes):
+        tensors, facts = read_file(path, "write it again as safetensors with facts in JSON")
+        codes = tensors.get("codes", torch.empty(0))
+        texts: Any = facts.get("texts") if isinstance(facts, dict) else None
+        fits = codes.shape[1:] in shapes and len(codes) > 0 and isinstance(texts, list)
+        if not fits or [type(text) for text in texts] != [str] * len(codes):
             raise InputError(
                 f"{path} has no `codes` [n, {target.length}] of this model, or not as many `texts` in its facts."
             )
         if not target.channels:
-            if not 0 <= int(codes.long().min()) <= int(codes.long().max()) < target.vocab:
+            numbers = codes.long()
+            whole = not codes.is_floating_point() or torch.equal(numbers.to(codes.dtype), codes)
+            if not whole or not 0 <= int(numbers.min()) <= int(numbers.max()) < target.vocab:
                 raise InputError(
                     f"{path} has codes that are not of 0 to {target.vocab - 1}, as this model's are."
                 )
-            codes = codes.to(torch.uint16)
-        shards.append(({"codes": codes}, facts))
+            codes = numbers.to(stored_as(target.vocab))
+        shards.append(({"codes": codes}, {"texts": texts}))
     if not shards:
         raise InputError(f"{folder} has no codes: --codes takes a folder of safetensors files.")
     split = Split.of(shards)

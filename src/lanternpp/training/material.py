@@ -1,6 +1,7 @@
 """Training material on disk: numbered safetensors files (shards), of which missing ones are computed.
 
-Each file is replaced as a whole: a killed run loses one shard at most, and the next run computes the missing shards.
+Each file is replaced as a whole: a killed run loses the shard, or those of a large batch, that it computes, and the next run
+computes the missing shards.
 """
 
 from __future__ import annotations
@@ -91,9 +92,9 @@ def write_file(path: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) ->
         save_file(on_host, temporary, metadata={"facts": json.dumps(facts)})
 
 
-def read_file(path: Path) -> Shard:
-    """The tensors and the facts of such a file. InputError where the file is broken."""
-    with wrong_file(f"{path} cannot be read", "delete it to make it again"), safe_open(path, "pt") as file:
+def read_file(path: Path, remedy: str = "delete it to make it again") -> Shard:
+    """The tensors and the facts of such a file. InputError where the file is broken, which ends with the remedy."""
+    with wrong_file(f"{path} cannot be read", remedy), safe_open(path, "pt") as file:
         facts = json.loads((file.metadata() or {}).get("facts", "{}"))
         return {name: file.get_tensor(name) for name in file.keys()}, facts  # noqa: SIM118
 

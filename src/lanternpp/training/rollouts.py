@@ -6,7 +6,7 @@ A drafter whose hints are the target's features at rejected codes can only learn
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,14 +22,13 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.observers import Observer
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
-from lanternpp.nn.checkpoints import checksum_of
 from lanternpp.nn.sources import Source
-from lanternpp.training.codes import MAX_HELD_OUT, Codes, OwnCodes, Split, choose_prompts
+from lanternpp.training.codes import DRAWN, MAX_HELD_OUT, Codes, OwnCodes, Split, choose_prompts
 from lanternpp.training.features import CaptionPrompts, drafter_inputs, slot_inputs, spread_aux_layers
 from lanternpp.training.material import Done, Material, Shard
 from lanternpp.training.options import DrafterSettings, TrainingData
 from lanternpp.training.parallel import DraftBatch, ParallelTask
-from lanternpp.training.teacher import Teacher
+from lanternpp.training.teacher import Teacher, key_of
 from lanternpp.types import Admission, TargetOutput
 from lanternpp.util.devices import free_memory
 from lanternpp.util.files import digest
@@ -72,15 +71,20 @@ class Recorder(Observer):
         return self.guidance.merge(features).to(features.dtype)
 
 
-def record(engine: Engine, texts: Sequence[str | None], first: int = 0) -> Iterator[Rollout]:
-    """A rollout per text, as an engine that drafts chains by a parallel drafter finishes them; seeds run from `first` on."""
-    recorder = Recorder(engine.guidance)
+def record(
+    engine: Engine, texts: Sequence[str | None], seeds: Sequence[int], done: Done = lambda pictures: None
+) -> list[Rollout]:
+    """A rollout per text and seed, in order, of an engine that drafts chains by a parallel drafter."""
+    recorder, found = Recorder(engine.guidance), dict[int, Rollout]()
     engine.observers = [recorder]
-    for index, drawn in drawing(engine, texts, range(first, first + len(texts))):
+    for index, drawn in drawing(engine, texts, seeds):
         (_, prompt), *passes = recorder.passes[drawn.slot]
         kept, features = zip(*passes, strict=True)
         decided = torch.tensor(kept, dtype=torch.int16)
-        yield Rollout(texts[index], drawn.codes.to(torch.int32), decided, torch.stack(features), prompt)
+        codes = drawn.codes.to(torch.int32)
+        found[index] = Rollout(texts[index], codes, decided, torch.stack(features), prompt)
+        done(len(found))
+    return [found[index] for index in range(len(texts))]
 
 
 def replay(kept: Tensor, depth: int, levels: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,7 +119,7 @@ class Runs(OwnCodes):
         prompts = choose_prompts(teacher, source.prompts, source.data)
         super().__init__(teacher, prompts, source.rollouts, source.sample_batch, settings.seed + 1)
         drafter = ParallelDrafter.read(Source.open(source.drafter), teacher.target, teacher.drawing_dtype)
-        origin = checksum_of(drafter)
+        origin = key_of(drafter)
         self.begin = grown(drafter, settings, teacher.target)
         config = self.begin.config
         self.settings = replace(
@@ -130,7 +134,7 @@ class Runs(OwnCodes):
         self.drawn = teacher.pipeline().settings(source.method, **chains)
         drawn = {name: getattr(self.drawn, name) for name in ("verify", *names(RuleDials))}
         dials = sorted((name, value) for name, value in drawn.items() if value is not None)
-        how = f"{teacher.cfg} {config.queries} {config.aux_layers} {self.seed} {self.batch} {self.drawn.accept} {dials}"
+        how = f"{teacher.cfg} {config.queries} {config.aux_layers} {self.seed} {self.drawn.accept} {dials}"
         self.key = digest([teacher.origin, origin, *self.texts, how])
         place = {} if source.data is None else {"folder": source.data.resolve().name}
         self.facts = {"codes": self.key, "runs": source.rollouts, "drafter": origin, **place}
@@ -142,7 +146,7 @@ class Runs(OwnCodes):
         # Assumes that a pass decides three codes on average.
         room = target.length * width * next(target.parameters()).element_size() * (config.queries + 2) // 3
         folder, contents = self.teacher.store / f"runs-{self.key}", "recorded runs of the target"
-        material = Material(folder, len(self.texts), self.batch * 4, self._draw, contents, room).build()
+        material = Material(folder, len(self.texts), DRAWN, self._draw, contents, room).build()
         # Every step reads features of runs, which a GPU keeps where they take at most half of its free memory.
         device, size = self.teacher.device, sum(path.stat().st_size for path in material.paths)
         fits = device.type == "cuda" and 2 * size < (free_memory(device) or 0)
@@ -163,14 +167,15 @@ class Runs(OwnCodes):
         drafter.eval().requires_grad_(False).pack(teacher.target)
         return teacher.pipeline(parallel=drafter).new_engine(self.drawn)
 
-    def shard(self, engine: Engine, texts: Sequence[str], seeds: range, done: Done) -> Shard:
-        """The runs of some texts."""
-        tensors, drawn = dict[str, Tensor](), list[str | None]()
-        for i, run in enumerate(record(engine, texts, seeds.start)):
-            tensors |= {f"{i} {name}": getattr(run, name) for name in PARTS}
-            drawn.append(run.text)
-            done(len(drawn))
-        return tensors, {"texts": drawn}
+    def draw(self, engine: Engine, texts: Sequence[str], seeds: Sequence[int], done: Done) -> list[Any]:
+        """The runs of some texts, in order."""
+        return record(engine, texts, seeds, done)
+
+    def shard(self, drawn: Sequence[Any], texts: Sequence[str]) -> Shard:
+        """Recorded runs, of these texts, as a file keeps them."""
+        return {f"{i} {name}": getattr(run, name) for i, run in enumerate(drawn) for name in PARTS}, {
+            "texts": texts
+        }
 
 
 class RolloutTask(ParallelTask):

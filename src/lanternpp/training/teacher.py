@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from lanternpp.api.model import MODELS, Model, model_folder, placed, read_target
 from lanternpp.api.options import BASELINE
@@ -16,8 +17,10 @@ from lanternpp.errors import InputError
 from lanternpp.models.base import Target
 from lanternpp.nn.checkpoints import CONFIG, checksum
 from lanternpp.training.loop import compute_dtype, team
-from lanternpp.training.options import TrainingOptions
+from lanternpp.training.options import Kind, TrainingOptions
+from lanternpp.training.state import STATE
 from lanternpp.util.files import digest
+from lanternpp.util.jsonfile import read_object
 
 SAMPLED = 1 << 16  # numbers of a tensor, evenly over it, that are hashed to identify it
 
@@ -46,7 +49,8 @@ class Teacher:
         usual = self.pipeline().settings(BASELINE, cfg=cfg)
         self.cfg: float = usual.cfg
         self.sampling = Sampling(usual.temperature, usual.top_k, usual.top_p)
-        self.origin = key_of(self.target)
+        made = self.target
+        self.origin = key_of(made, type(made).__name__, made.vocab, made.width, made.length, made.slots)
         # Where its codes and features are kept: beside the model where that is the user's, else beside the drafter.
         self.store = (self.place if is_own_folder(model) else options.folder) / "codes"
 
@@ -81,10 +85,28 @@ def drafter_folder(model: str | Path, out: Path | None, kind: str) -> Path:
     return out or Path(model) / kind
 
 
-def key_of(target: Target) -> str:
-    """A hash of a target's weights and of the sizes of its pictures, from a part of every tensor."""
-    parts = [f"{type(target).__name__} {target.vocab} {target.width} {target.length} {target.slots}"]
-    for name, tensor in sorted(target.state_dict().items()):
+def check_folder(folder: Path, model: str | Path, kind: Kind, restart: bool) -> None:
+    """InputError where a drafter of this kind in the folder would replace what this command did not train."""
+    config = folder / CONFIG
+    held = str(read_object(config).get("kind")) if config.is_file() else ""
+    whole = folder.resolve() == Path(model).resolve() or (folder / "target" / CONFIG).is_file()
+    if whole or (held and not held.startswith(kind)):
+        raise InputError(
+            f"{folder} holds something other than a drafter of --kind {kind}: name another folder with -o DIR."
+        )
+    if held and not restart and not (folder / STATE).is_file():
+        raise InputError(
+            f"{folder} holds a drafter without the state of its training: pass --restart to replace it, or name another "
+            "folder with -o DIR."
+        )
+
+
+def key_of(network: nn.Module, *facts: object) -> str:
+    """A hash of facts and of a network's weights, a part of every tensor, the same in float32 and in bfloat16."""
+    parts = [str(fact) for fact in facts]
+    for name, tensor in sorted(network.state_dict().items()):
         flat = tensor.detach().flatten()
-        parts += [name, str(tuple(tensor.shape)), checksum(flat[:: -(-flat.numel() // SAMPLED) or 1])]
+        some = flat[:: -(-flat.numel() // SAMPLED) or 1]
+        parts += [name, str(tuple(tensor.shape))]
+        parts += [checksum(some.bfloat16() if some.is_floating_point() else some)]
     return digest(parts)

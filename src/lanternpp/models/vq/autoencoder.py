@@ -159,7 +159,7 @@ class Autoencoder(nn.Module):
         key = hashes(channels_last(self).encoder)
         key += hashes(self.get_buffer("quantiser.codebook")) if self.vocab else ()
         found = self.config.size, self.length, self.vocab, key, self.encode, next(self.parameters()).device
-        return Reader(*found) if self.vocab else Reader(*found, torch.float16, (2 * self.channels,))
+        return Reader(*found) if self.vocab else Reader(*found, (2 * self.channels,))
 
     def encoded(self, images: Tensor) -> Tensor:
         """Images [B, 3, H, W] -> the encoder's output at every place, [B, length, outputs]."""

@@ -24,6 +24,7 @@ from lanternpp.util.files import replacing, user_cache
 from lanternpp.util.progress import progress_bar
 
 ROWS = 64  # codes whose distances are computed at once: they stay in the L2 cache
+SHORT = 1 << 16  # codes that 16 bits can number
 LARGE = 1 << 15  # codes from which on there is a progress bar
 PAIRWISE = "donot_use_mm_for_euclid_dist"  # of torch.cdist: without the rounding of products
 
@@ -38,8 +39,12 @@ class Reader:
     key: tuple[str, ...]  # hashes of the weights that decide the codes
     encode: Callable[[Tensor], Tensor]  # images [B, 3, size, size] in [-1, 1] -> codes [B, length] int64
     device: torch.device
-    stored: torch.dtype = torch.uint16  # how a cache on disk keeps what it finds
     each: tuple[int, ...] = ()  # shape of what it finds at a place: of moments, (2 C,)
+
+    @property
+    def stored(self) -> torch.dtype:
+        """How a cache on disk keeps what it finds."""
+        return stored_as(self.codes)
 
     @classmethod
     def of(
@@ -70,10 +75,15 @@ class Reader:
         return cls(size, length, len(book), key, encode, like.device)
 
 
+def stored_as(codes: int) -> torch.dtype:
+    """How a cache on disk keeps codes of a vocabulary, or with a vocabulary of 0 latents and their moments."""
+    return torch.float16 if not codes else torch.uint16 if codes <= SHORT else torch.int32
+
+
 def hashes(weights: nn.Module | Tensor) -> tuple[str, ...]:
-    """The checksums of weights in float32, whatever the layout of their convolutions."""
+    """The checksums of weights in bfloat16, whatever their dtype and the layout of their convolutions."""
     tensors = weights.state_dict().values() if isinstance(weights, nn.Module) else (weights,)
-    return tuple(checksum(tensor.float()) for tensor in tensors)
+    return tuple(checksum(tensor.bfloat16()) for tensor in tensors)
 
 
 def argmax(scores: Tensor, side: int = 64) -> Tensor:
