@@ -10,12 +10,14 @@ import pytest
 import torch
 from helpers.checkpoints import write_llamagen
 from helpers.families import write_janus
-from helpers.models import contents
+from helpers.models import contents, write_model
 from helpers.photos import draw
 from safetensors.torch import save_file
 
+from lanternpp import Pipeline
+from lanternpp.api.fit.rates import FILE
 from lanternpp.nn import checkpoints
-from lanternpp.training import codes
+from lanternpp.training import codes, rates
 
 PROMPT = {"c2i": "7", "t2i": "a red tulip", "janus": "a photo of the red tulip"}
 SMALL = ("--steps", 2, "--checks", 1, "--batch-size", 4)
@@ -139,6 +141,54 @@ def test_a_drafter_goes_on_from_recorded_runs_in_another_folder(run, shelf: Path
     assert (drawn.code, drawn.err) == (0, "")
 
 
+def test_nothing_is_replaced_but_a_drafter_that_was_trained_there(
+    run, shelf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = ("train", "--model", "c2i", *own("c2i"), "--device", "cpu")
+    write_model(shelf / "mm")
+    before = contents(shelf)
+    for folder in ("janus", "c2i", "mm", "mm/target", "mm/drafter"):
+        for more in ((), ("--restart",)):
+            run(*train, "-o", folder, *more).refused(
+                f"{folder} holds something other than a drafter of --kind"
+            )
+    run(*train, "-o", "mm/parallel").refused("mm/parallel holds a drafter without the state", "--restart")
+    assert contents(shelf) == before
+    counted = []
+    opened = Pipeline.from_pretrained
+    monkeypatch.setattr(
+        Pipeline,
+        "from_pretrained",
+        lambda *args, **more: counted.append(more["device"]) or opened(*args, **more),
+    )
+    assert run(*train, "-o", "mm/parallel", "--restart").code == run(*train, "-o", "mm/parallel").code == 0
+    assert counted == ["cpu", "cpu"]
+
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rates, "record", stop)
+    run(*train, "-o", "mm/parallel", "--restart", "--seed", 1)
+    assert not (shelf / "mm/parallel" / FILE).exists(), "the rates of the weights before"
+
+
+def test_acceptance_is_counted_on_prompts_that_were_held_out(
+    run, shelf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn, record = [], rates.record
+
+    def spy(*args: object, **more: object) -> dict[str, float]:
+        drawn.append(args[3])
+        return record(*args, **more)
+
+    monkeypatch.setattr(rates, "record", spy)
+    assert run("train", "--model", "t2i", *own("t2i")).code == 0
+    (kept,) = (shelf / "t2i" / "codes").glob("self-*")
+    assert run("train", "--model", "t2i", "-o", "mine", "--codes", kept, *SMALL).code == 0
+    assert drawn[0] == ("a photo of a tulip",)
+    assert drawn[1] and set(drawn[1]) <= {"a red tulip", "the red", "a photo of a tulip"}
+
+
 def test_a_folder_of_codes_is_learned_from(run, shelf: Path) -> None:
     assert run("train", "--model", "janus", *own("janus")).code == 0
     (kept,) = (shelf / "janus" / "codes").glob("self-*")
@@ -156,6 +206,27 @@ def test_a_folder_of_codes_is_learned_from(run, shelf: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("codes", "facts", "said"),
+    [
+        (torch.zeros(0, 16), '{"texts": []}', "has no `codes`"),
+        (torch.zeros(2, 16), "[1]", "has no `codes`"),
+        (torch.zeros(2, 16), '{"texts": ["a", null]}', "not as many `texts`"),
+        (torch.zeros(2, 16), '{"texts": [1, 2]}', "not as many `texts`"),
+        (torch.full((2, 16), 0.5), '{"texts": ["a", "b"]}', "codes that are not of 0 to "),
+        (torch.full((2, 16), torch.nan), '{"texts": ["a", "b"]}', "codes that are not of 0 to "),
+        (torch.zeros(2, 16), "{", "safetensors cannot be read (Expecting property name"),
+    ],
+)
+def test_a_wrong_file_of_codes_is_one_sentence(
+    codes: torch.Tensor, facts: str, said: str, run, shelf: Path
+) -> None:
+    save_file({"codes": codes}, shelf / "x.safetensors", metadata={"facts": facts})
+    refused = run("train", "--model", "janus", "-o", "mine", "--codes", ".", *SMALL)
+    refused.refused(said)
+    assert "delete" not in refused.err
+
+
+@pytest.mark.parametrize(
     ("options", "said"),
     [
         (("--kind", "eagle", "--levels", 9), "--levels is for drafters of --kind parallel"),
@@ -164,6 +235,9 @@ def test_a_folder_of_codes_is_learned_from(run, shelf: Path) -> None:
         (("--kind", "eagle", "--loss", "block"), "loss 'block' is none of eagle's"),
         (("--rounds", 2), "--rounds is for drafters of --kind eagle: leave it out, or give that --kind"),
         (("--cache-features",), "--cache-features is for drafters of --kind eagle"),
+        (("--rollouts", 2, "--drafter", "d"), "--samples has no effect with --rollouts: leave it out"),
+        (("--crops", 3), "--crops has no effect with --self"),
+        (("--limit", 3), "--limit has no effect with --self"),
         (("--aux-layers", 2), "--aux-layers 2 is too many: the target has 1 layers below"),
     ],
 )

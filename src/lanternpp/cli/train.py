@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
+import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -36,37 +38,43 @@ def train(
     from lanternpp.training import drafter as drafters
     from lanternpp.training.eagle import EagleTask
     from lanternpp.training.rollouts import ParallelTask, RolloutTask
-    from lanternpp.training.teacher import drafter_folder
+    from lanternpp.training.teacher import check_folder, drafter_folder
 
     settings = settings.of(kind)
     source.check(kind)
     training.check()
     folder = drafter_folder(model, out, "drafter" if kind == "eagle" else kind)
     source.check(kind, folder)
+    check_folder(folder, model, kind, training.restart)
     options = replace(training, folder=opt.writable_folder(folder))
     task = EagleTask if kind == "eagle" else ParallelTask if source.rollouts is None else RolloutTask
-    finished = drafters.train(model, task, settings, source, options)
-    if not finished:
+    prompts = drafters.train(model, task, settings, source, options)
+    if not prompts:
         return 130  # as a shell expects after an interrupt
-    store_rates(model, out, folder, kind)
+    store_rates(model, out, folder, kind, prompts, training.device)
     return None
 
 
-def store_rates(model: str, out: Path | None, folder: Path, kind: Kind) -> None:
-    """Count and store the acceptance rates of a drafter, by which drafts are fitted to a machine; say which command draws with it."""
+def store_rates(
+    model: str, out: Path | None, folder: Path, kind: Kind, prompts: Sequence[str], device: str
+) -> None:
+    """Count and store the acceptance rates of a drafter, by which drafts are fitted to a machine; say which command draws with it.
+
+    prompts: those of the pictures that are drawn for it.
+    """
     from lanternpp.api.fit.rates import FILE
     from lanternpp.api.pipeline import Pipeline
-    from lanternpp.evaluation.prompts import usual_conditions
+    from lanternpp.models.base import PromptWarning
     from lanternpp.training.loop import team
     from lanternpp.training.rates import record, strengths
 
     if not team().leads:
         return
-    pipe = Pipeline.from_pretrained(model, out, tuned=False)
-    conditions = usual_conditions(pipe.folder, pipe.target)
+    pipe = Pipeline.from_pretrained(model, out, device=device, tuned=False)
     print(f"counting how many drafted codes are accepted, for {folder / FILE}", file=sys.stderr)
-    with progress_bar("counting accepted codes") as progress:
-        found = record(pipe, strengths(pipe, kind), folder, conditions, progress=progress)
+    with progress_bar("counting accepted codes") as progress, warnings.catch_warnings():
+        warnings.simplefilter("ignore", PromptWarning)  # as those of the training's captions
+        found = record(pipe, strengths(pipe, kind), folder, prompts, progress=progress)
     rates = ", ".join(f"{name} {codes:.2f}" for name, codes in found.items())
     print(f"codes per pass: {rates or 'no draft fits into a picture'}", file=sys.stderr)
     other = ["--drafter", str(out)] if out else []

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from lanternpp.errors import InputError
-from lanternpp.models.base import Target
 from lanternpp.models.hub import TIMEOUT, hub_id, quiet_downloads
 from lanternpp.nn.files import wrong_file
 from lanternpp.util import files
@@ -104,14 +103,6 @@ def write_geneval(rows: Sequence[Mapping[str, Any]], pictures: Sequence[tuple[in
         for i, picture in enumerate(path for prompt, path in pictures if prompt == place):
             with files.replacing(folder / "samples" / f"{i:04d}.png") as temporary:
                 shutil.copyfile(picture, temporary)
-
-
-def usual_conditions(model: Path, target: Target) -> Sequence[str | None]:
-    """Prompts to draw by default: the model's own list of prompts, some of its conditions, or the null condition."""
-    if (model / PROMPTS).is_file():
-        return read_prompts(None, model)
-    known = target.conditions
-    return known[:: max(1, len(known) // 25)] or [None]
 
 
 def spread(prompts: Sequence[str], count: int) -> list[str]:

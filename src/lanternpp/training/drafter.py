@@ -117,8 +117,8 @@ def train(
     settings: DrafterSettings,
     source: TrainingData,
     options: TrainingOptions,
-) -> bool:
-    """Train a drafter of `model` in the folder of `options`; False if interrupted.
+) -> tuple[str, ...]:
+    """Train a drafter of `model` in the folder of `options`. Returns the prompts of its validation; none if interrupted.
 
     settings: `DrafterSettings.of` the task's kind. InputError where there is nothing to learn from, or the folder was
     trained with other settings: before anything is drawn or encoded.
@@ -136,4 +136,6 @@ def train(
     settings, material = task.material(settings, teacher, source)
     known = {"target": teacher.origin, "data": material.key}
     check_resumable(options, {**{name: getattr(settings, name) for name in task.found}, **known})
-    return run(task(settings, teacher, material.build(), source), options)
+    made = task(settings, teacher, material.build(), source)
+    prompts = dict.fromkeys(text for text in made.val.texts if text is not None)
+    return tuple(prompts) if run(made, options) else ()

@@ -19,6 +19,14 @@ USUAL: dict[str, dict[str, Any]] = {
 }
 
 
+# Of `TrainingData`, by what is learned from: options without effect.
+UNUSED = {
+    "--rollouts": ("codes", "samples", "limit", "crops"),
+    "--self": ("limit", "crops"),
+    "--codes": ("limit", "crops", "sample_batch"),
+    "--data": ("sample_batch",),
+}
+
 # Hyperparameters that drafters and the networks of a recipe have.
 Rate = Annotated[float, Option("Peak learning rate.", gt=0, le=1)]
 Batch = Annotated[int, Option("Pictures a step.", ge=1)]
@@ -171,6 +179,11 @@ class TrainingData:
             raise InputError(
                 "--rollouts N goes on with the drafter of --drafter DIR, drawn by --method: give both."
             )
+        given = (self.rollouts, "--rollouts"), (self.own or None, "--self"), (self.codes, "--codes")
+        source = next((name for value, name in given if value is not None), "--data")
+        for name in UNUSED[source]:
+            if getattr(self, name) != getattr(TrainingData, name):
+                raise InputError(f"--{name.replace('_', '-')} has no effect with {source}: leave it out.")
         if self.drafter is not None and not (self.drafter / "config.json").is_file():
             raise InputError(
                 f"{self.drafter} holds no parallel drafter to go on with: train one first, without --rollouts."
