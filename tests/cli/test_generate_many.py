@@ -9,12 +9,15 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from helpers.models import contents, write_model
 from helpers.processes import LANTERNPP, SECONDS, at_low_priority, python, until
+from helpers.refusals import rejects
 from PIL import Image
 
 from lanternpp.cli import with_values
 from lanternpp.jobs import cluster
+from lanternpp.jobs.job import LOCK, locked
 from lanternpp.jobs.renderer import Renderer
 
 PROMPTS = ["red tulip", "a tulip", "a photo of a red tulip", "a photo of a tulip", "the red, red tulip"]
@@ -120,6 +123,15 @@ def test_a_job_has_its_folder_for_itself(job, run, model, requested, elsewhere: 
     assert f"new/out is being filled by another process ({os.getpid()} on " in other.stderr
     assert len(contents(elsewhere / "new/out")) == 10  # and nothing else
     assert "nothing to draw" in job("-o", "new/out").out
+
+
+def test_a_folder_whose_other_job_ends_now_is_refused_in_one_sentence(tmp_path: Path, monkeypatch) -> None:
+    def gone(self: Path, **_: object) -> str:
+        raise FileNotFoundError(self)
+
+    with FileLock(tmp_path / LOCK):
+        monkeypatch.setattr(Path, "read_text", gone)
+        rejects("being filled by another process", locked(tmp_path).__enter__)
 
 
 def test_other_settings_do_not_mix(job, elsewhere: Path) -> None:

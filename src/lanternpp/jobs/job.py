@@ -42,9 +42,12 @@ def locked(folder: Path) -> Iterator[None]:
         lock = FileLock(path).acquire(blocking=False)
         path.write_text(f"{os.getpid()} on {platform.node()}", encoding="utf-8")
     except Timeout:
+        holder = ""
+        with suppress(OSError):  # it ends now, and has removed the file
+            holder = path.read_text(encoding="utf-8")
         raise InputError(
-            f"{folder} is being filled by another process ({path.read_text() or 'just started'}); wait for it to end, "
-            "or choose another folder"
+            f"{folder} is being filled by another process ({holder or 'just started'}); wait for it to end, or choose "
+            "another folder"
         ) from None
     except OSError as error:
         raise InputError(f"{folder} cannot be written: {error.strerror}") from None
