@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from helpers.models import contents
 from PIL import Image
 
 from lanternpp import Pipeline
@@ -54,17 +55,35 @@ def test_where_plain_decoding_is_fastest_the_closing_line_says_so(run, model, fi
     assert "ar, as plain decoding is the fastest on this CPU" in out and "1.00 codes per pass" in out
 
 
-def test_a_job_draws_with_a_fitted_draft_and_goes_on_with_another(run, model, fitted, elsewhere) -> None:
+@pytest.mark.parametrize(
+    ("fastest", "said"), [("chain-2", "a chain of 2, fitted"), ("plain", "plain decoding is the fastest")]
+)
+def test_a_job_that_goes_on_draws_the_same_bytes_after_another_fit(
+    run, model, fitted, elsewhere, fastest, said
+) -> None:
     (elsewhere / "p.txt").write_text(f"{PROMPT}\na tulip\n")
     command = ("generate", "--prompts", "p.txt", "-o", "o", "--model", model, "--method", "parallel")
-    fitted |= {"plain": 1.0, "chain-2": 1.1}
-    assert "a chain of 2, fitted to this CPU" in run(*command).out
-    first, second = sorted((elsewhere / "o").glob("*.png"))
-    second.unlink()
-    fitted |= {"chain-2": 8.0, "chain-3": 1.1}
+    fitted |= {"plain": 2.0, "chain-2": 3.0, fastest: 1.1}
+    assert said in run(*command).out
+    whole = contents(elsewhere / "o")
+    sorted((elsewhere / "o").glob("*.png"))[1].unlink()
+    fitted |= {"plain": 2.0, "chain-2": 8.0, "chain-3": 1.1}
     (cache,) = (elsewhere.parent / "cache" / "lanternpp").glob("fit-*")
     cache.unlink()  # measured again, and another draft is the fastest now
-    kept = first.read_bytes()
-    assert "1 were there already" in run(*command).out and first.read_bytes() == kept
-    with Image.open(second) as image:
-        assert json.loads(image.text["settings"])["tree"] == "chain-3"
+    out = run(*command).out
+    assert "1 were there already" in out and said in out
+    assert contents(elsewhere / "o") == whole
+    run(*command, "--temperature", 0.5).refused("temperature 1.0 -> 0.5")
+    assert "o: 2 pictures" in run(*command, "--temperature", 0.5, "--overwrite").out
+
+
+def test_a_job_keeps_a_draft_that_was_given_and_takes_no_picture_of_another_method(
+    run, model, fitted, elsewhere
+) -> None:
+    (elsewhere / "p.txt").write_text(f"{PROMPT}\n")
+    command = ("generate", "--prompts", "p.txt", "-o", "o", "--model", model, "--method")
+    fitted |= {"plain": 2.0, "chain-2": 1.1}
+    run(*command, "ar")
+    run(*command, "parallel").refused("method 'ar' -> 'parallel'")
+    run(*command, "parallel", "--tree", "chain-4", "--overwrite")
+    assert "nothing to draw" in run(*command, "parallel").out

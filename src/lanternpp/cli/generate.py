@@ -129,7 +129,7 @@ def draw_job(given: JobOptions, n: int, seed: int, as_json: bool, options: DrawO
     assert given.prompts and given.output
     from lanternpp.evaluation.prompts import read_prompts
     from lanternpp.jobs.job import locked, run
-    from lanternpp.jobs.plan import plan_images
+    from lanternpp.jobs.plan import begun, plan_images
     from lanternpp.jobs.renderer import Renderer
     from lanternpp.jobs.workers import worker_pool
 
@@ -137,7 +137,9 @@ def draw_job(given: JobOptions, n: int, seed: int, as_json: bool, options: DrawO
     options, folder, ray = opt.with_full_paths(options), given.output, given.ray
     with (
         locked(folder),
-        worker_pool(ray, given.actors, options) if ray else nullcontext(Renderer(options)) as renderer,
+        worker_pool(ray, given.actors, options, begun(folder, planned))
+        if ray
+        else nullcontext(Renderer(options, begun=begun(folder, planned))) as renderer,
         progress_bar("drawing") as progress,
     ):
         if renderer.info.effect:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lanternpp.api.options import BASELINE, DraftDials, PartDials, RuleDials, Settings, names
+from lanternpp.api.fit.choice import plain_settings
+from lanternpp.api.options import BASELINE, Settings
 from lanternpp.api.picture import notes, png_notes
-from lanternpp.api.settings import SHAPES
+from lanternpp.api.settings import typed, with_tree
 from lanternpp.errors import InputError
 from lanternpp.util import jsonfile
 from lanternpp.util.files import picture_name
@@ -63,7 +65,7 @@ def missing(
     for image in planned:
         path = folder / image.name
         existing = png_notes(path) if path.exists() else None
-        differing = None if existing is None else differences(existing, info.notes(image), any_draft=True)
+        differing = None if existing is None else differences(existing, info.notes(image))
         if existing is None or (differing and overwrite):
             found.append(image)
         elif differing:
@@ -74,19 +76,36 @@ def missing(
     return found
 
 
-def differences(old: Mapping[str, str], new: Mapping[str, str], any_draft: bool = False) -> str:
+def differences(old: Mapping[str, str], new: Mapping[str, str]) -> str:
     """The settings that differ between the notes of two PNGs, such as "cfg 2.0 -> 3.0"; "" where none does.
 
-    Versions are noted but not compared, so that a job can go on after an update. any_draft: nor are drafts where the new one is
-    fitted to the machine, so that a job can go on after another fit.
+    Versions are noted but not compared, so that a job can go on after an update.
     """
-    was, now = _deciding(old), _deciding(new)
-    if any_draft and now.get("fit"):
-        plain = BASELINE in (was.get("method"), now.get("method"))
-        fitted = {"fit", *SHAPES, "verify"}
-        fitted |= {"method", *names(PartDials, DraftDials, RuleDials)} if plain else set()
-        was, now = ({k: v for k, v in each.items() if k not in fitted} for each in (was, now))
-    return "; ".join(jsonfile.differences(was, now))
+    return "; ".join(jsonfile.differences(_deciding(old), _deciding(new)))
+
+
+def begun(folder: Path, planned: Sequence[PlannedImage]) -> dict[str, Any]:
+    """The settings of the first picture that is there already; empty where none is."""
+    paths = (folder / image.name for image in planned)
+    return next((_deciding(found) for path in paths if path.exists() and (found := png_notes(path))), {})
+
+
+def with_draft_of(settings: Settings, drawn: Mapping[str, Any]) -> Settings | None:
+    """These settings with the draft of a picture, by its settings; None where those differ in more than the draft.
+
+    So a job that goes on draws the same bytes after another fit. Plain decoding counts as a draft where the fit has chosen it.
+    """
+    fit = drawn.get("fit") is True
+    with suppress(InputError):  # the settings of a picture may be anybody's
+        if fit and drawn.get("method") == BASELINE:
+            made = plain_settings(settings)
+        elif settings.window is not None:
+            made = replace(settings, window=typed("window", drawn.get("window")))
+        else:
+            made = with_tree(settings, str(drawn.get("tree")))
+        made = replace(made, fit=fit)
+        return made if asdict(made).items() <= drawn.items() else None
+    return None
 
 
 def _deciding(notes: Mapping[str, str]) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from lanternpp.api.results import check_output
 from lanternpp.engine.batching import drawing
 from lanternpp.engine.decode import FinishedSample
 from lanternpp.errors import InputError
-from lanternpp.jobs.plan import JobInfo, PlannedImage
+from lanternpp.jobs.plan import JobInfo, PlannedImage, with_draft_of
 
 # The default batch size, whatever the number of pictures: a job that grows keeps its pictures' bytes.
 BATCH = 8
@@ -27,22 +28,33 @@ class Renderer:
     """Draws pictures with one model and one engine, in this process or as an actor of Ray. InputError where `options` are wrong.
 
     info: the properties that all pictures share; None: they follow from the options. threads: None: PyTorch's default.
+    begun: the settings of a picture that the job has drawn before, whose draft is kept.
     """
 
-    def __init__(self, options: DrawOptions, info: JobInfo | None = None, threads: int | None = None):
+    def __init__(
+        self,
+        options: DrawOptions,
+        info: JobInfo | None = None,
+        threads: int | None = None,
+        begun: Mapping[str, Any] | None = None,
+    ):
         if threads:
             torch.set_num_threads(threads)
         pipe = self.pipe = Pipeline.from_pretrained(**options.pretrained)
         check_output(pipe.target)
         given = {"batch_size": BATCH, **options.overrides}
-        settings = info.settings if info else self._fitted(pipe.settings(options.method, **given))
+        settings = (
+            info.settings if info else self._fitted(pipe.settings(options.method, **given), begun or {})
+        )
         noted, why = pipe.describe(settings), pipe.chosen(options.method).why
         effect = str(pipe.model.effect) if pipe.model.effect else None
         self.info = JobInfo(pipe.name, settings, noted, versions(), pipe.target.length, why, effect)
         self._make_engine(BATCH)  # so that a wrong part is found before anything is drawn
 
-    def _fitted(self, settings: Settings) -> Settings:
-        """Settings with a fitted draft, as large as a batch may be before the pictures are known."""
+    def _fitted(self, settings: Settings, begun: Mapping[str, Any]) -> Settings:
+        """Settings with the draft that the job has begun with, or a fitted one, as large as a batch may be before the pictures are known."""
+        if settings.fit and (kept := with_draft_of(settings, begun)):
+            return kept
         sane = replace(settings, batch_size=batch_size(settings.batch_size, BATCH))
         return replace(self.pipe.fit(sane), batch_size=settings.batch_size)
 

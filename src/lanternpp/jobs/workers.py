@@ -10,7 +10,7 @@ block at a time, so that a killed job loses more pictures.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,10 +30,19 @@ RESTARTS = 5  # of a worker that died, after which the job fails
 class WorkerPool:
     """Several workers with the interface of one `Renderer`. Raises InputError where the options are wrong."""
 
-    def __init__(self, ray: Any, options: DrawOptions, actors: int, part: Share, threads: int):
+    def __init__(
+        self,
+        ray: Any,
+        options: DrawOptions,
+        actors: int,
+        part: Share,
+        threads: int,
+        begun: Mapping[str, Any] | None = None,
+    ):
+        """begun: as of `Renderer`."""
         self.ray = ray
         actor = ray.remote(Renderer).options(max_restarts=RESTARTS, max_task_retries=-1, **part.options)
-        self._workers = [actor.remote(options, threads=threads)]
+        self._workers = [actor.remote(options, threads=threads, begun=begun)]
         self.info: JobInfo = self._get(self._workers[0].report.remote())
         self._workers += [actor.remote(options, self.info, threads) for _ in range(actors - 1)]
 
@@ -108,9 +117,11 @@ class WorkerPool:
 
 
 @contextmanager
-def worker_pool(address: str, actors: int | None, options: DrawOptions) -> Iterator[WorkerPool]:
+def worker_pool(
+    address: str, actors: int | None, options: DrawOptions, begun: Mapping[str, Any]
+) -> Iterator[WorkerPool]:
     """A pool on the Ray cluster at an address. Its workers end with the block. Raises InputError."""
     with cluster(address, actors) as ray:
         count, part = share(ray, actors, options.device)
         threads = max(1, torch.get_num_threads() // count) if address == LOCAL else part.cpus
-        yield WorkerPool(ray, options, count, part, threads)
+        yield WorkerPool(ray, options, count, part, threads, begun)

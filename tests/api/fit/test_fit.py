@@ -22,10 +22,8 @@ from lanternpp.api.fit.choice import ENOUGH, PLAIN, costed, plain_settings
 from lanternpp.api.fit.rates import FILE, Counts, read_rates, strength
 from lanternpp.api.fit.steps import Step, bound, disturbed, measure
 from lanternpp.api.options import Settings
-from lanternpp.api.picture import notes
 from lanternpp.engine.observers import AcceptanceByRank
 from lanternpp.engine.stopwatch import TimedEngine
-from lanternpp.jobs.plan import differences
 from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.config import ServerConfig
 from lanternpp.serve.tickets import ImageSpec
@@ -367,19 +365,3 @@ def test_the_shipped_drafters_know_their_rates() -> None:
         settings = [pipe.settings(method) for method in ("parallel", "lantern++", "eagle", "jacobi-coupled")]
         settings += [pipe.settings("lantern++", lam=lam) for lam in (1.5, 3.0)]
         assert all(pipe._fit.counts(each) is not None for each in settings)
-
-
-def test_a_job_goes_on_after_another_fit_and_not_with_another_method(pipe: Pipeline, timed) -> None:
-
-    def noted(**given: object) -> dict[str, str]:
-        settings = pipe.describe(pipe.fit(pipe.settings(**{"method": "parallel", **given})))
-        return notes(PROMPT, 1, "tiny", settings, {})
-
-    timed(STEPS)
-    chain_2, own, eagle = noted(), noted(fit=False), noted(method="eagle", tree="chain-2")
-    plain = notes(PROMPT, 1, "tiny", pipe.describe(plain_settings(pipe.settings("parallel"))), {})
-    for before in (own, plain, noted(tree="chain-5")):
-        assert differences(before, chain_2, any_draft=True) == "" != differences(before, chain_2)
-    assert "tree 'chain-2' -> 'chain-6'" in differences(chain_2, own, any_draft=True)
-    assert "method 'eagle' -> 'parallel'" in differences(eagle, chain_2, any_draft=True)
-    assert "cfg" in differences(noted(cfg=2.5), chain_2, any_draft=True)
