@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -59,6 +60,9 @@ def test_a_deadline_holds_in_the_queue_and_in_a_slot(slow):
                 ticket.result(120)
         slow.allow()
         assert fine.result(120) and slow.admitted == [1, 3]
+        # it holds from the arrival of the request: this one waited for other prompts, and its own is not encoded
+        with pytest.raises(Expired):
+            put(batcher, spec(4, prompt="never", deadline=600.5, arrived=time.monotonic() - 700))
 
 
 def test_an_engine_that_cannot_be_built_fails_its_picture_alone(slow):

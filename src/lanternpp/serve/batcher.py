@@ -28,7 +28,7 @@ from lanternpp.models.base import Target
 from lanternpp.serve.config import ServerConfig
 from lanternpp.serve.new_thread import run_in_new_thread
 from lanternpp.serve.scheduler import AllRunnersBusy, BatchRunner, ClientAtLimit, FairQueue, Scheduler
-from lanternpp.serve.tickets import Closed, Expired, Full, ImageSpec, Key, Ticket
+from lanternpp.serve.tickets import CLOSED, Closed, Full, ImageSpec, Key, Ticket
 from lanternpp.types import Prompt
 
 log = logging.getLogger("lanternpp.serve")
@@ -86,7 +86,7 @@ class Batcher:
         """Reserve places in the queue while the block runs; gives the function that submits so many pictures.
 
         Reserving is quick. It raises Full, Closed, or InputError where the queue is shorter than `count`. The function
-        encodes the prompts, which may take a second; it raises Closed or InputError.
+        encodes the prompts, which may take a second; it raises Closed, Expired or InputError.
         """
         room = self.config.queue
         if count > room:
@@ -125,6 +125,8 @@ class Batcher:
         for ticket in tickets:
             spec, branches = ticket.spec, Guidance(ticket.spec.settings.cfg).branches
             key = spec.prompt, spec.files, branches
+            if late := ticket.expired:  # while other prompts were encoded
+                raise late
             if key not in encoded:
                 encoded[key] = self._encode(spec, branches)
             prompt, ticket.target, ticket.encoded = encoded[key]
@@ -149,7 +151,7 @@ class Batcher:
 
     def _refuse_closed(self) -> None:
         if self.closed:
-            raise Closed("the server is shutting down")
+            raise Closed(CLOSED)
 
     def _wake(self) -> None:
         with self._changed:
@@ -229,11 +231,9 @@ class Batcher:
 
     def _expire(self) -> None:
         """Fail the tickets that are past their deadline; remove settled ones from the queue and the slots."""
-        now = time.monotonic()
         for ticket in [*self._waiting, *self._scheduler.tickets]:
-            limit = ticket.spec.deadline
-            if limit is not None and now - ticket.submitted > limit:
-                ticket.settle(Expired(f"the picture was not finished within {limit:g} s"))
+            if late := ticket.expired:
+                ticket.settle(late)
         for ticket in self._waiting:
             if ticket.done():
                 self._waiting.remove(ticket)

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Hashable
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import IO, Any
 
 from PIL import Image
@@ -16,6 +16,7 @@ from lanternpp.api.options import Settings
 from lanternpp.models.base import Target
 from lanternpp.types import Prompt, shape_of
 
+CLOSED = "the server is shutting down"
 Key = tuple[Settings, Hashable]
 """Settings with a batch size of 1, and the shape of the picture: what pictures of one batch share."""
 
@@ -53,10 +54,11 @@ class ImageSpec:
     seed: int
     # as Pipeline.settings gives them; the batch runner decides the batch size
     settings: Settings
-    deadline: float | None = None  # seconds from its submission after which it has failed
+    deadline: float | None = None  # seconds from its arrival after which it has failed
     client: str = ""  # clients take turns in the queue; within one client it is first come, first served
     files: tuple[IO[bytes], ...] = ()  # of the pictures to edit, which the prompt shows once it is encoded
     own_shape: bool = True  # whether an edit has the shape of its picture
+    arrived: float = field(default_factory=time.monotonic)  # when its request was read
 
     @property
     def key(self) -> Key:
@@ -93,7 +95,7 @@ class Ticket(Future[FinishedImage]):
         """on_cancel: called once when `cancel` settles the ticket."""
         super().__init__()
         self.spec = spec
-        self.submitted = time.monotonic()
+        self.submitted = spec.arrived
         self.started: float | None = None  # time.monotonic() when it left the queue
         self.encoded: Prompt | None = None  # the target's encoding of the prompt, until it is in a slot
         self.target: Target | None = None  # that draws it
@@ -128,6 +130,14 @@ class Ticket(Future[FinishedImage]):
             if self.progress is not None and self.progress is not seen and not self.done():
                 seen = self.progress
                 yield seen
+
+    @property
+    def expired(self) -> Expired | None:
+        """The error of a picture that is past its deadline; None before."""
+        limit = self.spec.deadline
+        if limit is None or time.monotonic() - self.submitted <= limit:
+            return None
+        return Expired(f"the picture was not finished within {limit:g} s")
 
     def due(self, now: float) -> bool:
         """For the batcher: whether somebody follows the picture and the next progress report is due."""
