@@ -16,6 +16,9 @@ import pytest
 from helpers.processes import SECONDS, descendants, until
 from helpers.served import AUTHORIZED, IMAGES, KEY, drawn, serving, tiny
 
+from lanternpp.serve.ray_serve import Replicas
+from lanternpp.serve.server import bind, run, url
+
 REPLICA = "ray::ServeReplica"
 
 
@@ -115,3 +118,36 @@ def test_a_killed_replica_costs_its_requests_alone_and_is_replaced(
         assert len(list(finished)) == 9
     assert process.wait(SECONDS) == 0
     assert process.stderr.read() == ""
+
+
+class Broadcast:
+    """A handle whose replicas answer a broadcast so; none is up where there are no answers."""
+
+    def __init__(self, *answers: object):
+        self.answers = answers
+
+    def broadcast(self, method: str, seconds: float) -> Broadcast:
+        if not self.answers:
+            raise RuntimeError("no replica is up")
+        return self
+
+    def results(self, timeout_s: float, return_exceptions: bool) -> list[object]:
+        assert return_exceptions  # so that the others are waited for
+        return list(self.answers)
+
+
+@pytest.mark.parametrize("answers", [(), (True, RuntimeError("the replica died"))])
+def test_a_signal_ends_the_server_whatever_becomes_of_its_replicas(answers: tuple[object, ...]) -> None:
+    """The handle cannot take requests: those after the signal are answered before a replica would get them."""
+    replicas, bound, late = Replicas(Broadcast(*answers)), bind("127.0.0.1", 0), []
+    close, address = replicas.close, url(bound)
+
+    def closed(drain: bool, timeout: float) -> bool:
+        finished = close(drain, timeout)
+        if drain:
+            late.append(httpx.post(address + IMAGES, json={"prompt": "a tulip"}, timeout=SECONDS))
+        return finished
+
+    replicas.close = closed  # type: ignore[method-assign]
+    assert run(replicas, replicas, bound, 5.0, lambda: signal.raise_signal(signal.SIGTERM)) is False
+    assert late[0].status_code == 503 and late[0].json()["error"]["code"] == "shutting_down"

@@ -29,6 +29,7 @@ from lanternpp.serve.page import FILES
 from lanternpp.serve.routes import disconnected
 from lanternpp.serve.server import GRACEFUL_SECONDS
 from lanternpp.serve.server import run as serve_until_signal
+from lanternpp.serve.tickets import CLOSED, Closed
 
 NAME = "lanternpp"
 MAX_REQUESTS = 10_000  # of a replica at once; so high that only its batcher's queue limits them
@@ -108,16 +109,25 @@ class Replicas:
         self.handle, self.closed = handle, False
 
     def close(self, drain: bool, timeout: float) -> bool:
-        """As `Batcher.close`; without `drain`, the replicas end with Ray Serve."""
+        """As `Batcher.close`; without `drain`, the replicas end with Ray Serve. A replica that ends meanwhile has not finished."""
         self.closed = True
         if not drain:
             return True
-        return all(self.handle.broadcast("drain", timeout).results(timeout_s=timeout + GRACE))
+        try:
+            drained = self.handle.broadcast("drain", timeout)
+            outcomes = drained.results(timeout_s=timeout + GRACE, return_exceptions=True)
+        except Exception as error:
+            log.warning("no replica is up to finish its pictures", exc_info=error)
+            return False
+        return all(outcome is True for outcome in outcomes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request to a replica, and its answer back."""
+        """Pass a request to a replica, and its answer back. Once closed, answer it here: a replica that replaces another knows no signal."""
         if scope["type"] != "http":
             raise ValueError(f"{scope['type']} is not supported")
+        if self.closed:
+            await response_for(Closed(CLOSED))(scope, receive, send)
+            return
         request = Request(scope, receive)
         try:
             body = await request.body()

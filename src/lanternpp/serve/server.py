@@ -111,9 +111,11 @@ def run(
         def drain(self, seconds: float) -> None:
             """Let the backend finish, then stop uvicorn, which sends the last answers."""
             nonlocal finished
-            # a first drain that a second signal has cut short finds nothing left to draw
-            finished = backend.close(True, seconds) and self.signals == 1
-            self.should_exit = True
+            try:
+                # a first drain that a second signal has cut short finds nothing left to draw
+                finished = backend.close(True, seconds) and self.signals == 1
+            finally:
+                self.should_exit = True
 
     try:
         Server(configured(app, proxies)).run(sockets=[bound])
