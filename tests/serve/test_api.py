@@ -122,6 +122,9 @@ def test_the_rule_is_a_field_like_the_tree(http, tmp_path):
         wrong = latents.post(IMAGES, json={"prompt": "a red tulip", "accept": "os:system"})
         status, message = refusal(wrong)
         assert status == 400 and message.startswith("acceptance rule 'os:system'")
+        lacking = latents.post(IMAGES, json={"prompt": "a red tulip", "method": "independent"})
+        lacks = f"method 'independent' needs a smaller target, which {pipe.name} lacks; use another method"
+        assert refusal(lacking) == (400, lacks)
     status, message = refusal(http.post(IMAGES, json={"prompt": "a red tulip", **fields}))
     assert status == 400 and "the rule cspd is for latents of a diffusion head" in message
 
@@ -161,9 +164,22 @@ WRONG = {
     "a class": ({"prompt": "tulip", "method": "os:system"}, 400, "unknown"),
     "half a pair": ('{"prompt": "\\ud800 tulip"}', 400, "prompt"),
     "no JSON": ("{", 400, "not JSON"),
-    "a list": ("[]", 400, "JSON object"),
+    "a list": ("[]", 400, "send a JSON object as Content-Type: application/json"),
+    "nested": ("[" * 3000, 400, "the body is not JSON: "),
+    "Latin-1": ('{"prompt": "\xe9"}'.encode("latin-1"), 400, "the body is not JSON: 'utf-8' codec"),
     "partial": ({"prompt": "tulip", "partial_images": 1}, 400, "stream"),
     "progress": ({"prompt": "tulip", "progress": True}, 400, "set stream to true"),
+    "a url of a stream": ({"prompt": "tulip", "stream": True, "response_format": "url"}, 400, "b64_json"),
+    "a huge draft": (
+        {"prompt": "tulip", "method": "jacobi", "window": 256, "window_rows": 3},
+        400,
+        "768 draft codes",
+    ),
+    "a rule of latents": (
+        {"prompt": "tulip", "accept": "cspd", "method": "eagle"},
+        400,
+        ": use accept exact",
+    ),
     "large": ({"prompt": "tulip", "user": "x" * 5000}, 413, "4000 bytes"),
     "late": ({"prompt": "tulip", "deadline": 1e-9}, 504, "not finished"),
 }
@@ -172,10 +188,12 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_one_sentence_for_every_bad_request(http, name):
     body, status, said = WRONG[name]
-    content = body if isinstance(body, str) else json.dumps(body)
+    content = json.dumps(body) if isinstance(body, dict) else body
     answer = http.post(IMAGES, content=content, headers={"content-type": "application/json"})
     got, sentence = refusal(answer)
     assert got == status and said in sentence and "\n" not in sentence and "Traceback" not in sentence
+    assert "--" not in sentence  # nor an option of the command line
+    assert not isinstance(body, dict) or name not in body or answer.json()["error"]["param"] == name
 
 
 def test_a_body_whose_length_is_not_announced_is_limited_too(http):
@@ -187,6 +205,8 @@ def test_other_paths_and_ways(http):
     assert refusal(http.get("/v1/models/other"))[0] == 404
     assert refusal(http.get("/etc/passwd"))[0] == 404
     assert refusal(http.get(IMAGES))[0] == 405
+    for path in ("/healthz", "/v1/models", "/metrics"):
+        assert http.head(path).status_code == 200 and int(http.head(path).headers["content-length"]) > 0
     form = http.post(
         IMAGES, content='{"prompt": "tulip"}', headers={"content-type": "text/plain"}
     )  # no preflight

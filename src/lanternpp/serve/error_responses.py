@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 from fastapi import FastAPI
@@ -12,8 +13,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 
 from lanternpp.api.options import DIALS, RENAMED
-from lanternpp.errors import InputError, one_line
-from lanternpp.serve.schemas import Fault, Refusal
+from lanternpp.errors import InputError, one_line, reason
+from lanternpp.serve.schemas import REQUEST_DIALS, Fault, ImagesRequest, Refusal
 from lanternpp.serve.tickets import Cancelled, Closed, Expired, Full
 
 log = logging.getLogger("lanternpp.serve")
@@ -25,6 +26,9 @@ OTHER_NAMES = {
     dial.spoken: f"called {dial.name!r} here" for dial in DIALS.values() if dial.spoken != dial.name
 }
 OTHER_NAMES |= {old: f"now {name!r}" for old, name in RENAMED.items()}
+# Options of the command line that requests have as fields: what a message says of `--accept` holds for `accept`.
+FIELD_OF = {"--method": "method"} | {dial.option: dial.name for dial in REQUEST_DIALS}
+OPTION = re.compile(r"--[a-z][a-z-]*")
 CLIENT_CLOSED = 499  # nginx's status for a client that disconnected; only the log and the metrics see it
 
 
@@ -44,6 +48,9 @@ def response_for(error: Exception) -> JSONResponse:
     match error:
         case RequestValidationError():
             return validation_error_response(list(error.errors()))
+        case HTTPException(status_code=400) if isinstance(error.__cause__, RecursionError | ValueError):
+            why = reason(error.__cause__).partition(";")[0]  # then advice to whoever runs Python
+            return error_response(400, f"the body is not JSON: {why}", "invalid_json")
         case HTTPException():
             answer = error_response(error.status_code, str(error.detail), CODES.get(error.status_code))
             answer.headers.update(error.headers or {})
@@ -57,7 +64,10 @@ def response_for(error: Exception) -> JSONResponse:
         case Cancelled() | ClientDisconnect():
             return error_response(CLIENT_CLOSED, str(error), "cancelled")
         case InputError():
-            return error_response(400, str(error), "invalid_value")
+            message = OPTION.sub(lambda found: FIELD_OF.get(found[0], found[0]), str(error))
+            first = message.partition(" ")[0]
+            param = first if first in ImagesRequest.model_fields else None
+            return error_response(400, message, "invalid_value", param)
     log.error("a request failed", exc_info=error)
     return error_response(500, BROKEN, "internal_error")
 
@@ -67,13 +77,14 @@ def validation_error_response(errors: list[dict[str, Any]]) -> JSONResponse:
     first = errors[0]
     place = [str(part) for part in first["loc"][1:]]
     param = place[0] if place else None
-    reason = first["msg"][:1].lower() + first["msg"][1:]
+    why = first["msg"][:1].lower() + first["msg"][1:]
     if first["type"] == "json_invalid":
         return error_response(
-            400, f"the body is not JSON: {first.get('ctx', {}).get('error', reason)}", "invalid_json"
+            400, f"the body is not JSON: {first.get('ctx', {}).get('error', why)}", "invalid_json"
         )
     if param is None:
-        return error_response(400, f"the body is not valid: {reason}; send a JSON object", "invalid_body")
+        remedy = "send a JSON object as Content-Type: application/json"
+        return error_response(400, f"the body is not valid: {why}; {remedy}", "invalid_body")
     if first["type"] == "extra_forbidden":
         known, now = param[:MAX_VALUE_CHARS], OTHER_NAMES.get(param, "unknown")
         return error_response(
@@ -82,7 +93,7 @@ def validation_error_response(errors: list[dict[str, Any]]) -> JSONResponse:
     if first["type"] == "missing":
         return error_response(400, f"field {param!r} is missing", "missing_parameter", param)
     value = one_line(repr(first.get("input")), MAX_VALUE_CHARS)
-    return error_response(400, f"{param} {value} is not valid: {reason}", "invalid_value", param)
+    return error_response(400, f"{param} {value} is not valid: {why}", "invalid_value", param)
 
 
 def install_error_handlers(app: FastAPI) -> None:

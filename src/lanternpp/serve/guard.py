@@ -53,6 +53,8 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}  # uvicorn leaves out the body of the answer
         received, most = 0, self._most(scope)
 
         async def counted() -> Message:

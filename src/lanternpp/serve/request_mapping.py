@@ -19,11 +19,12 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData, UploadFile
 from torch import Tensor
 
+from lanternpp.api.model import NETWORKS
 from lanternpp.api.picture import notes as notes_of
 from lanternpp.api.picture import png_bytes
 from lanternpp.api.pipeline import Pipeline, versions
 from lanternpp.api.results import unfinished
-from lanternpp.api.settings import PARTS
+from lanternpp.api.settings import PARTS, network_needed
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
 from lanternpp.serve import schemas
@@ -31,12 +32,14 @@ from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.new_thread import run_in_new_thread
 from lanternpp.serve.schemas import ImagesRequest
 from lanternpp.serve.tickets import FinishedImage, ImageSpec, Ticket
+from lanternpp.trees.shapes import MAX_NODES
 from lanternpp.types import Depicted
 from lanternpp.util.registry import unknown
 
 IMAGE_FIELDS = ("image", "image[]")  # of a form; the second is how OpenAI's client names several
 SEEDS = 1 << 31  # a seed below this is drawn where a request gives none
 QUALITY = 90  # of jpeg, unless the request gives one
+WINDOWED = {"window", "alternatives", "window_rows"}  # the dials whose product is limited, as trees are
 PAUSE = 4  # the pause after a preview, as a multiple of the time that it took
 
 
@@ -81,12 +84,24 @@ class RequestMapper:
         for name in ("partial_images", "progress"):
             if getattr(body, name) and not body.stream:
                 raise InputError(f"{name} works only with stream; set stream to true")
+        if body.stream and body.response_format == "url":
+            raise InputError("response_format 'url' does not go with stream, whose events have b64_json")
         given = body.overrides()
         for name in given.keys() & PARTS.keys():
             called, known, *_ = PARTS[name]
             if given[name] not in known:
                 raise InputError(unknown(called, given[name], known))
         settings = self.config.settings(self.pipe, body.method, given)
+        codes = (settings.window or 0) * (settings.window_rows or 1) + (settings.alternatives or 0)
+        if codes > MAX_NODES and given.keys() & WINDOWED:
+            raise InputError(
+                f"window {settings.window} in {settings.window_rows or 1} window_rows and {settings.alternatives or 0} "
+                f"alternatives are {codes} draft codes; ask for at most {MAX_NODES}"
+            )
+        if not self.pipe.defaults.holds(kind := network_needed(settings)):
+            raise InputError(
+                f"method {settings.method!r} needs a {NETWORKS[kind or ''][1]}, which {self.pipe.name} lacks; use another method"
+            )
         limits = [limit for limit in (body.deadline, self.config.deadline) if limit is not None]
         seed = secrets.randbelow(SEEDS) if body.seed is None else body.seed
         more = (settings, min(limits, default=None), client, files, body.size != self.size)

@@ -31,7 +31,9 @@ class _RequestFields(BaseModel):
         None, description="Pictures; picture i has seed + i."
     )
     size: Name | None = Field(None, description='"auto", or the size that the model draws.')
-    response_format: Literal["b64_json", "url"] | None = Field(None, description="url: a data: URL.")
+    response_format: Literal["b64_json", "url"] | None = Field(
+        None, description="url: a data: URL; not with stream."
+    )
     output_format: Literal["png", "jpeg", "webp"] | None = None
     output_compression: Annotated[int, Field(ge=0, le=100)] | None = Field(
         None, description="Quality of jpeg and webp; default: 90, and webp without loss."
