@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 LOCK = ".lanternpp.lock"
 SHOWN = 5  # warnings about prompts that are shown in full
-STALE = 5.0  # seconds without a change after which a temporary file was left by a process that died
 
 
 @contextmanager
@@ -75,7 +74,7 @@ def run(
     InputError before the first picture where the target rejects a prompt or a file was drawn with other settings, and
     later where a picture cannot be written; pictures that are written by then stay.
     """
-    sweep(folder, STALE)
+    sweep(folder, stale=0)  # the folder is locked
     info = renderer.info
     todo = missing(folder, planned, info, overwrite)
     if todo:
@@ -92,7 +91,6 @@ def run(
             temporary.write_bytes(png)
         drawn.append(sample)
     seconds = time.perf_counter() - began
-    sweep(folder, STALE)
     return Stats.of(drawn, seconds, info.model, info.noted, info.auto), len(planned) - len(todo)
 
 
