@@ -150,6 +150,6 @@ def verbs(home: Path) -> list[list[str]]:
         ["generate", "--model", model, *prompts, "-o", "many", "-n", "2"],
         ["models", "convert", model, "copy"],
         ["tune", "--model", model, *prompts],
-        ["train", *learn],
+        ["train", *learn, "-o", "drafter"],
         ["serve"],
     ]

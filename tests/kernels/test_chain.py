@@ -144,10 +144,9 @@ def test_what_it_does_not_know_is_left_to_pytorch() -> None:
     turn, head = Turn(40, 17), KernelLinear(library, [(torch.randn(40, DIM).to(HALF), None)])
     made, headless = (kernel_drafter(turn.drafter, each, library) for each in (head, None))
     assert made is not None and headless is not None
-    for pictures, each, drawn in ((16, made, True), (17, made, False), (16, headless, False)):
-        inputs = {name: getattr(turn, name)[:pictures] for name in ("features", "query", "u")}
-        inputs |= {"prev": turn.prev, "bias": None}
-        assert each.sample(empty_chain(pictures, LEVELS, 40), (1.0, 0, 1.0), **inputs) == drawn
+    inputs = {name: getattr(turn, name) for name in ("features", "query", "u", "prev")} | {"bias": None}
+    for each, drawn in ((made, True), (headless, False)):
+        assert each.sample(empty_chain(17, LEVELS, 40), (1.0, 0, 1.0), **inputs) == drawn
     assert made.inputs(torch.zeros(1, 1, DIM), torch.zeros(1, 1, DIM), 1, None) is None
     assert kernel_drafter(drafter_of(DIM, HIDDEN).float(), head, library) is None
     assert kernel_drafter(drafter_of(DIM, 24), head, library) is None, "an odd width"

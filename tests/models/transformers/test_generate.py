@@ -280,6 +280,7 @@ def test_drafts_in_place_are_fitted_to_the_machine(
     monkeypatch.delenv("LANTERNPP_FIT")
     monkeypatch.setattr(choice, "user_cache", lambda: tmp_path / "cache")
     monkeypatch.setattr(fit_steps, "SECONDS", 60.0)  # a loaded machine has the time to measure every window
+    monkeypatch.setattr(choice, "disturbed", lambda steps: False)
     every = Counts(((8.0,) * 4,) * 16, ((8.0,) * 4,) * 16, 1000)  # every guess is accepted
     monkeypatch.setattr(Fit, "counts", lambda self, settings: every)
     given = case.inputs(2) | {"do_sample": True}
