@@ -1,4 +1,4 @@
-"""The one exception a user's mistake raises."""
+"""The exceptions that a user's mistake raises."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ class InputError(ValueError):
 
     def __init__(self, message: object = ""):
         super().__init__(one_line(str(message)))
+
+
+class ModelError(InputError):
+    """A model that cannot be drawn with as it was opened; a server answers with a 500."""
 
 
 def reason(error: BaseException) -> str:

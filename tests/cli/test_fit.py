@@ -86,4 +86,4 @@ def test_a_job_keeps_a_draft_that_was_given_and_takes_no_picture_of_another_meth
     run(*command, "ar")
     run(*command, "parallel").refused("method 'ar' -> 'parallel'")
     run(*command, "parallel", "--tree", "chain-4", "--overwrite")
-    assert "nothing to draw" in run(*command, "parallel").out
+    run(*command, "parallel").refused("tree 'chain-4' -> 'chain-2'")

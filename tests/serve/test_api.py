@@ -27,8 +27,10 @@ from helpers.served import (
 )
 
 from lanternpp import Pipeline
+from lanternpp.errors import InputError, ModelError
 from lanternpp.serve import streaming
 from lanternpp.serve.config import ServerConfig
+from lanternpp.serve.error_responses import response_for
 from lanternpp.serve.request_mapping import half_drawn
 
 
@@ -152,6 +154,9 @@ WRONG = {
     "a switch that is 1": ({"prompt": "tulip", "stream": 1}, 400, "stream 1"),
     "a deadline without end": ({"prompt": "tulip", "deadline": 1e308}, 400, "deadline 1e+308"),
     "size": ({"prompt": "tulip", "size": "32x32"}, 400, "use '16x16'"),
+    "lam": ({"prompt": "tulip", "method": "eagle", "lam": 2}, 400, "lam 2.0 would change nothing"),
+    "top_k": ({"prompt": "tulip", "top_k": 999}, 400, "top_k 999 exceeds the 32 codes"),
+    "quoted": ({"prompt": "a zebra -method"}, 400, "'a zebra -method'"),
     "model": ({"prompt": "tulip", "model": "dall-e-3"}, 404, "use 'tiny'"),
     "method": ({"prompt": "tulip", "method": "magic"}, 400, "known: ar"),
     "infinite": ('{"prompt": "tulip", "cfg": Infinity}', 400, "cfg"),
@@ -194,6 +199,11 @@ def test_one_sentence_for_every_bad_request(http, name):
     assert got == status and said in sentence and "\n" not in sentence and "Traceback" not in sentence
     assert "--" not in sentence  # nor an option of the command line
     assert not isinstance(body, dict) or name not in body or answer.json()["error"]["param"] == name
+
+
+def test_a_model_that_cannot_draw_is_no_fault_of_the_request():
+    assert response_for(InputError("no")).status_code == 400
+    assert response_for(ModelError("no finite numbers")).status_code == 500
 
 
 def test_a_body_whose_length_is_not_announced_is_limited_too(http):

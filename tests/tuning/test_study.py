@@ -55,6 +55,15 @@ def test_the_cheapest_draft_is_found(pipe, tmp_path, priced) -> None:
     assert given_up and all(one.pictures == 1 and one.speedup < found.speedup for one in given_up)
 
 
+def test_the_methods_own_draft_is_known_by_its_shape(pipe, tmp_path, priced) -> None:
+    made = tuner(pipe, tmp_path, "parallel", given={"tree": "chain-2"})
+    found = made.tune()
+    chain = {"tree": "[[0],[0,0]]", "min_survival": 0.0}
+    assert made.is_own(replace(found, overrides=chain))
+    for other in ({"tree": "chain-3"}, {"tree": "[[0],[1]]"}, chain | {"verify": "token"}):
+        assert not made.is_own(replace(found, overrides=other))
+
+
 def test_the_dials_of_a_window_stay_where_they_are_given(pipe, tmp_path, priced) -> None:
     made = tuner(pipe, tmp_path, "jacobi-coupled", replace(SMALL, trials=20), {"init": "last"})
     found = made.tune()

@@ -146,10 +146,8 @@ def made_for(model: Any, drafter: str | None, kernels: str | None) -> tuple[Any,
 
 def held(model: Any, drafter: str | Path | None, kernels: str | None = None) -> Held:
     """The pipeline of a model, made now or for an earlier call with the same drafter, kernels, dtype, device and modules."""
-    drafter, kernels = (
-        None if value is None else calls.text(name, value)
-        for name, value in (("drafter", drafter), ("kernels", kernels))
-    )
+    drafter = None if drafter is None else calls.text("drafter", drafter)
+    kernels = None if kernels is None else calls.text("kernels", kernels)
     if getattr(getattr(model, HELD, None), "of", None) != made_for(model, drafter, kernels):
         vars(model).pop(HELD, None)  # freed before another one is made
         vars(model)[HELD] = Held(model, drafter, kernels)

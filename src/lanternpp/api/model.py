@@ -183,6 +183,7 @@ def read_defaults(folder: Path) -> dict[str, Any]:
 
 def latent_family(folder: Path) -> type[Target] | None:
     """The family of a model of continuous latents in a folder of ours, by its config alone; None where it is another model."""
+    import_extensions()
     place = folder / "target"
     kind = str(load_config(place).get("kind")) if (place / CONFIG).is_file() else ""
     family: type[Target] | None = find("model family", kind, FAMILIES) if kind in FAMILIES else None

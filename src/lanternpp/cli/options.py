@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict, TypeVar, get_args, 
 
 from cyclopts import Group, Parameter
 
-from lanternpp.api.options import AUTO, DIALS, METHODS, DrawOptions, Settings, check_prompt
+from lanternpp.api.options import DIALS, METHODS, DrawOptions, Settings, check_prompt
 from lanternpp.cli.terminal import say
 from lanternpp.errors import InputError
 from lanternpp.util.options import Option, option_of
@@ -245,8 +245,8 @@ def check(options: DrawOptions) -> Settings:
 
     drafter = options.drafter
     # a drafter is not fetched for a method that has none
-    row = METHODS.get(options.method)
-    drafts = row.dials["proposer"] == "tree" if row else options.method == AUTO
+    row = METHODS.get(options.method)  # None of auto
+    drafts = row is None or row.dials["proposer"] == "tree"
     defaults = defaults_of(options if drafts else dataclasses.replace(options, drafter=None))
     chosen = defaults.chosen(options.method)
     settings = resolve(chosen.method, defaults.own, options.overrides, chosen.why is not None)

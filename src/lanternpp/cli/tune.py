@@ -86,7 +86,7 @@ def tune(
     show(result)
     if result["slower"]:
         unsaved = "nothing was saved, as " if save else ""
-        advice = "run again on an idle machine, with more --trials and a larger -n, to see which is faster"
+        advice = "to see which is faster, run again on an idle machine with a larger -n, or with --restart"
         say("warning", f"{unsaved}{result['slower']}; {advice}")
 
 

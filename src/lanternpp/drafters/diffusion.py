@@ -56,7 +56,9 @@ def check_heads(target: Target, drafter: Any, named: Path | str = "the drafter")
     heads = hasattr(target, "denoiser"), hasattr(drafter, "denoiser")
     if heads[0] != heads[1]:
         having = "has a diffusion head, which this model has not" if heads[1] else "has no diffusion head"
-        raise InputError(f"{named} {having}; use a drafter that `lanternpp train` trained for this model")
+        raise InputError(
+            f"{named} {having}; use one that `lanternpp train --kind eagle` trained for this model"
+        )
     if all(heads) and drafter.config.channels != target.channels:
         raise InputError(
             f"{named} draws latents of {drafter.config.channels} channels and the target of {target.channels}; use a "

@@ -28,7 +28,7 @@ class EagleDrafter(Drafter):
     """fc(2D -> D), then the layer; embedding and head are the target's own, frozen."""
 
     config_class = EagleConfig
-    about = "folders written by lanternpp train"
+    about = "folders written by lanternpp train --kind eagle"
 
     def __init__(self, config: EagleConfig, rotary_table: Tensor):
         super().__init__()

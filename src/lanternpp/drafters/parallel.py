@@ -53,7 +53,7 @@ class ParallelDrafter(QueryDrafter):
     """fc((2 + aux) D -> D), a decoder, and a query for every level beyond the first."""
 
     config_class = ParallelConfig
-    about = "folders written by lanternpp train --kind parallel"
+    about = "folders written by lanternpp train"
     proposer = "lanternpp.proposers.parallel:Parallel"
 
     def __init__(self, config: ParallelConfig, rotary_table: Tensor):

@@ -23,7 +23,7 @@ from lanternpp.engine.proposer import Proposer
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify.choose import Verifier
 from lanternpp.engine.verify.tokenwise import padded, verify_tokenwise
-from lanternpp.errors import InputError
+from lanternpp.errors import InputError, ModelError
 from lanternpp.models.base import Target
 from lanternpp.nn.backend import Step
 from lanternpp.types import Admission, Draft, Prompt, TargetOutput, Verdict
@@ -124,7 +124,7 @@ class Engine:
         """Start a sample at `slot`: prefill its prompt, draw its first code.
 
         prompt: the encoded condition, as `target.prompt` gives it for this guidance, where the caller has it. Samples are
-        prefilled one at a time, so that rounding does not depend on what else is admitted. Raises InputError where the logits
+        prefilled one at a time, so that rounding does not depend on what else is admitted. Raises ModelError where the logits
         overflow, which is read on the host.
         """
         if prompt is None:
@@ -142,7 +142,7 @@ class Engine:
         if not math.isfinite(logits.max()):
             dtype = str(embeds.dtype).removeprefix("torch.")
             wider = "bfloat16 or float32" if dtype == "float16" else "float64"
-            raise InputError(f"the model's logits are no finite numbers in {dtype}; use the dtype {wider}")
+            raise ModelError(f"the model's logits are no finite numbers in {dtype}; use the dtype {wider}")
         logits = self.target.constrain(logits, torch.zeros(1, 1, dtype=torch.int64, device=device))
         noise = Noise(self.noise.seed[slot : slot + 1], self.noise.step[slot : slot + 1])
         root = self.sampling.draw(self.sampling.probs(logits[:, 0]), noise)

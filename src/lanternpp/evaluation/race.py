@@ -134,9 +134,7 @@ class Race:
         self.n, self.seed, self.measure_tv = n, seed, measure_tv
         usual = {"batch_size": 1, "compile": False, **shared}
         self.asked = {e.label: pipe.settings(e.method, **{**usual, **e.overrides}) for e in field}
-        self.settings: dict[
-            str, Settings
-        ] = {}  # those of `asked`, fitted to the machine when the race begins
+        self.settings: dict[str, Settings] = {}  # of `asked`, fitted when the race begins
         self.batch = self.asked[BASELINE].batch_size
         self.turn = turn or self.batch
         if n % self.turn:

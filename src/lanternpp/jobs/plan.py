@@ -97,7 +97,9 @@ def with_draft_of(settings: Settings, drawn: Mapping[str, Any]) -> Settings | No
     """
     fit = drawn.get("fit") is True
     with suppress(InputError):  # the settings of a picture may be anybody's
-        if fit and drawn.get("method") == BASELINE:
+        if not fit:  # acceptance was not known yet
+            made = settings
+        elif drawn.get("method") == BASELINE:
             made = plain_settings(settings)
         elif settings.window is not None:
             made = replace(settings, window=typed("window", drawn.get("window")))

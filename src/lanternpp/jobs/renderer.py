@@ -36,16 +36,14 @@ class Renderer:
         options: DrawOptions,
         info: JobInfo | None = None,
         threads: int | None = None,
-        begun: Mapping[str, Any] | None = None,
+        begun: Mapping[str, Any] = {},
     ):
         if threads:
             torch.set_num_threads(threads)
         pipe = self.pipe = Pipeline.from_pretrained(**options.pretrained)
         check_output(pipe.target)
         given = {"batch_size": BATCH, **options.overrides}
-        settings = (
-            info.settings if info else self._fitted(pipe.settings(options.method, **given), begun or {})
-        )
+        settings = info.settings if info else self._fitted(pipe.settings(options.method, **given), begun)
         noted, why = pipe.describe(settings), pipe.chosen(options.method).why
         effect = str(pipe.model.effect) if pipe.model.effect else None
         self.info = JobInfo(pipe.name, settings, noted, versions(), pipe.target.length, why, effect)

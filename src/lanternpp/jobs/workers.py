@@ -37,7 +37,7 @@ class WorkerPool:
         actors: int,
         part: Share,
         threads: int,
-        begun: Mapping[str, Any] | None = None,
+        begun: Mapping[str, Any] = {},
     ):
         """begun: as of `Renderer`."""
         self.ray = ray

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 
 from lanternpp.api.options import DIALS, RENAMED
-from lanternpp.errors import InputError, one_line, reason
+from lanternpp.errors import InputError, ModelError, one_line, reason
 from lanternpp.serve.schemas import REQUEST_DIALS, Fault, ImagesRequest, Refusal
 from lanternpp.serve.tickets import Cancelled, Closed, Expired, Full
 
@@ -28,7 +28,10 @@ OTHER_NAMES = {
 OTHER_NAMES |= {old: f"now {name!r}" for old, name in RENAMED.items()}
 # Options of the command line that requests have as fields: what a message says of `--accept` holds for `accept`.
 FIELD_OF = {"--method": "method"} | {dial.option: dial.name for dial in REQUEST_DIALS}
-OPTION = re.compile(r"--[a-z][a-z-]*")
+OPTION = re.compile(r"'[^']*'|--[a-z][a-z-]*")  # or what is quoted, which stays
+NAMED = {name: name for name in ImagesRequest.model_fields}  # fields, by a message's first word
+NAMED |= {dial.option[2:]: dial.name for dial in REQUEST_DIALS}
+NAMED |= {dial.spoken: dial.name for dial in REQUEST_DIALS}
 CLIENT_CLOSED = 499  # nginx's status for a client that disconnected; only the log and the metrics see it
 
 
@@ -63,11 +66,11 @@ def response_for(error: Exception) -> JSONResponse:
             return error_response(504, str(error), "deadline")
         case Cancelled() | ClientDisconnect():
             return error_response(CLIENT_CLOSED, str(error), "cancelled")
-        case InputError():
+        case InputError() if not isinstance(error, ModelError):
             message = OPTION.sub(lambda found: FIELD_OF.get(found[0], found[0]), str(error))
-            first = message.partition(" ")[0]
-            param = first if first in ImagesRequest.model_fields else None
-            return error_response(400, message, "invalid_value", param)
+            first, *rest = message.split(" ", 1)
+            param = NAMED.get(first)
+            return error_response(400, " ".join((param or first, *rest)), "invalid_value", param)
     log.error("a request failed", exc_info=error)
     return error_response(500, BROKEN, "internal_error")
 

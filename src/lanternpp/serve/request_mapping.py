@@ -98,9 +98,10 @@ class RequestMapper:
                 f"window {settings.window} in {settings.window_rows or 1} window_rows and {settings.alternatives or 0} "
                 f"alternatives are {codes} draft codes; ask for at most {MAX_NODES}"
             )
-        if not self.pipe.defaults.holds(kind := network_needed(settings)):
+        kind = network_needed(settings)
+        if kind and not self.pipe.defaults.holds(kind):
             raise InputError(
-                f"method {settings.method!r} needs a {NETWORKS[kind or ''][1]}, which {self.pipe.name} lacks; use another method"
+                f"method {settings.method!r} needs a {NETWORKS[kind][1]}, which {self.pipe.name} lacks; use another method"
             )
         limits = [limit for limit in (body.deadline, self.config.deadline) if limit is not None]
         seed = secrets.randbelow(SEEDS) if body.seed is None else body.seed

@@ -321,9 +321,7 @@ def folder_codes(folder: Path, target: Target) -> Codes:
     """
     shards, channels = list[Shard](), target.channels
     # latents are kept as they were drawn, or as moments
-    shapes = (
-        [(target.length, width) for width in (channels, 2 * channels)] if channels else [(target.length,)]
-    )
+    shapes = [(target.length, *width) for width in ([(channels,), (2 * channels,)] if channels else [()])]
     for path in sorted(folder.glob("*.safetensors")):
         tensors, facts = read_file(path, "write it again as safetensors with facts in JSON")
         codes = tensors.get("codes", torch.empty(0))

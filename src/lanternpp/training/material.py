@@ -28,7 +28,7 @@ SPARE = 1 << 28  # bytes of a disk that stay free
 Shard = tuple[dict[str, Tensor], dict[str, Any]]
 """Tensors, and facts for the header of the file."""
 Done = Callable[[float], None]
-"""Called with the number of pictures of the present shard that are computed."""
+"""Called with the number of pictures that are computed, of the shard or the group of shards that is."""
 
 
 @dataclass(frozen=True)

@@ -179,8 +179,8 @@ class TrainingData:
             raise InputError(
                 "--rollouts N goes on with the drafter of --drafter DIR, drawn by --method: give both."
             )
-        given = (self.rollouts, "--rollouts"), (self.own or None, "--self"), (self.codes, "--codes")
-        source = next((name for value, name in given if value is not None), "--data")
+        source = "--self" if self.own else "--codes" if self.codes else "--data"
+        source = "--rollouts" if self.rollouts else source
         for name in UNUSED[source]:
             if getattr(self, name) != getattr(TrainingData, name):
                 raise InputError(f"--{name.replace('_', '-')} has no effect with {source}: leave it out.")

@@ -173,9 +173,8 @@ class Runs(OwnCodes):
 
     def shard(self, drawn: Sequence[Any], texts: Sequence[str]) -> Shard:
         """Recorded runs, of these texts, as a file keeps them."""
-        return {f"{i} {name}": getattr(run, name) for i, run in enumerate(drawn) for name in PARTS}, {
-            "texts": texts
-        }
+        tensors = {f"{i} {name}": getattr(run, name) for i, run in enumerate(drawn) for name in PARTS}
+        return tensors, {"texts": texts}
 
 
 class RolloutTask(ParallelTask):

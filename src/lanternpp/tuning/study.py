@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from random import Random
@@ -30,6 +30,7 @@ from lanternpp.evaluation.equal import variation
 from lanternpp.evaluation.prompts import spread
 from lanternpp.evaluation.quality import Quality
 from lanternpp.evaluation.race import ELSEWHERE, RUN, Entry, Race, check_run, machine
+from lanternpp.trees import static_shape
 from lanternpp.tuning.candidates import Space, check, has_window
 from lanternpp.tuning.measure import PlainEngine, draw
 from lanternpp.tuning.options import TuningOptions
@@ -185,11 +186,21 @@ class Tuner:
         count = max(1, options.n // batch)  # batches
         prompts = list(dict.fromkeys(spread(self.prompts, count)))
         n = max(1, count // len(prompts)) * batch
-        field = [Entry(BASELINE, BASELINE, {}), Entry(OWN, self.method, self.given)]
+        field = [Entry(BASELINE, BASELINE, {})]
+        if not self.is_own(found):
+            field.append(Entry(OWN, self.method, self.given))
         field.append(Entry(TUNED, self.method, self.given | found.overrides))
         race = Race(self.pipe, field, prompts, n, self.seed + 1000, self.shared, self.options.limited)
         folder = self.folder / RACE / digest([str(sorted(found.overrides.items())), str(n), *prompts])
         return report.rows(race.run(folder, resume=True, progress=progress), race.describe(), {})
+
+    def is_own(self, found: Candidate) -> bool:
+        """Whether a candidate draws as the method's own draft does, whose tree may have another name."""
+        given = self.shared | {"fit": False} | self.given | found.overrides
+        both = self.pipe.settings(self.method, **given), self.settings
+        trees = {each.tree and (static_shape(each.tree) or each.tree) for each in both}
+        others = {replace(each, tree=None, min_survival=each.min_survival or None) for each in both}
+        return len(trees) == len(others) == 1
 
     def chosen(self, found: Candidate) -> dict[str, Any]:
         """What becomes the method's default: the draft, and the dials that were asked for or chosen."""

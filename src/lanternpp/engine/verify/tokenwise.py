@@ -41,7 +41,6 @@ def verify_tokenwise(
     tree, widths = draft.tree, draft.tree.widths
     batch = torch.arange(len(logits), device=logits.device)
     early_exit = on_host(logits)
-    reads_q = type(rule).relax_with_draft is not Acceptance.relax_with_draft
     node = torch.zeros_like(batch)
     alive = torch.ones_like(batch, dtype=torch.bool)
     kept, path = torch.ones_like(batch), [node]
@@ -51,6 +50,7 @@ def verify_tokenwise(
     cost = [torch.zeros_like(residual[:, 0]) for _ in range(len(widths) + 1)]
     for level, width in enumerate(widths):
         here = rule.at(level)
+        reads_q = type(here).relax_with_draft is not Acceptance.relax_with_draft
         q = None if draft.probs is None else draft.probs[batch, node]
         accepted, next_node = torch.zeros_like(alive), node
         for rank in range(width):
