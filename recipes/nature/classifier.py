@@ -17,7 +17,17 @@ from PIL import Image
 from safetensors.torch import save as serialise
 from torch import Tensor, nn
 
-from common import Data, Limit, Model, Training, fraction, options_of, script, tokenizer_of
+from common import (
+    INTERNAL,
+    ClassifierTraining,
+    Data,
+    Limit,
+    Model,
+    fraction,
+    options_of,
+    script,
+    tokenizer_of,
+)
 from labelled import LabelledPictures, augment, label_pictures, vocabulary
 from lanternpp.api.picture import Panel, comparison
 from lanternpp.cli.options import verb
@@ -266,7 +276,7 @@ def main(
     model: Model,
     limit: Limit = None,
     settings: ClassifierSettings = ClassifierSettings(),
-    training: Training = TrainingOptions(store="int8"),
+    training: Annotated[ClassifierTraining, INTERNAL] = ClassifierTraining(),
 ) -> bool:
     """Train a classifier of drawn pictures: it names their labels and gives features to compare them by. Needs a tokenizer."""
     return train(data, model, {}, settings, options_of(training, model / CLASSIFIER), limit)

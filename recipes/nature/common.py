@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,16 +19,29 @@ from lanternpp.models.vq.autoencoder import Autoencoder, read_tokenizer
 from lanternpp.nn.checkpoints import CONFIG
 from lanternpp.training.codes import Codes, PictureCodes
 from lanternpp.training.loop import compute_dtype
-from lanternpp.training.options import TrainingOptions
-from lanternpp.util.options import Option
-
-Training = Annotated[TrainingOptions, without("folder", "log_steps", "stop_after")]
+from lanternpp.training.options import Stored, TrainingOptions
+from lanternpp.util.options import Option, declared
 
 Data = Annotated[Path, Option("Imagefolder with train/ and val/, each with metadata.jsonl.", metavar="DIR")]
 Model = Annotated[Path, Option("Model folder to write to.", metavar="DIR")]
 Limit = Annotated[int | None, Option("Use only this many pictures of each split.", ge=1)]
 Crops = Annotated[int, Option("Crops of each training picture, each also mirrored; encoded once.", ge=1)]
 Cooldown = Annotated[float, Option("Last share of the budget, over which rates fall to zero.", gt=0, le=1)]
+INTERNAL = without("folder", "log_steps", "stop_after")  # fields of TrainingOptions
+
+
+@dataclass(frozen=True)
+class TokenizerTraining(TrainingOptions):
+    """It is validated more often by default."""
+
+    checks: Annotated[int, declared(TrainingOptions)["checks"]] = 20
+
+
+@dataclass(frozen=True)
+class ClassifierTraining(TrainingOptions):
+    """Its weights have 8 bits by default."""
+
+    store: Annotated[Stored, declared(TrainingOptions)["store"]] = "int8"
 
 
 def fraction(about: str) -> Option:

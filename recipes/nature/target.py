@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import torch
 
 from captions import vocabulary
-from common import Crops, Data, Limit, Model, Training, fraction, options_of, read_codes, script, tokenizer_of
+from common import INTERNAL, Crops, Data, Limit, Model, fraction, options_of, read_codes, script, tokenizer_of
 from lanternpp.api.model import model_folder, read_target
 from lanternpp.cli.options import verb
 from lanternpp.errors import InputError
@@ -143,7 +143,7 @@ def main(
     shape: Shape = Shape(),
     own: Head = Head(),
     settings: TargetSettings = TargetSettings(),
-    training: Training = TrainingOptions(),
+    training: Annotated[TrainingOptions, INTERNAL] = TrainingOptions(),
 ) -> bool:
     """Train a target: codes or latents from captions, one after another. Needs a trained tokenizer."""
     options = options_of(training, model / "target")

@@ -13,7 +13,18 @@ import torch
 from torch import Tensor
 
 from autoencoders import TrainedKL, TrainedVQ, redraw, weights
-from common import Cooldown, Data, Limit, Model, Training, fraction, options_of, script, tokenizer_of
+from common import (
+    INTERNAL,
+    Cooldown,
+    Data,
+    Limit,
+    Model,
+    TokenizerTraining,
+    fraction,
+    options_of,
+    script,
+    tokenizer_of,
+)
 from lanternpp.api.model import model_folder
 from lanternpp.cli.options import verb
 from lanternpp.errors import InputError
@@ -356,7 +367,7 @@ def main(
     ] = "nature-128",
     limit: Limit = None,
     settings: TokenizerSettings = TokenizerSettings(),
-    training: Training = TrainingOptions(checks=20),
+    training: Annotated[TokenizerTraining, INTERNAL] = TokenizerTraining(),
 ) -> bool:
     """Train a tokenizer: pictures <-> codes, or latents."""
     if codes_of is not None and not (down is codes is None):

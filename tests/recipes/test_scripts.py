@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -65,6 +68,14 @@ def test_codes_from_photos_to_a_picture_and_on_to_larger_ones(done, rejected) ->
     assert torch.allclose(*tables, atol=1e-4), "the codes are not the same ones"
     done(*draw, "larger", "-o", "large.png", "--json")
     assert Image.open("large.png").size == (36, 36)
+
+
+@pytest.mark.parametrize("stage", ["tokenizer", "target", "classifier"])
+def test_the_defaults_of_the_signature_are_those_in_the_help(stage: str, done) -> None:
+    help = " ".join(done(stage, "--help").replace("│", "").split())
+    usual = signature(import_module(stage).main).parameters["training"].default
+    for name in ("checks", "store"):
+        assert re.search(rf"--{name} (?:(?!--).)*\[default: {getattr(usual, name)}\]", help)
 
 
 @pytest.mark.parametrize("head", [("--head", "mixture", "--components", 3), DENOISER])
