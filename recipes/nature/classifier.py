@@ -172,11 +172,9 @@ class ClassifierTask(Task):
             narrow = is_quantised(name, packed)
             tensor.copy_(dequantised(packed[name], packed[name + SCALE]) if narrow else packed[name])
         scores, _ = self.predict(stored, self.splits["val"])
-        right = scores.argmax(-1) == self.splits["val"].labels
-        each = {
-            label: right[self.splits["val"].labels == i].double().mean().item()
-            for i, label in enumerate(self.config.labels)
-        }
+        labels = self.splits["val"].labels
+        right = (scores.argmax(-1) == labels).double()
+        each = {self.config.labels[i]: right[labels == i].mean().item() for i in labels.unique().tolist()}
         return {
             **self.figures(stored),
             "accuracy_of_each_label": {name: round(value, 4) for name, value in each.items()},

@@ -8,6 +8,7 @@ import torch
 from helpers.classifiers import CPU, splashes, write_classifier
 from helpers.refusals import rejects
 
+from classifier import write_reference
 from lanternpp.evaluation.classifier import (
     ClassifierConfig,
     has_classifier,
@@ -25,7 +26,7 @@ def test_features_do_not_depend_on_the_batch(tmp_path: Path) -> None:
     torch.testing.assert_close(one, many, rtol=1e-4, atol=1e-5)
 
 
-def test_a_broken_a_missing_and_another_reference_are_rejected(tmp_path: Path) -> None:
+def test_a_broken_a_missing_a_small_and_another_reference_are_rejected(tmp_path: Path) -> None:
     classifier = read_classifier(write_classifier(tmp_path))
     path = tmp_path / "classifier" / "reference.safetensors"
     whole = path.read_bytes()
@@ -33,6 +34,8 @@ def test_a_broken_a_missing_and_another_reference_are_rejected(tmp_path: Path) -
     rejects("cannot be read", read_reference, tmp_path, classifier)
     path.unlink()
     rejects("--reference DIR", read_reference, tmp_path, classifier)
+    write_reference(tmp_path, classifier, torch.rand(3, 16), [])
+    rejects("3 pictures and at least 4 are needed", read_reference, tmp_path, classifier)
     path.write_bytes(whole)
     with torch.no_grad():
         classifier.stem.weight[0, 0, 0, 0] += 1e-3

@@ -64,6 +64,13 @@ def test_labels_that_it_cannot_learn_from_are_rejected(data: Path, model: Path) 
     rejects(r"4 pictures have none, e.g. blue/001.png", train, data, model)
 
 
+def test_a_label_without_validation_pictures_has_no_accuracy(data: Path, model: Path) -> None:
+    path = data / "val" / "metadata.jsonl"
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if '"red"' in line))
+    assert train(data, model)
+    assert facts(model, "classifier")["validation"]["accuracy_of_each_label"].keys() == {"red"}
+
+
 def test_words_are_those_that_many_captions_say_and_no_label_does() -> None:
     texts = ["a photo of a red rose under a blue sky"] * 99 + ["a photo of a green rose"]
     assert vocabulary(texts, ["rose"]) == ("blue", "green", "red", "sky", "under")

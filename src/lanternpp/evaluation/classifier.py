@@ -16,6 +16,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
+from lanternpp.evaluation.distances import NEAREST
 from lanternpp.nn import checkpoints
 from lanternpp.nn.checkpoints import StageBlocks, Stages, Width, Words, config_as
 from lanternpp.nn.files import check_finite, wrong_file
@@ -123,7 +124,7 @@ def fingerprint(classifier: nn.Module) -> str:
 
 
 def read_reference(folder: Path, classifier: nn.Module) -> Tensor:
-    """The features [M, F] that lie beside a classifier. Raises InputError where they are missing or another classifier's."""
+    """The features [M, F] that lie beside a classifier. Raises InputError where they are missing, few or another classifier's."""
     path = folder / CLASSIFIER / REFERENCE
     if not path.is_file():
         raise InputError(f"{path} is missing; give --reference DIR, a folder of pictures to compare with")
@@ -133,4 +134,8 @@ def read_reference(folder: Path, classifier: nn.Module) -> Tensor:
         check_finite("features", features, path)
     if note.get("classifier") != fingerprint(classifier):
         raise InputError(f"{path} was made by other weights than {path.parent}'s; give --reference DIR")
+    if len(features) <= NEAREST:
+        raise InputError(
+            f"{path} describes {len(features)} pictures and at least {NEAREST + 1} are needed; give --reference DIR"
+        )
     return features
