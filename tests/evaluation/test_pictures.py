@@ -54,6 +54,17 @@ def test_an_imagefolder_has_captions_and_only_the_pictures_it_names(tmp_path: Pa
     assert reference_folder(tmp_path / "val") == tmp_path / "val", "a folder without val/"
 
 
+def test_a_name_may_be_spelled_in_any_way_that_leads_into_the_folder(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(fill(tmp_path / "a", 3).parent)
+    names = ("./a/00.png", "a//01.png", f"{tmp_path}/a/02.png")
+    rows = (json.dumps({"file_name": name, "text": f"text {i}"}) + "\n" for i, name in enumerate(names))
+    Path("metadata.jsonl").write_text("".join(rows))
+    for folder in (Path(), tmp_path):
+        assert Gallery.read(folder).prompts == ["text 0", "text 1", "text 2"]
+    (tmp_path / "a" / "metadata.jsonl").write_text('{"file_name": "/b/00.png"}')
+    rejects("line 1, names /b/00.png, which is not in a;", Gallery.read, Path("a"))
+
+
 def test_what_cannot_be_read_is_named_ten_at_a_time(tmp_path: Path) -> None:
     whole = (fill(tmp_path, 1) / "00.png").read_bytes()
     for i in range(12):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from lanternpp.api.model import Model
 from lanternpp.api.options import BASELINE, Settings
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.api.settings import with_tree
+from lanternpp.engine.decode import Engine
 from lanternpp.errors import InputError
+from lanternpp.evaluation import report
 from lanternpp.evaluation.race import PICTURES, TURNS, Race, parse_methods
 
 PROMPTS = ["a red tulip", "a tulip"]
@@ -75,6 +78,17 @@ def test_what_is_written_down_is_what_the_pipeline_draws(pipe: Pipeline, tmp_pat
     assert bent.accepted == [alone.stats.accepted_per_pass]
     costs = {t.label: t.tv_cost for t in turns if t.seed == 5}
     assert costs["ar"] == costs["jacobi"] == [0.0] and costs["lantern++ lambda=3"][0] > 0
+
+
+def test_the_steps_of_a_row_are_those_that_its_engine_took(
+    pipe: Pipeline, tmp_path: Path, monkeypatch
+) -> None:
+    """Of five pictures, two at a time: the next one takes the slot of the first that is finished."""
+    step, taken = Engine.step, Counter[Engine]()
+    monkeypatch.setattr(Engine, "step", lambda engine: (taken.update([engine]), step(engine)))
+    mine = Race(pipe, parse_methods(FIELD), PROMPTS[:1], 5, 5, {"batch_size": 2}, False, turn=5)
+    for row in report.rows(mine.run(tmp_path), mine.describe(), {}):
+        assert 2 * row["steps"] == taken[mine.engines[row["method"]]], "with those of the warm-up"
 
 
 def test_a_stop_at_any_moment_loses_at_most_the_turn_it_hit(pipe: Pipeline, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 
 import pytest
 
@@ -83,6 +84,9 @@ def test_codes_per_pass_go_to_the_row_of_the_image_where_the_pass_began() -> Non
     rows = report.by_row([turn("fast", 0, 1.0, [[1, 2, 4, 1], [1, 1, 1, 5]])], width=4)
     # row 0: passes at 1 (2 codes), 3 (4), 1 (1), 2 (1), 3 (5); row 1: at 7 (1)
     assert rows == {"fast": [pytest.approx(13 / 5), 1]}
+    # a pass over all of row 1
+    rows = report.by_row([turn("fast", 0, 1.0, [[1, 9, 2]])], width=4)
+    assert rows == {"fast": pytest.approx([9, math.nan, 2], nan_ok=True)}
 
 
 def test_the_table_shows_what_was_measured_and_dashes_elsewhere() -> None:

@@ -128,10 +128,14 @@ def list_pictures(folder: Path) -> list[Path]:
 
 
 def read_captions(folder: Path) -> dict[str, str]:
-    """file_name -> text of an imagefolder's metadata.jsonl, by name; empty where there is none."""
-    path = folder / METADATA
-    rows = read_lines(path, "file_name", LAYOUT) if path.is_file() else ()
-    return dict(sorted((row["file_name"], str(row.get("text") or "")) for _, row in rows))
+    """file_name, relative to the folder -> text of an imagefolder's metadata.jsonl, by name; empty where there is none."""
+    path, captions, root = folder / METADATA, list[tuple[str, str]](), folder.absolute()
+    for where, row in read_lines(path, "file_name", LAYOUT) if path.is_file() else ():
+        picture = root / row["file_name"]  # it may be an absolute path, or begin with ./
+        if not picture.is_relative_to(root):
+            raise InputError(f"{where} names {picture}, which is not in {folder}; {LAYOUT}")
+        captions.append((picture.relative_to(root).as_posix(), str(row.get("text") or "")))
+    return dict(sorted(captions))
 
 
 def write_captions(folder: Path, captions: Mapping[str, str]) -> None:

@@ -119,7 +119,7 @@ def profile_race(
         total = sum(getattr(each, key) for each in counted)
         counted = sorted(counted, key=lambda each: -getattr(each, key))[:TOP]
         shares = [f"{each.key} {100 * getattr(each, key) / total:.0f}" for each in counted]
-        seconds = row["phases"]["pass"] * row["seconds"] / (row["passes"] / race.batch)
+        seconds = row["phases"]["pass"] * row["seconds"] / row["steps"]
         size, operations_of_pass = pass_costs(race.pipe, engine)
         reached = size / seconds / bandwidth, operations_of_pass / seconds / arithmetic
         figures = [f"{1000 * seconds:.3g}", *(f"{100 * share:.0f}" for share in reached)]

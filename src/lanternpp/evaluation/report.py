@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from heapq import heapreplace
 from itertools import accumulate
 from statistics import fmean, median, quantiles
 from typing import Any
@@ -67,11 +69,14 @@ def rows(
     plain = figures([t for t in turns if t.label == BASELINE])
     made = []
     for label, settings in run["methods"].items():
-        row = figures([t for t in turns if t.label == label])
+        mine = [t for t in turns if t.label == label]
+        row = figures(mine)
         speedup = plain["seconds_per_image"] / row["seconds_per_image"]
         ratios = {"speedup": speedup, "efficiency": speedup / row["codes_per_pass"]}
         ratios["latency_speedup"] = plain["latency"] / row["latency"]
-        about = {"method": label, "model": run["model"], "batch_size": settings["batch_size"]}
+        batch = settings["batch_size"]
+        about = {"method": label, "model": run["model"], "batch_size": batch}
+        about["steps"] = sum(steps(turn.accepted, batch) for turn in mine)
         draft = draft_of(settings) or "none"
         about["draft"] = f"{draft}, fitted" if settings["fit"] else draft
         versions = {"settings": settings, "versions": run["versions"]}
@@ -106,8 +111,16 @@ def figures(turns: Sequence[Turn]) -> dict[str, Any]:
     }
 
 
+def steps(accepted: Sequence[Sequence[int]], batch: int) -> int:
+    """Steps of an engine with `batch` slots in which pictures were drawn: each takes the slot that is free first."""
+    ends = [0] * batch
+    for decided in accepted:
+        heapreplace(ends, ends[0] + len(decided) - 1)  # its first entry is the prefill
+    return max(ends)
+
+
 def by_row(turns: Sequence[Turn], width: int) -> dict[str, list[float]]:
-    """Mean codes decided by the passes that began in each row of the image, by label."""
+    """Mean codes decided by the passes that began in each row of the image, by label; NaN where none began."""
     began: dict[str, dict[int, list[int]]] = {turn.label: {} for turn in turns}
     for turn in turns:
         for accepted in turn.accepted:
@@ -115,7 +128,7 @@ def by_row(turns: Sequence[Turn], width: int) -> dict[str, list[float]]:
             for place, count in zip(accumulate(accepted), accepted[1:], strict=False):
                 began[turn.label].setdefault(place // width, []).append(count)
     return {
-        label: [fmean(rows.get(row, [0])) for row in range(max(rows, default=-1) + 1)]
+        label: [fmean(rows.get(row, [math.nan])) for row in range(max(rows, default=-1) + 1)]
         for label, rows in began.items()
     }
 
