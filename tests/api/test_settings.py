@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 from helpers.refusals import rejects
 
 from lanternpp.api.options import METHODS
-from lanternpp.api.settings import READ, dials_read, resolve, with_tree
+from lanternpp.api.settings import READ, dials_read, for_target, resolve, with_tree
 from lanternpp.trees.static import StaticTree
 
 
@@ -29,6 +30,15 @@ def test_a_dial_of_the_row_goes_with_the_part_that_read_it() -> None:
     assert (settings.lam, settings.tree) == (5.0, None)
     assert resolve("jacobi", {}, {"proposer": "tree"}).tree == "eagle-25"
     assert resolve("lantern", {"methods": {"lantern": {"lam": 3.0}}}, {}).lam is None
+
+
+def test_defaults_are_lowered_to_the_codes_and_rows_of_a_model_and_what_is_given_is_not() -> None:
+    few = SimpleNamespace(channels=0, vocab=3, length=8, width=4)
+    large = {"methods": {"lantern-jacobi": {"alternatives": 3, "neighbours": 1000, "window_rows": 3}}}
+    for given in ({}, {"alternatives": 4, "window_rows": 5, "neighbours": 6}):
+        settings = for_target(resolve("lantern-jacobi", large, given), few, "few", given)
+        most = {"alternatives": 2, "window_rows": 2, "neighbours": 2} | given
+        assert {name: getattr(settings, name) for name in most} == most
 
 
 def test_an_option_that_has_another_name_is_rejected_with_it() -> None:

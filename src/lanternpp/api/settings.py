@@ -128,9 +128,17 @@ def for_target(settings: Settings, target: Target, name: str, given: Mapping[str
         MixtureSampling(settings.temperature, settings.top_k, settings.top_p)
     if settings.top_k > target.vocab > 0:
         raise InputError(f"top-k {settings.top_k} exceeds the {target.vocab} codes of {name}")
-    if (settings.neighbours or 0) >= target.vocab > 0 and given.get("neighbours") is None:
-        return replace(settings, neighbours=target.vocab - 1)  # a default for codebooks of thousands
-    return settings
+    free = {name: most for name, most in greatest(target).items() if given.get(name) is None}
+    # defaults are for pictures of many rows and codebooks of thousands
+    return replace(settings, **{k: most for k, most in free.items() if (getattr(settings, k) or 0) > most})
+
+
+def greatest(target: Target) -> dict[str, int]:
+    """The greatest values of the dials that a target's codes and rows limit; none of latents."""
+    if target.channels:
+        return {}
+    others = target.vocab - 1
+    return {"neighbours": others, "alternatives": others, "window_rows": -(-target.length // target.width)}
 
 
 def suits(settings: Settings, target: Target) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lanternpp.api.options import Settings
 from lanternpp.api.pipeline import Pipeline
-from lanternpp.api.settings import dials_read
+from lanternpp.api.settings import dials_read, greatest
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.verify.choose import BLOCK
 from lanternpp.errors import InputError
@@ -153,11 +153,7 @@ class Space:
 
     def _window(self, trial: Trial, found: dict[str, Any]) -> dict[str, Any] | None:
         target = self.pipe.target
-        most = {
-            "window": min(self.depth, target.length // 2),
-            "alternatives": target.vocab - 1,
-            "window_rows": -(-target.length // target.width),
-        }
+        most = greatest(target) | {"window": min(self.depth, target.length // 2)}
         for name, least in self.least.items():
             if self.given.get(name) is not None:
                 found[name] = self.given[name]
