@@ -23,12 +23,20 @@ def test_a_method_shows_the_dials_that_it_reads_at_its_own_values(pipe: Pipeline
     assert (shown["jacobi"]["dials"]["verify"], shown["eagle2"]["dials"]["verify"]) == ("block", "token")
     assert shown["lantern++"]["dials"]["neighbours"] == 8
     assert shown["lantern++"]["dials"]["cfg"] == 2.0
+    assert shown["lantern-jacobi"]["limits"] == {
+        "neighbours": (1, 31),
+        "alternatives": (0, 16),
+        "window_rows": (1, 4),
+    }
+    ends = {name: each["limits"].get("delta") for name, each in shown.items() if "delta" in each["dials"]}
+    assert ends == {"lantern": (0, 1), "lantern-static": (0, 1), "cool": (0.01, 3)}
     assert all(ImagesRequest.model_fields.keys() >= {dial.name} for dial in SHOWN)
 
 
 def test_the_rule_can_be_chosen_where_the_model_has_a_diffusion_head(tmp_path: Path) -> None:
     shown = setup(tiny(write_diffusion(tmp_path)), ServerConfig())
     assert shown["methods"]["eagle"]["dials"]["accept"] == "exact"
+    assert shown["methods"]["eagle"]["limits"] == {"temperature": (0.05, 2)}
     (rule,) = (row for row in shown["dials"] if row["name"] == "accept")
     assert rule["choices"] == ("exact", "cspd")
 

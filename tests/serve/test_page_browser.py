@@ -270,6 +270,15 @@ def test_with_keys_the_page_asks_for_one_answers_a_wrong_prompt_in_a_sentence_an
         assert page.locator("#base .price").is_hidden()
         assert float(page.locator("#side .price dd").inner_text()) >= 0
         assert page.locator("#gallery li").count() == 6
+        words = page.locator("#words dd").count()
+        page.route(
+            "**/generations", lambda route: route.fulfill(status=401)
+        )  # the server's keys have changed
+        page.get_by_role("button", name="Race").click()
+        page.get_by_label("API key").fill(KEY)
+        page.get_by_label("API key").press("Enter")
+        expect(page.get_by_label("Prompt")).to_have_value("a shiny red tulip")
+        assert page.locator("#words dd").count() == words > 0
         page.reload()
         expect(page.get_by_label("Prompt")).to_be_visible()
         page.get_by_role("button", name="Forget the key").click()

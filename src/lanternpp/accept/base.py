@@ -37,6 +37,7 @@ class Acceptance(ABC):
     lossless: bool = False
     trajectories: bool = False  # whether it is for latents of diffusion heads alone
     optimal_residual: bool = False  # after a rejection: [p - a]+ instead of the papers' [relaxed - q]+
+    sliders: ClassVar[dict[str, tuple[float, float]]] = {}  # ends of dials on the page, if they are its own
     paper_residual_is_optimal: bool = False  # whether the papers' residual costs no more than the optimal one
 
     @classmethod

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,7 @@ class DraftMixture(DecayingAcceptance):
     dials = frozenset({"delta", "nu"})
     missing = "delta, the drafter's share of the mixture; 0 is exact"
     optimal_residual = True
+    sliders: ClassVar = {"delta": (0, 1)}
 
     def __init__(self, delta: float, nu: float = 0.0):
         if not 0 <= delta <= 1:

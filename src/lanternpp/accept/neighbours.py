@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -118,6 +119,7 @@ class Lantern(NeighbourAcceptance):
 
     dials = frozenset({"neighbours", "delta", "nu", "residual"})
     required, missing = ("neighbours", "delta"), "neighbours and delta; give both"
+    sliders: ClassVar = {"delta": (0, 1)}
 
     def __init__(self, table: Tensor, delta: float, residual: str | None = None, nu: float = 0.0):
         super().__init__(table, residual, nu)

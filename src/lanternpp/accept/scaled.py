@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -62,6 +63,7 @@ class Cool(ScaledAcceptance):
     """
 
     zero, missing = False, "delta, the weight at the first level; 1 is exact"
+    sliders: ClassVar = {"delta": (0.01, 3)}
 
     def raised(self, p: Tensor) -> Tensor:
         """min(1, w p); a certain code stays certain."""

@@ -24,12 +24,16 @@ export class Dial {
     this.field.oninput = () => this.moved();
   }
 
-  /** Show the value that a method has; undefined: the method does not read this dial, null: the value has no name. */
-  adopt(value) {
+  /**
+   * Show the value that a method has; undefined: the method does not read this dial, null: the value has no name.
+   * ends: its least and greatest value, where not those of the row.
+   */
+  adopt(value, ends) {
     this.default = value;
     this.root.hidden = this.field.disabled = value === undefined;
     if (this.range) {
-      const { low, high, step } = this.row;
+      const { step } = this.row;
+      const [low, high] = ends ?? [this.row.low, this.row.high];
       const limits = { min: Math.min(low, value ?? low), max: Math.max(high, value ?? high) };
       Object.assign(this.range, { ...limits, step });
       Object.assign(this.field, { ...limits, step: step === 1 ? 1 : "any" });

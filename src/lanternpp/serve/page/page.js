@@ -43,7 +43,7 @@ function build() {
     `${setup.model} draws a picture of ${setup.length} codes, one pass of the network for each. ` +
     "Drafting decides several in one pass.";
   byId("prompt").maxLength = setup.prompt;
-  byId("prompt").value = setup.examples[0] ?? "";
+  byId("prompt").value ||= setup.examples[0] ?? "";
   byId("examples").replaceChildren(...(setup.examples.length > 1 ? setup.examples.map(chip) : []));
   byId("method").replaceChildren(...Object.keys(setup.methods).map((name) => new Option(name)));
   byId("method").value = setup.method;
@@ -62,6 +62,7 @@ function build() {
   choose();
   plain.clear(setup.baseline);
   drafted.clear(setup.method);
+  byId("words").lastElementChild.replaceChildren();
   for (const [kind, words] of Object.entries(setup.words)) {
     byId("words").hidden = false;
     const [term, list] = [document.createElement("dt"), document.createElement("dd")];
@@ -86,7 +87,7 @@ function choose() {
   byId("about").textContent = method.about;
   for (const [name, dial] of dials) {
     const moved = BOTH.includes(name) && dial.changed ? dial.value : null;
-    dial.adopt(method.dials[name]);
+    dial.adopt(method.dials[name], method.limits[name]);
     if (moved !== null) dial.set(moved);
   }
 }

@@ -13,7 +13,7 @@ from lanternpp.accept import RULES
 from lanternpp.api.options import BASELINE, DIALS, METHODS, Dial, SamplingDials, Settings, names
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.api.results import grid
-from lanternpp.api.settings import dials_read
+from lanternpp.api.settings import dials_read, greatest, part
 from lanternpp.errors import InputError
 from lanternpp.evaluation.prompts import PROMPTS, read_prompts
 from lanternpp.serve.config import ServerConfig
@@ -94,8 +94,17 @@ def shown(pipe: Pipeline, config: ServerConfig, method: str) -> dict[str, Any]:
     return {
         "about": f"{about[:1].upper()}{about[1:]}.",
         "dials": {dial.name: _value(dial, settings) for dial in SHOWN if dial.name in _read(pipe, settings)},
+        "limits": limits(pipe, settings),
         "sampling": {name: getattr(settings, name) for name in names(SamplingDials)},
     }
+
+
+def limits(pipe: Pipeline, settings: Settings) -> dict[str, tuple[float, float]]:
+    """The least and greatest values of the dials for which these differ from those of `row`, on this model with these settings."""
+    sliders = {name: (DIALS[name].slider, most) for name, most in greatest(pipe.target).items()}
+    found = {name: (low, min(high, most)) for name, ((low, high, _), most) in sliders.items()}
+    latents = {"temperature": (0.05, 2)} if pipe.target.channels else {}  # these cannot be greedy
+    return found | latents | part("accept", settings.accept).sliders
 
 
 def methods(pipe: Pipeline, config: ServerConfig) -> list[str]:
