@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from helpers.latents import write_diffusion
 from PIL import Image
 
 from lanternpp import Pipeline
@@ -107,3 +108,10 @@ def test_a_gpu_whose_steps_are_not_compiled_is_told_how(
     monkeypatch.setattr(Pipeline, "device", SimpleNamespace(type=device))
     monkeypatch.setattr(Pipeline, "describe", lambda *given: describe(*given) | {"compile": compiled})
     assert ("`lanternpp models warm`" in compare(*options).err) is said
+
+
+def test_it_says_that_a_variation_cannot_be_measured(run, tmp_path: Path) -> None:
+    model = write_diffusion(tmp_path / "latents")
+    rule = ("--method", "eagle", "--accept", "cspd", "--measure-tv", "--runs", 1)
+    outcome = run("compare", PROMPT, "--model", model, *rule)
+    assert outcome.code == 0 and "of the rule cspd cannot be measured" in outcome.err

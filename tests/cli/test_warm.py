@@ -7,15 +7,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.latents import write_diffusion
 
+from lanternpp.api.pipeline import Pipeline
 from lanternpp.engine import compiled
 
 
-def test_without_anything_to_compile_it_says_so_and_a_batch_size_is_refused(run, model) -> None:
+def test_without_anything_to_compile_it_says_so_and_a_batch_size_is_refused(
+    run, model, tmp_path: Path, monkeypatch
+) -> None:
     outcome = run("models", "warm", "--model", model, "--device", "cpu")
     said = "nothing to compile here: a CPU compiles steps with --compile alone\n"
     assert (outcome.code, outcome.out) == (0, said)
     run("models", "warm", "--model", model, "--batch-size", 2).refused("--batch-sizes")
+    monkeypatch.setattr(Pipeline, "warm", lambda *_: ["verify"])
+    outcome = run("models", "warm", "--model", model, "--device", "cpu", "--compile")
+    assert outcome.code == 0 and "drawn as it is" in outcome.err and outcome.out.startswith("ready after")
+    run("models", "warm", "--model", write_diffusion(tmp_path), "--compile").refused("draws latents")
 
 
 def test_steps_are_compiled_at_every_size_for_the_method_and_plain_decoding(

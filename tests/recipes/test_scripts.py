@@ -101,7 +101,7 @@ def test_latents_from_photos_to_a_comparison(head: tuple[object, ...], done, rej
         (("--method", "eagle", "--verify", "block"), "--verify token"),
         (("--method", "jacobi-coupled"), "--method ar"),
         (("--method", "eagle", "--accept", "cool", "--delta", 1.5), "--accept exact"),
-        (("--method", "lantern++"), "no codebook"),
+        (("--method", "lantern++"), f"use the rule {' or '.join(rules)}"),
         (("--temperature", 0), "temperature 0"),
         (("--top-k", 5), "top-k 5"),
         (("--top-p", 0.9), "top-p 0.9"),

@@ -121,8 +121,10 @@ class Engines:
         """The k nearest codes of every code, [V, k]; InputError where the family has no codebook table."""
         codebook, folder = self.model.target.codebook, self.model.folder
         if codebook is None:
+            target = self.model.target
+            other = " or cspd" if hasattr(target, "denoiser") else "" if target.channels else " or cool"
             raise InputError(
-                f"{self.name} has no codebook of latents, so no code has neighbours; use the rule exact or cool"
+                f"{self.name} has no codebook of latents, so no code has neighbours; use the rule exact{other}"
             )
         kept = min(next(n for n in TABLES if n >= k), len(codebook) - 1) if k <= TABLES[-1] else k
         beside = cache_folder(folder.parent if folder.is_file() else folder)

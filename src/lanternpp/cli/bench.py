@@ -48,8 +48,8 @@ class FieldOptions:
     paper: The published sampling and methods of a paper, not fitted to the machine, and its table's columns. Options of sampling
         and --methods go before it.
     batch_sizes: Race at each of these batch sizes, pictures per second: -n turns for each, of twice as many pictures.
-    measure_tv: Measure tv_cost, the total variation summed over the codes of a picture, on one picture per prompt, drawn again and
-        not timed.
+    measure_tv: Measure tv_cost, the total variation summed over the codes of a picture, on the first picture of each prompt, or
+        its first batch, drawn again and not timed.
     equal_tv: Race relaxed rules at the strengths at which each code costs so much total variation, such as 0.02,0.05,0.1; the
         strengths are found first. --methods then names methods without their strength. Default: every relaxed rule, on chains
         of the parallel drafter, or else with eagle.

@@ -22,7 +22,7 @@ from lanternpp.api.options import (
     with_rule,
 )
 from lanternpp.cli import options as opt
-from lanternpp.cli.terminal import Progress, progress_bar, show_table
+from lanternpp.cli.terminal import Progress, progress_bar, say, show_table
 from lanternpp.util.options import Option
 
 if TYPE_CHECKING:
@@ -61,6 +61,8 @@ def compare(
     with progress_bar("comparing") as progress:
         pairs, measured = race(draw, options.method, overrides, runs, measure_tv, progress)
     base, side = zip(*pairs, strict=True)
+    if measured and measured.tv_cost is None:
+        say("compare", f"the total variation of the rule {measured.settings['accept']} cannot be measured")
     rows = [row(base), row(side, measured)]
     for each in rows:
         each["speedup"] = rows[0]["seconds"] / each["seconds"]

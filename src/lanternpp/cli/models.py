@@ -127,6 +127,8 @@ def warm(
     pipe = opt.read(options)
     done: list[dict[str, object]] = []
     settings = pipe.settings(options.method, **{"compile": pipe.device.type == "cuda", **options.overrides})
+    if settings.compile and pipe.target.channels:
+        raise InputError(f"{pipe.name} draws latents, whose verification is never compiled: nothing to warm")
     shared = {name: getattr(settings, name) for name in names(EngineDials, SamplingDials)}
     plain = pipe.settings(BASELINE, **shared)
     for size in sizes if settings.compile else ():
@@ -143,7 +145,7 @@ def warm(
     for one in done:
         print(f"{one['made']}: in {one['kept']}")
     nothing = "nothing to compile here: a CPU compiles steps with --compile alone"
-    print(f"ready after {seconds:.1f} s" if done else nothing)
+    print(f"ready after {seconds:.1f} s" if settings.compile else nothing)
 
 
 def here(named: str) -> str:
