@@ -147,7 +147,7 @@ def test_a_profile_of_each_method_has_the_phases_and_the_operations_of_its_steps
         (("--pictures", "none"), "none is no folder"),
         (("--pictures", "mine", "--methods", "ar"), "draws nothing: leave out --methods"),
         (("--pictures", "mine", "-n", 3, "--seed", 1, "-o", "b"), "leave out --n, --output, --seed"),
-        (("--pictures", "mine", "--resume", "--no-plots"), "leave out --resume, --plots"),
+        (("--pictures", "mine", "--resume", "--no-plots"), "leave out --resume, --no-plots"),
         (("--pictures", "mine", "--no-quality", "--temperature", 0), "leave out --temperature, --no-quality"),
         ((*TWO, "--no-quality", "--reference", "mine", "--clip", "absent"), "leave out --reference, --clip"),
     ],

@@ -189,7 +189,8 @@ def bench(
 
 def leave_out(why: str, given: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
     """InputError names the options that have no effect, and are not as usual."""
-    named = [name for name, value in given.items() if value != usual.get(name)]
+    idle = {name: value for name, value in given.items() if value != usual.get(name)}
+    named = [f"no_{name}" if value is False else name for name, value in idle.items()]
     if spelled := [DIALS[x].option if x in DIALS else "--" + x.replace("_", "-") for x in named]:
         raise InputError(f"{why}: leave out {', '.join(spelled)}")
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 PARTS = ("tokenizer", "target", "drafter", "parallel")
 REST = ("independent", "classifier", "text")  # other parts that a model may have
-FILES = ("defaults.json", "embeddings.safetensors", "prompts.txt", "synonyms.txt")
+FILES = ("defaults.json", "embeddings.safetensors", "prompts.txt", "synonyms.txt", "acceptance.json")
 README = "README.md"
 PROVENANCE = "provenance.json"
 models = App(name="models", help=VERBS["models"], group_parameters=opt.heading("Options"))
@@ -309,6 +309,7 @@ def staged(out: Path) -> Iterator[Path]:
 
 def rewrite(source: Path, out: Path, store: Any, written: Sequence[str] = ()) -> list[str]:
     """Write the parts of a folder that lanternpp wrote, except those written already; returns the names of the parts."""
+    from lanternpp.api.fit.rates import FILE as RATES
     from lanternpp.evaluation.classifier import CLASSIFIER, REFERENCE, has_classifier
     from lanternpp.nn import checkpoints
 
@@ -319,7 +320,7 @@ def rewrite(source: Path, out: Path, store: Any, written: Sequence[str] = ()) ->
         checkpoints.save(out / part, config, tensors, store, keep)
         if (source / part / PROVENANCE).is_file():
             write_json(out / part / PROVENANCE, read_object(source / part / PROVENANCE) | {"store": store})
-    kept = [*FILES, README]
+    kept = [*FILES, README, *(f"{part}/{RATES}" for part in parts)]
     if has_classifier(source):  # unchanged: its reference was computed with exactly these weights
         of_classifier = (checkpoints.CONFIG, checkpoints.WEIGHTS, REFERENCE, PROVENANCE)
         kept += [f"{CLASSIFIER}/{name}" for name in of_classifier]
