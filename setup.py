@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 PACKAGE = Path("lanternpp", "kernels")
@@ -52,7 +53,10 @@ class Toolchain(NamedTuple):
     @classmethod
     def find(cls) -> Toolchain:
         """The compiler of CC or of PATH. LookupError, with a sentence, where there is none that works."""
-        given = shlex.split(os.environ.get("CC", ""))
+        try:
+            given = shlex.split(os.environ.get("CC", ""))
+        except ValueError as error:
+            raise LookupError(f"CC cannot be read ({error})") from None
         # GCC for Windows puts vectors of 32 bytes on a stack that is not aligned for them; zig's clang comes with pyproject.toml.
         zig = [[sys.executable, "-m", "ziglang", "cc", "-target", "x86_64-windows-gnu"]]
         commands = [given] if given else zig if sys.platform == "win32" else [["cc"], ["gcc"], ["clang"]]
@@ -144,8 +148,9 @@ def build(folder: Path) -> list[str]:
             kinds, seconds = ", ".join(kind for kind in made if kind != "cpu"), time.perf_counter() - began
             said.append(f"compiled kernels for {kinds} by {tools.version}, in {seconds:.0f} s")
         except LookupError as error:
-            missing = f"{error}; install gcc or clang and install lanternpp again"
-            said = [f"no kernels were compiled, so that passes take two to three times as long: {missing}"]
+            remedy = "unset or mend CC" if os.environ.get("CC") else "install gcc or clang"
+            missing = f"{error}; {remedy} and install lanternpp again"
+            said = [f"no kernels were compiled, so that passes take several times as long: {missing}"]
         manifest = Path(temporary, "manifest.json")
         content = {"libraries": files, "missing": missing, "sources": digest(SOURCES)}
         manifest.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
@@ -209,6 +214,15 @@ class BuildKernels(build_ext):
         return [str(path.relative_to(ROOT)) for path in SOURCES]
 
 
+class BuildPackage(build_py):
+    """`build_py` without the modules of an earlier version that `build/` still has."""
+
+    def run(self) -> None:
+        if not self.editable_mode:
+            shutil.rmtree(Path(self.build_lib, "lanternpp"), ignore_errors=True)
+        super().run()
+
+
 class PlatformWheel(bdist_wheel):
     """A wheel for a platform and any Python, whose binary interface the kernels do not know."""
 
@@ -216,7 +230,9 @@ class PlatformWheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
+COMMANDS = {"build_py": BuildPackage, "build_ext": BuildKernels, "bdist_wheel": PlatformWheel}
+
 if __name__ == "__main__":
     # Of an extension without sources setuptools only learns that there is code for one platform.
     kernels = Extension("lanternpp.kernels.lib", [])
-    setup(ext_modules=[kernels], cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel})
+    setup(ext_modules=[kernels], cmdclass=COMMANDS)

@@ -193,3 +193,12 @@ def test_a_model_without_a_drafter_draws_without_a_word_on_methods(run, broken: 
     assert raced.err.count("\n") == 1 and "eagle2" in raced.err
     said = "--method jacobi-coupled and --method ar draw"
     run("generate", "a red tulip", "--model", broken, "--method", "eagle").refused(said)
+
+
+def test_an_odd_terminal_gets_its_answer(model: Path, tmp_path: Path) -> None:
+    """No columns, and an encoding without the letters of a path."""
+    environment = {**os.environ, "COLUMNS": "0", "PYTHONIOENCODING": "ascii"}
+    run = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 200}
+    drawn = subprocess.run([*LANTERNPP, "generate", "a red tulip", "--model", model, "-o", "\xf6.png"], **run)
+    assert drawn.returncode == 0 and "\\xf6.png" in drawn.stdout and (tmp_path / "\xf6.png").is_file()
+    assert "Usage" in subprocess.run([*LANTERNPP, "generate", "--help"], **run).stdout

@@ -5,6 +5,7 @@ A verb's file is imported when the verb is named, and nothing here imports torch
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -54,6 +55,9 @@ RENAMED = {
 }
 
 
+NARROWEST = 20  # columns into which help and tables can be laid out
+
+
 def with_values(args: Sequence[str]) -> list[str]:
     """Arguments in which a `--ray` that nobody gave a value means this machine."""
     bare = [
@@ -65,6 +69,10 @@ def with_values(args: Sequence[str]) -> list[str]:
 def main(args: Sequence[str] | None = None) -> None:
     """The console script: runs a verb, then exits with its status."""
     HERE[:] = [""]  # the current folder
+    if os.environ.get("COLUMNS", "").isdecimal() and int(os.environ["COLUMNS"]) < NARROWEST:
+        del os.environ["COLUMNS"]
+    if isinstance(sys.stdout, io.TextIOWrapper):  # prompts and paths may have letters that its encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
     args = with_values(sys.argv[1:] if args is None else args)
     try:
         with one_line_warnings():

@@ -52,7 +52,7 @@ def library(kind: str | None = None) -> ctypes.CDLL | None:
             )
         return load(_intact(files[kind or able[0]]))
     except OSError as error:
-        warnings.warn(f"{error}, so that passes take two to three times as long", stacklevel=2)
+        warnings.warn(f"{error}, so that passes take several times as long", stacklevel=2)
         return None
 
 
@@ -84,7 +84,10 @@ def installed() -> dict[str, str]:
     try:
         content = read_object(manifest)
         files, missing, sources = (content[name] for name in ("libraries", "missing", "sources"))
-    except (InputError, KeyError):
+        able = {"cpu"} <= dict(files).keys() or not files
+    except (InputError, KeyError, TypeError, ValueError):
+        able = False
+    if not able:
         raise OSError(f"{manifest} is damaged: install lanternpp again") from None
     if not files:
         raise OSError(f"kernels were not compiled: {missing}")

@@ -130,7 +130,7 @@ def gather_keys(given: Sequence[str], file: Path | None) -> tuple[str, ...]:
     found = [*given, *os.environ.get(KEYS, "").replace(",", " ").split()]
     if file is not None:
         try:
-            lines = file.read_text(encoding="utf-8").splitlines()
+            lines = file.read_text(encoding="utf-8-sig").splitlines()
         except (OSError, ValueError) as error:
             raise InputError(f"--api-key-file {str(file)!r} cannot be read: {error}") from None
         in_file = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
