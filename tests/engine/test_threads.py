@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from lanternpp import Pipeline
 from lanternpp.engine import threads
 from lanternpp.engine.threads import AdaptiveThreads
 
@@ -85,6 +87,21 @@ def test_the_next_drawing_begins_with_as_many_threads_as_the_last_one_had(run: R
             fitted.update()
         assert torch.get_num_threads() == 4
     assert before == 2
+
+
+@pytest.mark.filterwarnings("ignore:other work")
+def test_threads_that_begin_meanwhile_have_as_many_as_ever(run: Run):
+    decoder, found = Pipeline.from_pretrained("nature-128", device="cpu").target.decoder, []
+    if decoder.native is None:
+        pytest.skip("no kernels here")
+    with AdaptiveThreads(decoder) as fitted:
+        run(0.1, 0.1)
+        fitted.update()
+        begun = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        begun.start()
+        begun.join()
+        assert torch.get_num_threads() == 2
+    assert found == [4] and torch.get_num_threads() == 4
 
 
 def test_passes_that_pytorch_computes_keep_their_threads(run: Run):

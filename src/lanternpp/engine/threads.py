@@ -52,8 +52,11 @@ class AdaptiveThreads:
     _inside = threading.local()
 
     def __init__(self, decoder: nn.Module):
-        in_c = getattr(decoder, "native", None) is not None
-        self.active = in_c and SCHEDSTAT.is_file() and not getattr(self._inside, "context", False)
+        native = getattr(decoder, "native", None)
+        self.set = getattr(native, "use_threads", torch.set_num_threads)
+        self.active = (
+            native is not None and SCHEDSTAT.is_file() and not getattr(self._inside, "context", False)
+        )
         self.threads = self.full = torch.get_num_threads()
         # At the last check: seconds that the thread had run, and both numbers of `SCHEDSTAT`, in seconds.
         self.checked = self.ran = self.waited = 0.0
@@ -113,5 +116,5 @@ class AdaptiveThreads:
 
     def _use(self, threads: int) -> None:
         if threads != self.threads:
-            torch.set_num_threads(threads)
+            self.set(threads)
             self.threads = threads

@@ -53,6 +53,12 @@ class KernelDecoder:
         self.shape.qk_kind, self.shape.gate_kind = QK_KINDS.index(stack.qk_norm), GATES.index(stack.gate)
         self.shape.scale = stack.head_dim**-0.5 if stack.scale is None else stack.scale
 
+    def use_threads(self, count: int) -> None:
+        """Compute with so many threads from now on, in PyTorch too, but in the calling thread alone."""
+        self.library.use_threads(count)
+        if torch.get_num_threads() != count:  # kernels without OpenMP
+            torch.set_num_threads(count)
+
     def __call__(self, x: Tensor, nodes: Nodes, kv: Tensor, aux_layers: tuple[int, ...] = ()) -> Tensor:
         """As `DecoderForward`, with keys and values [L, 2, R, Hkv, S, head_dim up to a multiple of 32]."""
         rows, count, parts = *x.shape[:2], 1 + len(aux_layers)
