@@ -84,10 +84,9 @@ def installed() -> dict[str, str]:
     try:
         content = read_object(manifest)
         files, missing, sources = (content[name] for name in ("libraries", "missing", "sources"))
-        able = {"cpu"} <= dict(files).keys() or not files
+        if files and "cpu" not in dict(files):
+            raise KeyError("cpu")
     except (InputError, KeyError, TypeError, ValueError):
-        able = False
-    if not able:
         raise OSError(f"{manifest} is damaged: install lanternpp again") from None
     if not files:
         raise OSError(f"kernels were not compiled: {missing}")

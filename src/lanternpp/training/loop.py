@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from lanternpp.api.fit.rates import FILE
+from lanternpp.api.fit.rates import FILE as RATES
 from lanternpp.api.results import versions
 from lanternpp.errors import InputError
 from lanternpp.nn import checkpoints
@@ -238,7 +238,7 @@ def finish(
         "parameters": sum(p.numel() for p in task.average.parameters()),
         "store": options.store,
     }
-    (options.folder / FILE).unlink(missing_ok=True)  # it was counted with the weights before
+    (options.folder / RATES).unlink(missing_ok=True)  # it was counted with the weights before
     write_json(options.folder / "provenance.json", facts)
     exact = [name for name in tensors if name.endswith("codebook")]
     checkpoints.save(options.folder, config, tensors, options.store, keep=exact)

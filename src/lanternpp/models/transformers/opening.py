@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 A = TypeVar("A")
 TOKENIZER, PROCESSOR = "tokenizer.json", "processor"
-# The files of which transformers reads the first that a folder has.
+# Of these files transformers reads the first that a folder has.
 USUAL = [f"{name}{end}" for name in ("model.safetensors", "pytorch_model.bin") for end in ("", INDEX)]
 GENERATION = "generation_config.json"
 CORRECT = "correct its config.json"
