@@ -15,7 +15,7 @@ from helpers.refusals import rejects
 from lanternpp.api.options import DrawOptions
 from lanternpp.jobs import workers
 from lanternpp.jobs.cluster import LOCAL, Share, cluster
-from lanternpp.jobs.plan import PlannedImage
+from lanternpp.jobs.job import PlannedImage
 from lanternpp.jobs.renderer import Renderer
 from lanternpp.jobs.workers import WorkerPool
 

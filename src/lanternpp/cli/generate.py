@@ -128,8 +128,7 @@ def draw_job(given: JobOptions, n: int, seed: int, as_json: bool, options: DrawO
     """Do the job and print its summary. Raises InputError."""
     assert given.prompts and given.output
     from lanternpp.evaluation.prompts import read_prompts
-    from lanternpp.jobs.job import locked, run
-    from lanternpp.jobs.plan import begun, plan_images
+    from lanternpp.jobs.job import begun, locked, plan_images, run
     from lanternpp.jobs.renderer import Renderer
     from lanternpp.jobs.workers import worker_pool
 
@@ -161,7 +160,7 @@ def free_path(path: Path, notes: Mapping[str, str]) -> Path:
     That is one that does not exist, or has only pictures that the PNG with these notes has too.
     """
     from lanternpp.api.picture import png_notes
-    from lanternpp.jobs.plan import differences
+    from lanternpp.jobs.job import differences
 
     free = path
     for number in itertools.count(2):

@@ -17,7 +17,7 @@ from lanternpp.api.results import check_output
 from lanternpp.engine.batching import drawing
 from lanternpp.engine.decode import FinishedSample
 from lanternpp.errors import InputError
-from lanternpp.jobs.plan import JobInfo, PlannedImage, with_draft_of
+from lanternpp.jobs.job import JobInfo, PlannedImage, with_draft_of
 
 # The default batch size, whatever the number of pictures: a job that grows keeps its pictures' bytes.
 BATCH = 8
@@ -66,7 +66,7 @@ class Renderer:
 
     @torch.inference_mode()
     def check(self, prompts: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-        """The prompts that the target rejects, each with the reason, and its warnings about the others, each once."""
+        """As `Drawer.check`."""
         rejected = {}
         self.pipe.target.cache_prompts(min(len(prompts), KEPT))
         with warnings.catch_warnings(record=True) as caught:
@@ -84,11 +84,7 @@ class Renderer:
         progress: Callable[[int, int], None] | None = None,
         info: JobInfo | None = None,
     ) -> Iterator[tuple[int, bytes, FinishedSample]]:
-        """Draw pictures; yields (index in `images`, PNG, sample without its codes) as they finish.
-
-        Warnings, which `check` gives, are ignored. progress: called with (decided codes, all codes). info: of another renderer,
-        whose pictures this one draws from now on.
-        """
+        """As `Drawer.render`. info: of another renderer, whose pictures this one draws from now on."""
         drawn, self.info = self.info.settings, info or self.info
         more = min(len(images), self.info.settings.batch_size) > self.engine.batch
         if more or drawn != self.info.settings:

@@ -20,7 +20,7 @@ from lanternpp.api.options import DrawOptions
 from lanternpp.engine.decode import FinishedSample
 from lanternpp.errors import InputError
 from lanternpp.jobs.cluster import LOCAL, Share, brief, cluster, share
-from lanternpp.jobs.plan import JobInfo, PlannedImage, differences
+from lanternpp.jobs.job import JobInfo, PlannedImage, differences
 from lanternpp.jobs.renderer import Renderer
 
 CHUNK = 4  # most batches that a worker gets at once
@@ -47,18 +47,14 @@ class WorkerPool:
         self._workers += [actor.remote(options, self.info, threads) for _ in range(actors - 1)]
 
     def check(self, prompts: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-        """As `Renderer.check`, by the first worker."""
+        """As `Drawer.check`, by the first worker."""
         found: tuple[dict[str, str], list[str]] = self._get(self._workers[0].check.remote(list(prompts)))
         return found
 
     def render(
         self, images: Sequence[PlannedImage], progress: Callable[[int, int], None] | None = None
     ) -> Iterator[tuple[int, bytes, FinishedSample]]:
-        """Draw pictures; yields as `Renderer.render`, each once.
-
-        Towards the end workers get fewer pictures at a time, so that they finish at about the same time. progress: called
-        with (decided codes, all codes).
-        """
+        """As `Drawer.render`. Towards the end workers get fewer pictures at a time, so that they finish at about the same time."""
         waiting, finished, length = deque(range(len(images))), 0, self.info.length
         # a worker and the indices of the pictures that it still has to draw; None: it reads its model
         doing: dict[Any, tuple[Any, dict[int, int] | None]] = {
