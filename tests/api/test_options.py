@@ -22,7 +22,7 @@ from lanternpp.accept.exact import Exact
 from lanternpp.api.options import names, DraftDials, RuleDials, METHODS
 from lanternpp.api.settings import build_rule, resolve
 from lanternpp.errors import InputError
-from lanternpp.serve.page.routes import SHOWN, row
+from lanternpp.serve.page import SHOWN, row
 from lanternpp.serve.schemas import ImagesRequest
 
 {RULE}

@@ -11,8 +11,7 @@ from helpers.served import AUTHORIZED, KEY, client_of, tiny
 
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.serve.config import ServerConfig
-from lanternpp.serve.page import FILES
-from lanternpp.serve.page.routes import SHOWN, methods, setup
+from lanternpp.serve.page import FILES, SHOWN, methods, setup
 from lanternpp.serve.schemas import ImagesRequest
 
 
@@ -74,7 +73,7 @@ def test_the_page_shadows_no_route_and_runs_nothing_that_is_not_its_own(pipe: Pi
         assert http.get("/").text.startswith("<!doctype html>")
         assert http.get("/v1/models").json()["object"] == "list"
         assert set(http.get("/openapi.json").json()["paths"]) & {"/", "/page/setup"} == set()
-        for path in ("/page", "/page/", "/page/routes.py", "/page/..%2froutes.py", "/docs"):
+        for path in ("/page", "/page/", "/page/__init__.py", "/page/..%2fapp.py", "/docs"):
             assert http.get(path).status_code == 404, path
 
 
