@@ -35,7 +35,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> DrawOptions:
 
 
 def pool(ray: Any, options: DrawOptions, workers: int = 2) -> WorkerPool:
-    return WorkerPool(ray, options, workers, Share(0, 0), 1)
+    return WorkerPool(ray, options, Share(workers, {"num_cpus": 0}, 1))
 
 
 def test_workers_that_keep_dying_are_given_up(ray, options, monkeypatch) -> None:

@@ -39,15 +39,11 @@ STORE = 256 * 2**20  # bytes of shared memory, through which pictures are sent
 
 @dataclass(frozen=True)
 class Share:
-    """The cores and GPUs of one worker."""
+    """How many workers there are; the cores and GPUs of each, as options of a Ray task or actor; its threads of PyTorch."""
 
-    cpus: int
-    gpus: float
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """As options of a Ray task or actor."""
-        return {"num_cpus": self.cpus, "num_gpus": self.gpus}
+    workers: int
+    options: dict[str, Any]
+    threads: int
 
 
 def check(address: str) -> None:
@@ -137,18 +133,22 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def share(ray: Any, workers: int | None, device: str) -> tuple[int, Share]:
-    """How many workers, and the cores and GPUs for each. Raises InputError where the cluster has too few cores.
+def share(ray: Any, address: str, workers: int | None, device: str) -> Share:
+    """Share a cluster among workers. Raises InputError where it has too few cores.
 
     workers: None is one for each GPU; where there is none, one for every four cores.
     """
+    import torch  # takes a second, and a wrong address is rejected sooner
+
     resources = ray.cluster_resources()
     cpus, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0)) if device != "cpu" else 0
     count = workers or gpus or max(1, cpus // 4)
     if count > cpus:
         raise InputError(f"{count} workers are too many for the {cpus} cores of the cluster; ask for fewer")
     smallest = min(int(node["Resources"]["CPU"]) for node in ray.nodes() if node["Resources"].get("CPU"))
-    return count, Share(max(1, min(cpus // count, smallest)), 1 / -(-count // gpus) if gpus else 0)
+    each = max(1, min(cpus // count, smallest))
+    threads = max(1, torch.get_num_threads() // count) if address == LOCAL else each
+    return Share(count, {"num_cpus": each, "num_gpus": 1 / -(-count // gpus) if gpus else 0}, threads)
 
 
 def brief(error: BaseException) -> str:

@@ -14,12 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from lanternpp.api.options import DrawOptions
 from lanternpp.engine.decode import FinishedSample
 from lanternpp.errors import InputError
-from lanternpp.jobs.cluster import LOCAL, Share, brief, cluster, share
+from lanternpp.jobs.cluster import Share, brief, cluster, share
 from lanternpp.jobs.job import JobInfo, PlannedImage, differences
 from lanternpp.jobs.renderer import Renderer
 
@@ -30,21 +28,13 @@ RESTARTS = 5  # of a worker that died, after which the job fails
 class WorkerPool:
     """Several workers with the interface of one `Renderer`. Raises InputError where the options are wrong."""
 
-    def __init__(
-        self,
-        ray: Any,
-        options: DrawOptions,
-        actors: int,
-        part: Share,
-        threads: int,
-        begun: Mapping[str, Any] = {},
-    ):
+    def __init__(self, ray: Any, options: DrawOptions, part: Share, begun: Mapping[str, Any] = {}):
         """begun: as of `Renderer`."""
         self.ray = ray
         actor = ray.remote(Renderer).options(max_restarts=RESTARTS, max_task_retries=-1, **part.options)
-        self._workers = [actor.remote(options, threads=threads, begun=begun)]
+        self._workers = [actor.remote(options, threads=part.threads, begun=begun)]
         self.info: JobInfo = self._get(self._workers[0].report.remote())
-        self._workers += [actor.remote(options, self.info, threads) for _ in range(actors - 1)]
+        self._workers += [actor.remote(options, self.info, part.threads) for _ in range(part.workers - 1)]
 
     def check(self, prompts: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         """As `Drawer.check`, by the first worker."""
@@ -118,6 +108,4 @@ def worker_pool(
 ) -> Iterator[WorkerPool]:
     """A pool on the Ray cluster at an address. Its workers end with the block. Raises InputError."""
     with cluster(address, actors) as ray:
-        count, part = share(ray, actors, options.device)
-        threads = max(1, torch.get_num_threads() // count) if address == LOCAL else part.cpus
-        yield WorkerPool(ray, options, count, part, threads, begun)
+        yield WorkerPool(ray, options, share(ray, address, actors, options.device), begun)

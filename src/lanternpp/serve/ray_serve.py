@@ -20,7 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.errors import InputError
-from lanternpp.jobs.cluster import LOCAL, Share, cluster, share
+from lanternpp.jobs.cluster import Share, cluster, share
 from lanternpp.serve.app import ServerSpec
 from lanternpp.serve.error_responses import error_response, response_for
 from lanternpp.serve.guard import Guard
@@ -171,10 +171,9 @@ def run(
     Otherwise as `server.run`. Only this machine listens, wherever the replicas run. Raises InputError.
     """
     with cluster(address, replicas) as ray:
-        count, part = share(ray, replicas, spec.options.device)
-        threads = max(1, torch.get_num_threads() // count) if address == LOCAL else part.cpus
-        info = check_on_worker(ray, spec, part, threads, count)
-        backend = Replicas(deploy(ray, address, spec, part, threads, count))
+        part = share(ray, address, replicas, spec.options.device)
+        info = check_on_worker(ray, spec, part)
+        backend = Replicas(deploy(ray, address, spec, part))
         app = Guard(backend, spec.config, FILES if spec.config.page else ())
         try:
             return serve_until_signal(app, backend, bound, drain, lambda: ready(info), proxies)
@@ -184,12 +183,12 @@ def run(
             serve.shutdown()
 
 
-def check_on_worker(ray: Any, spec: ServerSpec, part: Share, threads: int, count: int) -> ReplicaInfo:
+def check_on_worker(ray: Any, spec: ServerSpec, part: Share) -> ReplicaInfo:
     """Read the model on a worker, once before all replicas do, so that a mistake is one InputError."""
 
     def check() -> ReplicaInfo:
-        torch.set_num_threads(threads)
-        return ReplicaInfo.of(spec.load_model(), count)
+        torch.set_num_threads(part.threads)
+        return ReplicaInfo.of(spec.load_model(), part.workers)
 
     try:
         found: ReplicaInfo = ray.get(ray.remote(max_retries=0, max_calls=1, **part.options)(check).remote())
@@ -198,7 +197,7 @@ def check_on_worker(ray: Any, spec: ServerSpec, part: Share, threads: int, count
     return found
 
 
-def deploy(ray: Any, address: str, spec: ServerSpec, part: Share, threads: int, count: int) -> Any:
+def deploy(ray: Any, address: str, spec: ServerSpec, part: Share) -> Any:
     """The handle of all replicas, once they answer. Raises InputError where Ray Serve already runs on the cluster."""
     from ray import serve
 
@@ -212,10 +211,10 @@ def deploy(ray: Any, address: str, spec: ServerSpec, part: Share, threads: int, 
     serve.start(proxy_location="Disabled", logging_config=quiet)
     made = serve.deployment(
         name=NAME,
-        num_replicas=count,
+        num_replicas=part.workers,
         ray_actor_options=part.options,
         max_ongoing_requests=MAX_REQUESTS,
         graceful_shutdown_timeout_s=GRACEFUL_SECONDS,
         graceful_shutdown_wait_loop_s=0.2,
     )(Replica)
-    return serve.run(made.bind(spec, threads), name=NAME, route_prefix=None, logging_config=quiet)
+    return serve.run(made.bind(spec, part.threads), name=NAME, route_prefix=None, logging_config=quiet)
