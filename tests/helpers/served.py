@@ -25,8 +25,7 @@ from lanternpp.api.settings import resolve
 from lanternpp.serve.app import create_app
 from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.config import ServerConfig
-from lanternpp.serve.connections import Limits
-from lanternpp.serve.server import bind, configured, url
+from lanternpp.serve.server import Limits, bind, configured, url
 from lanternpp.serve.tickets import ImageSpec, Ticket
 
 PROMPT = "a red tulip"

@@ -16,7 +16,7 @@ from helpers.served import AUTHORIZED, IMAGES, KEY, PacedPipe, app_of, dial, lis
 
 from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.config import ServerConfig
-from lanternpp.serve.connections import Limits
+from lanternpp.serve.server import Limits
 
 SHORT = {"request": 1.5, "idle": 1.5, "stalled": 1.5}  # seconds, in which a test sends its own requests
 
