@@ -28,7 +28,7 @@ from common import (
     script,
     tokenizer_of,
 )
-from labelled import LabelledPictures, augment, label_pictures, vocabulary
+from labelled import LabelledPictures, augment, label_pictures, redrawn, vocabulary
 from lanternpp.api.picture import Panel, comparison
 from lanternpp.cli.options import verb
 from lanternpp.errors import InputError
@@ -52,7 +52,6 @@ from lanternpp.training.state import Task, averaged
 from lanternpp.util import files
 from lanternpp.util.options import Option
 from pictures import Pictures, describe, to_bytes
-from redrawn import redrawn
 
 SMALL_SIDE = 0.75  # of the side: half the work, so more pictures are seen in the same time
 SAMPLE_PICTURES = 8  # pictures of a sample sheet

@@ -1,20 +1,31 @@
-"""Labelled and captioned pictures for a classifier to learn from, and how they vary from step to step."""
+"""Pictures for a classifier to learn from: with labels and captions, varied from step to step, and as a tokenizer draws them again."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autoencoders import redraw
 from captions import split_words
+from common import tokenizer_of
 from lanternpp.errors import InputError
 from lanternpp.evaluation.classifier import ClassifierConfig
-from pictures import Pictures
+from lanternpp.models.vq.autoencoder import Autoencoder, channels_last, read_tokenizer
+from lanternpp.models.vq.codes import hashes
+from lanternpp.training.codes import evenly_spaced, generator
+from lanternpp.training.loop import compute_dtype
+from lanternpp.training.material import Done, Material, Shard
+from lanternpp.util.files import digest
+from pictures import Pictures, to_bytes
 
 COMMON = 0.01  # a word is learned where at least this share of the captions says it
+PART, BATCH = 512, 32  # pictures drawn again that a file has, and that are drawn at once
 
 
 @dataclass(frozen=True)
@@ -74,3 +85,38 @@ def augment(images: Tensor, generator: torch.Generator, side: int) -> Tensor:
     kernel = torch.tensor([1.0, 2.0, 1.0], device=device) / 4
     blurred = F.conv2d(images, (kernel[:, None] * kernel).expand(3, 1, 3, 3), padding=1, groups=3)
     return images.lerp(blurred, soft.clamp_min(0)).clamp(-1, 1)
+
+
+def redrawn(
+    model: Path, train: Pictures, val: Pictures, count: int, device: torch.device
+) -> tuple[Tensor, Pictures, Pictures]:
+    """(index [M] of training pictures, those drawn again, all validation pictures drawn again).
+
+    M is at most `count`, evenly over the split. The pictures are kept in `model/codes` for the next run.
+    InputError where `model` has no tokenizer.
+    """
+    dtype = compute_dtype(device)
+    vq = channels_last(read_tokenizer(tokenizer_of(model), dtype, kind=Autoencoder)).to(device)
+    index = evenly_spaced(len(train), count) if count else torch.empty(0, dtype=torch.int64)
+    key = digest([*hashes(vq), train.key, val.key, str(len(index))])
+
+    def draw(split: str, pictures: Pictures, chosen: Tensor) -> Pictures:
+        def compute(parts: Sequence[range], done: Done) -> Iterator[Shard]:
+            on = pictures.to(device)
+            for part in parts:
+                pixels = []
+                for first in range(part.start, part.stop, BATCH):
+                    which = chosen[first : min(first + BATCH, part.stop)]
+                    crops = on.random(generator(0, first), which) if split == "train" else on.centre(which)
+                    pixels.append(to_bytes(redraw(vq, vq.encode(crops))).permute(0, 3, 1, 2).cpu())
+                    done(first + len(which) - part.start)
+                yield {"pixels": torch.cat(pixels)}, {}
+
+        folder, size = model / "codes" / f"redrawn-{split}-{key}", vq.config.size
+        what = f"{split} pictures drawn again with the tokenizer"
+        material = Material(folder, len(chosen), PART, compute, what, 3 * size**2).build()
+        empty = torch.empty(0, 3, size, size, dtype=torch.uint8)
+        pixels = torch.cat([empty, *(tensors["pixels"] for tensors, _ in material.read())])
+        return Pictures(pixels, torch.tensor([size, size]).expand(len(pixels), 2), size, key)
+
+    return index, draw("train", train, index), draw("val", val, torch.arange(len(val)))
