@@ -39,7 +39,6 @@ from lanternpp.models.vq.autoencoder import (
     read_tokenizer,
     read_vq,
 )
-from lanternpp.nn.checkpoints import checksum_of
 from lanternpp.training.codes import Sampler
 from lanternpp.training.loop import run, team
 from lanternpp.training.options import Batch, Decay, Rate, Seed, TrainingOptions, Warmup, check_options
@@ -57,7 +56,7 @@ from losses import (
     reconstruction,
 )
 from pictures import Pictures, describe, sheet
-from weights import begin_tokenizer
+from weights import begin_tokenizer, checksum_of
 
 # Fields of `Stacks`, by the pixels of an image's side per code.
 STAGES: dict[int, dict[str, Any]] = {

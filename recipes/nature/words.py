@@ -22,7 +22,6 @@ from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
 from lanternpp.models.vq.autoencoder import VQ, Autoencoder
 from lanternpp.models.words import PromptedConfig, PromptedTarget, WordsConfig, WordsTarget
-from lanternpp.nn.checkpoints import checksum_of
 from lanternpp.nn.decoder import causal_mask
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.training.codes import Codes, CodesTask, Sampler
@@ -31,7 +30,7 @@ from lanternpp.training.options import Batch, Decay, Seed, Warmup
 from lanternpp.training.state import averaged
 from lanternpp.util.options import Option
 from pictures import sheet
-from weights import begin_target, init_weights
+from weights import begin_target, checksum_of, init_weights
 
 SAMPLE_PICTURES = 4  # pictures drawn at a check
 

@@ -16,12 +16,12 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 import torch
 from annotated_types import Len
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from lanternpp.errors import InputError
 from lanternpp.nn.files import check_finite, metas, opened
 from lanternpp.nn.files import read_pt as read_pt
-from lanternpp.util.files import digest, replacing, umask, write_text
+from lanternpp.util.files import replacing, umask, write_text
 from lanternpp.util.jsonfile import read_object
 from lanternpp.util.schema import Between, checked
 
@@ -124,11 +124,6 @@ def checksum(tensor: Tensor) -> str:
     digest = hashlib.sha256(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
     digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-def checksum_of(model: nn.Module) -> str:
-    """A hash of a model's weights."""
-    return digest(map(checksum, model.state_dict().values()))
 
 
 def pack(tensors: Mapping[str, Tensor], store: Store, keep: Collection[str] = ()) -> dict[str, Tensor]:
