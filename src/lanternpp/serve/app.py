@@ -1,25 +1,65 @@
-"""The app: the API, the page, and the middleware before them."""
+"""The app: the routes of the API (OpenAI's images and models, health, metrics), the page, and the middleware before them."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import warnings
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import IO, Any
 
-from fastapi import FastAPI
+from anyio import CapacityLimiter
+from anyio.to_thread import run_sync
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse, Response
 
 from lanternpp.api.options import DrawOptions
 from lanternpp.api.pipeline import Pipeline, versions
 from lanternpp.api.results import check_output
-from lanternpp.models.base import PromptWarning
-from lanternpp.serve import page
+from lanternpp.models.base import PromptWarning, prompt_warnings
+from lanternpp.serve import page, schemas
 from lanternpp.serve.batcher import Batcher
-from lanternpp.serve.config import ServerConfig
-from lanternpp.serve.error_responses import install_error_handlers
+from lanternpp.serve.config import EDITS, ServerConfig
+from lanternpp.serve.error_responses import error_response, install_error_handlers, response_for
 from lanternpp.serve.guard import Guard
-from lanternpp.serve.metrics import Metrics
-from lanternpp.serve.routes import router
+from lanternpp.serve.metrics import CONTENT, Metrics
+from lanternpp.serve.request_mapping import RequestMapper
+from lanternpp.serve.schemas import ImagesRequest, Refusal
+from lanternpp.serve.streaming import PictureStream
+from lanternpp.serve.tickets import Cancelled, FinishedImage, Ticket, retrieve_error
+
+REASONS = {
+    400: "Something in the request is not valid",
+    401: "No API key, or a wrong one",
+    403: "The request comes from a page of another site",
+    404: "No such model",
+    413: "The body is too large",
+    429: "The queue is full; Retry-After says when to try again",
+    500: "The server failed",
+    503: "The server is shutting down",
+    504: "Not finished by the deadline",
+}
+
+
+def reasons(*status: int) -> dict[int | str, dict[str, Any]]:
+    """The error responses of a route, for the OpenAPI document."""
+    return {code: {"model": Refusal, "description": REASONS[code]} for code in status}
+
+
+DRAWN: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "Pictures; with stream, server-sent events",
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    },
+    **reasons(*REASONS),
+}
+FORM = {  # further fields are those of ImagesRequest
+    "type": "object",
+    "required": ["image", "prompt"],
+    "properties": {"image": {"type": "string", "format": "binary"}, "prompt": {"type": "string"}},
+}
+MOST_FILES, MOST_FIELDS = 16, 100  # of a form
 
 
 @dataclass(frozen=True)
@@ -81,9 +121,9 @@ def correct_openapi(app: FastAPI, keys: bool) -> None:
         for path in document["paths"].values():
             for operation in path.values():
                 operation["responses"].pop("422", None)
-        schemas = document["components"]["schemas"]
+        models = document["components"]["schemas"]
         for name in ("HTTPValidationError", "ValidationError"):
-            schemas.pop(name, None)
+            models.pop(name, None)
         if keys:
             document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
             document["security"] = [{"key": []}]
@@ -91,3 +131,141 @@ def correct_openapi(app: FastAPI, keys: bool) -> None:
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+async def all_finished(request: Request, tickets: list[Ticket]) -> list[FinishedImage]:
+    """All pictures of a request. As soon as one fails, or the client disconnects (Cancelled), all are cancelled."""
+    images = asyncio.gather(*(ticket.finished() for ticket in tickets))
+    retrieve_error(images)
+    gone = asyncio.ensure_future(disconnected(request))
+    try:
+        either: set[asyncio.Future[Any]] = {images, gone}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not images.done():
+            raise Cancelled("the client disconnected")
+        return images.result()
+    finally:
+        gone.cancel()
+        images.cancel()
+        for ticket in tickets:
+            ticket.cancel()
+
+
+async def disconnected(request: Request) -> None:
+    """Return when the client has disconnected."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def client_of(request: Request) -> str:
+    """The name by which clients take turns: the number of their API key, else their address."""
+    key = getattr(request.state, "client", None)
+    return key or (request.client.host if request.client else "")
+
+
+def router(batcher: Batcher, metrics: Metrics) -> APIRouter:
+    """All routes of the API."""
+    mapper, routes = RequestMapper(batcher), APIRouter()
+    # Waiting to encode a prompt must not use up the threads that encode finished pictures.
+    encoders = CapacityLimiter(1)
+    card = schemas.ModelCard(id=batcher.pipe.name)
+
+    def unknown_model(name: str | None) -> JSONResponse:
+        message = f"model {name!r} is not served here; use {card.id!r}"
+        return error_response(404, message, "model_not_found", "model")
+
+    @routes.post(
+        "/v1/images/generations",
+        response_model=schemas.ImagesResponse,
+        responses=DRAWN,
+        summary="Draw pictures",
+        operation_id="createImage",
+    )
+    async def generations(request: Request, body: ImagesRequest) -> Response:
+        """Draw pictures of a prompt, as OpenAI's Images API does."""
+        return await drawn(request, body)
+
+    @routes.post(
+        EDITS,
+        response_model=schemas.ImagesResponse,
+        responses=DRAWN,
+        openapi_extra={
+            "requestBody": {"required": True, "content": {"multipart/form-data": {"schema": FORM}}}
+        },
+        summary="Edit a picture",
+        operation_id="createImageEdit",
+    )
+    async def edits(request: Request) -> Response:
+        """Draw what a prompt says of the pictures in the form, which has the fields of `generations` too."""
+        async with request.form(max_files=MOST_FILES, max_fields=MOST_FIELDS) as form:
+            return await drawn(request, *mapper.edit(form))
+
+    async def drawn(request: Request, body: ImagesRequest, files: tuple[IO[bytes], ...] = ()) -> Response:
+        if body.model not in (None, card.id):
+            return unknown_model(body.model)
+        try:
+            specs = mapper.specs(body, client_of(request), files)
+            # A full queue is reported before the prompt is encoded.
+            with batcher.reserve(len(specs)) as submit, prompt_warnings() as warnings:
+                tickets = await run_sync(submit, specs, limiter=encoders)
+            if body.stream:
+                return PictureStream(mapper, body, tickets, warnings)
+            images = await all_finished(request, tickets)
+            return JSONResponse(await run_in_threadpool(mapper.answer, body, tickets, images))
+        except Exception as error:
+            return response_for(error)
+
+    @routes.get("/v1/models", responses=reasons(401, 403), summary="List models", operation_id="listModels")
+    async def models() -> schemas.ModelList:
+        """The one model that is served."""
+        return schemas.ModelList(data=[card])
+
+    @routes.get(
+        "/v1/models/{model:path}",
+        response_model=schemas.ModelCard,
+        responses=reasons(401, 403, 404),
+        summary="Look a model up",
+        operation_id="retrieveModel",
+    )
+    async def model(model: str) -> schemas.ModelCard | JSONResponse:
+        """The model, if it is the one that is served."""
+        return card if model == card.id else unknown_model(model)
+
+    @routes.get(
+        "/healthz",
+        response_model=schemas.Health,
+        responses={
+            503: {"model": schemas.Health, "description": "The server is shutting down"},
+            **reasons(403),
+        },
+        summary="Whether requests are accepted",
+        operation_id="health",
+    )
+    async def healthz() -> JSONResponse:
+        """200; 503 as soon as the server has begun to shut down."""
+        load, closed = batcher.load, batcher.closed
+        state = schemas.Health(
+            status="draining" if closed else "ok",
+            running=load.running,
+            queued=load.queued,
+        )
+        return JSONResponse(state.model_dump(), 503 if closed else 200)
+
+    @routes.get(
+        "/metrics",
+        response_class=Response,
+        responses={
+            200: {
+                "description": "Prometheus' text format",
+                "content": {"text/plain": {"schema": {"type": "string"}}},
+            },
+            **reasons(401, 403),
+        },
+        summary="Metrics for Prometheus",
+        operation_id="metrics",
+    )
+    async def figures() -> Response:
+        """Requests, queue, batch size, codes per pass, seconds."""
+        return Response(metrics.text(), media_type=CONTENT)
+
+    return routes

@@ -21,12 +21,11 @@ from starlette.types import Message, Receive, Scope, Send
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.errors import InputError
 from lanternpp.jobs.cluster import Share, cluster, share
-from lanternpp.serve.app import ServerSpec
+from lanternpp.serve.app import ServerSpec, disconnected
 from lanternpp.serve.error_responses import error_response, response_for
 from lanternpp.serve.guard import Guard
 from lanternpp.serve.new_thread import run_in_new_thread
 from lanternpp.serve.page import FILES
-from lanternpp.serve.routes import disconnected
 from lanternpp.serve.server import GRACEFUL_SECONDS
 from lanternpp.serve.server import run as serve_until_signal
 from lanternpp.serve.tickets import CLOSED, Closed
