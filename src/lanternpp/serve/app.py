@@ -27,7 +27,7 @@ from lanternpp.serve.metrics import CONTENT, Metrics
 from lanternpp.serve.request_mapping import RequestMapper
 from lanternpp.serve.schemas import ImagesRequest, Refusal
 from lanternpp.serve.streaming import PictureStream
-from lanternpp.serve.tickets import Cancelled, FinishedImage, Ticket, retrieve_error
+from lanternpp.serve.tickets import FinishedImage, Ticket
 
 REASONS = {
     400: "Something in the request is not valid",
@@ -106,8 +106,7 @@ def create_app(batcher: Batcher) -> FastAPI:
     install_error_handlers(app)
     if config.page:
         app.routes.extend(page.routes(batcher.pipe, config))
-    public = tuple(page.FILES) if config.page else ()
-    app.add_middleware(Guard, config=config, public=public, answered=metrics.answered)
+    app.add_middleware(Guard, config=config, answered=metrics.answered)
     correct_openapi(app, bool(config.keys))
     return app
 
@@ -135,20 +134,17 @@ def correct_openapi(app: FastAPI, keys: bool) -> None:
 
 async def all_finished(request: Request, tickets: list[Ticket]) -> list[FinishedImage]:
     """All pictures of a request. As soon as one fails, or the client disconnects (Cancelled), all are cancelled."""
-    images = asyncio.gather(*(ticket.finished() for ticket in tickets))
-    retrieve_error(images)
-    gone = asyncio.ensure_future(disconnected(request))
-    try:
-        either: set[asyncio.Future[Any]] = {images, gone}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if not images.done():
-            raise Cancelled("the client disconnected")
-        return images.result()
-    finally:
-        gone.cancel()
-        images.cancel()
+
+    def give_up(_: object) -> None:
         for ticket in tickets:
             ticket.cancel()
+
+    gone = asyncio.ensure_future(disconnected(request))
+    gone.add_done_callback(give_up)
+    try:
+        return await asyncio.gather(*(ticket.finished() for ticket in tickets))
+    finally:
+        gone.cancel()
 
 
 async def disconnected(request: Request) -> None:

@@ -119,7 +119,7 @@ class Batcher:
                 self._reserved -= reserved
 
     def _encode_all(self, specs: Sequence[ImageSpec]) -> list[Ticket]:
-        """A ticket for every picture, its prompt encoded; equal prompts are encoded once."""
+        """A ticket for every picture, its prompt encoded outside the drawing thread; equal prompts are encoded once. Raises InputError."""
         tickets = [Ticket(spec, self._wake) for spec in specs]
         encoded: dict[Any, tuple[str, Target, Prompt]] = {}
         for ticket in tickets:
@@ -128,19 +128,16 @@ class Batcher:
             if late := ticket.expired:  # while other prompts were encoded
                 raise late
             if key not in encoded:
-                encoded[key] = self._encode(spec, branches)
+                check_prompt(spec.prompt)
+                with self._encoding:
+                    encoded[key] = run_in_new_thread(self._encode, spec, branches)
             prompt, ticket.target, ticket.encoded = encoded[key]
             ticket.spec = replace(spec, prompt=prompt, files=())
         return tickets
 
-    def _encode(self, spec: ImageSpec, branches: int) -> tuple[str, Target, Prompt]:
-        """A prompt with its pictures, the target that draws it, and its encoding, computed outside the drawing thread. Raises InputError."""
-        check_prompt(spec.prompt)
-        with self._encoding:
-            return run_in_new_thread(self._encoded, spec, branches)
-
     @torch.inference_mode()
-    def _encoded(self, spec: ImageSpec, branches: int) -> tuple[str, Target, Prompt]:
+    def _encode(self, spec: ImageSpec, branches: int) -> tuple[str, Target, Prompt]:
+        """A prompt with its pictures, the target that draws it, and its encoding."""
         target = self.pipe.target
         if not spec.files:
             return spec.prompt, target, target.prompt([spec.prompt], branches)

@@ -12,13 +12,14 @@ anywhere to the server work, and programs other than browsers send neither heade
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from lanternpp.serve import page
 from lanternpp.serve.config import EDITS, ServerConfig
 from lanternpp.serve.error_responses import error_response
 
@@ -40,12 +41,11 @@ class Guard:
         self,
         app: ASGIApp,
         config: ServerConfig,
-        public: Iterable[str] = (),
         answered: Callable[[str, int], None] = lambda path, status: None,
     ):
-        """public: paths that need no key. answered: called with the path and the status of every answer."""
+        """answered: called with the path and the status of every answer."""
         self.app, self.config, self.answered = app, config, answered
-        self.public = ("/healthz", *public)
+        self.public = {"/healthz", *(page.FILES if config.page else ())}  # paths that need no key
         self.hosts = [name.lower() for name in config.hosts]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,7 +55,8 @@ class Guard:
             return
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}  # uvicorn leaves out the body of the answer
-        received, most = 0, self._most(scope)
+        received = 0
+        most = self.config.upload_limit if scope["path"] == EDITS else self.config.body_limit
 
         async def counted() -> Message:
             nonlocal received
@@ -73,14 +74,13 @@ class Guard:
                 self.answered(scope["path"], message["status"])
             await send(message)
 
-        await (self._refusal(scope) or self.app)(scope, counted, sent)
+        await (self._refusal(scope, most) or self.app)(scope, counted, sent)
 
-    def _most(self, scope: Scope) -> int:
-        """The most bytes of a body."""
-        return self.config.upload_limit if scope["path"] == EDITS else self.config.body_limit
+    def _refusal(self, scope: Scope, most: int) -> ASGIApp | None:
+        """The answer to a request that is refused; None: pass it on. `scope["state"]["client"]` becomes "key N".
 
-    def _refusal(self, scope: Scope) -> ASGIApp | None:
-        """The answer to a request that is refused; None: pass it on. `scope["state"]["client"]` becomes "key N"."""
+        most: bytes of a body.
+        """
         headers = Headers(scope=scope)
         if self.hosts and not self._known(host_name(headers)):
             message = "the Host header is not a name of this server; --allow-host NAME adds one"
@@ -94,7 +94,7 @@ class Guard:
                 message = "this server needs one of its API keys, as Authorization: Bearer KEY"
                 return error_response(401, message, "invalid_api_key", WWW_Authenticate="Bearer")
             scope.setdefault("state", {})["client"] = f"key {number}"
-        length, most = headers.get("content-length", "0"), self._most(scope)
+        length = headers.get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > most:
             return error_response(413, TOO_LARGE.format(most), "body_too_large", Connection="close")
         return None

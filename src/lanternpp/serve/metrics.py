@@ -50,16 +50,12 @@ class Metrics:
         engines = gauge("lanternpp_engines", "Engines kept, by batch size", ["batch_size"])
         for size in rows:
             engines.labels(str(size)).set_function(partial(lambda size: batcher.load.runners[size], size))
-        batcher.stepped, batcher.ended = self.stepped, self.ended
+        batcher.stepped, batcher.ended = self.batch.observe, self.ended
 
     def answered(self, path: str, status: int) -> None:
         """A request for a path got an answer with this status."""
         route = next((known for known in ROUTES if path == known or path.startswith(f"{known}/")), "page")
         self.requests.labels(route, str(status)).inc()
-
-    def stepped(self, pictures: int) -> None:
-        """A step advanced so many pictures."""
-        self.batch.observe(pictures)
 
     def ended(self, ticket: Ticket) -> None:
         """A ticket is settled."""

@@ -25,7 +25,6 @@ from lanternpp.serve.app import ServerSpec, disconnected
 from lanternpp.serve.error_responses import error_response, response_for
 from lanternpp.serve.guard import Guard
 from lanternpp.serve.new_thread import run_in_new_thread
-from lanternpp.serve.page import FILES
 from lanternpp.serve.server import GRACEFUL_SECONDS
 from lanternpp.serve.server import run as serve_until_signal
 from lanternpp.serve.tickets import CLOSED, Closed
@@ -173,7 +172,7 @@ def run(
         part = share(ray, address, replicas, spec.options.device)
         info = check_on_worker(ray, spec, part)
         backend = Replicas(deploy(ray, address, spec, part))
-        app = Guard(backend, spec.config, FILES if spec.config.page else ())
+        app = Guard(backend, spec.config)
         try:
             return serve_until_signal(app, backend, bound, drain, lambda: ready(info), proxies)
         finally:

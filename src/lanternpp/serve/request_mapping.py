@@ -125,8 +125,11 @@ class RequestMapper:
         )
 
     def file(self, body: ImagesRequest, spec: ImageSpec, image: FinishedImage) -> str:
-        """A picture as base64 in the format that the request asks for."""
-        notes = png_notes(self.pipe, spec, image)
+        """A picture as base64 in the format that the request asks for; a PNG says how it was made, as the command line's do."""
+        settings = self.pipe.describe(image.settings)
+        notes = notes_of(spec.prompt, spec.seed, self.pipe.name, settings, versions())
+        if isinstance(spec.prompt, Depicted):
+            notes["shown"] = spec.prompt.digests
         return encode(image.image, body.output_format or "png", body.output_compression, notes)
 
     def answer(
@@ -193,12 +196,6 @@ class Previews:
             file = await run_in_threadpool(encode, image, "jpeg")
             self._next = time.monotonic() + PAUSE * (time.monotonic() - began)
             return len(seen), file
-
-
-def png_notes(pipe: Pipeline, spec: ImageSpec, image: FinishedImage) -> dict[str, str]:
-    """The text chunks of a PNG that say how it was made, as the command line writes them."""
-    shown = {"shown": spec.prompt.digests} if isinstance(spec.prompt, Depicted) else {}
-    return notes_of(spec.prompt, spec.seed, pipe.name, pipe.describe(image.settings), versions()) | shown
 
 
 def encode(

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Hashable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field, replace
-from typing import IO, Any
+from typing import IO
 
 from PIL import Image
 from torch import Tensor
@@ -39,11 +39,6 @@ class Expired(Exception):  # noqa: N818
 
 class Cancelled(Exception):  # noqa: N818
     """The client gave the picture up."""
-
-
-def retrieve_error(future: asyncio.Future[Any]) -> None:
-    """Retrieve the error of a future when it is done; asyncio logs errors that nobody has retrieved."""
-    future.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 @dataclass(frozen=True)
@@ -108,7 +103,8 @@ class Ticket(Future[FinishedImage]):
     async def finished(self) -> FinishedImage:
         """`result` for a coroutine. If the coroutine is cancelled, so is the picture."""
         future = asyncio.wrap_future(self)
-        retrieve_error(future)
+        # asyncio logs an error that nobody has retrieved
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await future
 
     async def follow(self, every: float = 0.0) -> AsyncIterator[Progress]:
