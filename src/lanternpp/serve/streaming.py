@@ -11,7 +11,7 @@ from typing import Any
 from PIL import Image
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import StreamingResponse
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from lanternpp.serve.error_responses import response_for
 from lanternpp.serve.request_mapping import RequestMapper, encode, half_drawn, size_of, usage
@@ -22,13 +22,12 @@ from lanternpp.types import Depicted
 KEEPALIVE = 15.0  # seconds without an event after which a comment is sent to keep the connection open
 SNAPSHOT = 0.02  # least seconds between two checks of a picture, whether a partial image is due
 EVERY = 0.3  # least seconds between two progress events of a picture
-STALLED = 30.0  # seconds in which a client reads nothing, after which its pictures are cancelled
 
 Event = dict[str, Any]
 
 
 class PictureStream(StreamingResponse):
-    """The events of a request. Its pictures are cancelled when the client disconnects or stops reading.
+    """The events of a request. Its pictures are cancelled when the connection ends, as it does where the client reads nothing.
 
     What is kept for a slow client is bounded: of a picture's progress and previews only the latest.
     """
@@ -50,22 +49,11 @@ class PictureStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events. However that ends, unfinished pictures are cancelled."""
-
-        async def sent(message: Message) -> None:
-            timer = asyncio.get_running_loop().call_later(STALLED, self._give_up)
-            try:
-                await send(message)
-            finally:
-                timer.cancel()
-
         try:
-            await super().__call__(scope, receive, sent)
+            await super().__call__(scope, receive, send)
         finally:
-            self._give_up()
-
-    def _give_up(self) -> None:
-        for ticket in self.tickets:
-            ticket.cancel()
+            for ticket in self.tickets:
+                ticket.cancel()
 
     async def _lines(self) -> AsyncIterator[str]:
         """The events as text, in the order in which they happen."""
