@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autoencoders import redraw
-from captions import split_words
 from common import tokenizer_of
 from lanternpp.errors import InputError
 from lanternpp.evaluation.classifier import ClassifierConfig
@@ -23,6 +22,7 @@ from lanternpp.training.loop import compute_dtype
 from lanternpp.training.material import Done, Material, Shard
 from lanternpp.util.files import digest
 from pictures import Pictures, to_bytes
+from words import split_words
 
 COMMON = 0.01  # a word is learned where at least this share of the captions says it
 PART, BATCH = 512, 32  # pictures drawn again that a file has, and that are drawn at once

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from captions import vocabulary
 from common import INTERNAL, Crops, Data, Limit, Model, fraction, options_of, read_codes, script, tokenizer_of
 from lanternpp.api.model import model_folder, read_target
 from lanternpp.cli.options import verb
@@ -23,7 +22,7 @@ from lanternpp.training.loop import run, team
 from lanternpp.training.options import TrainingOptions, check_options
 from lanternpp.util.options import Option
 from latents import ContinuousTask, DiffusionTask
-from words import TargetSettings, TargetTask
+from words import TargetSettings, TargetTask, vocabulary
 
 SLOTS = 8  # words of a caption that a target reads, at least
 HEADS: dict[str, tuple[Any, Any]] = {

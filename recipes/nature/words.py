@@ -1,7 +1,8 @@
-"""The training of a target over codes: a caption's words and the codes so far -> the next code."""
+"""The words of captions, and the training of a target over codes: a caption's words and the codes so far -> the next code."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -12,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from captions import one_per_subject, word_ids
 from common import Cooldown, fraction
 from lanternpp.accept.exact import Exact
 from lanternpp.api.model import pack_target
@@ -20,11 +20,12 @@ from lanternpp.engine.batching import generate
 from lanternpp.engine.decode import engine_class
 from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.sampling import Sampling
+from lanternpp.errors import InputError
 from lanternpp.models.vq.autoencoder import VQ, Autoencoder
-from lanternpp.models.words import PromptedConfig, PromptedTarget, WordsConfig, WordsTarget
+from lanternpp.models.words import SILENT, PromptedConfig, PromptedTarget, WordsConfig, WordsTarget
 from lanternpp.nn.decoder import causal_mask
 from lanternpp.proposers.no_draft import NoDraft
-from lanternpp.training.codes import Codes, CodesTask, Sampler
+from lanternpp.training.codes import Codes, CodesTask, Sampler, Split
 from lanternpp.training.loop import compute_dtype, muon_and_adamw, team
 from lanternpp.training.options import Batch, Decay, Seed, Warmup
 from lanternpp.training.state import averaged
@@ -33,6 +34,49 @@ from pictures import sheet
 from weights import begin_target, checksum_of, init_weights
 
 SAMPLE_PICTURES = 4  # pictures drawn at a check
+
+
+def one_per_subject(prompts: list[str], subjects: tuple[str, ...], most: int) -> list[str]:
+    """The first prompt of each subject, `most` of them."""
+    first: dict[str, str] = {}
+    for prompt in prompts:
+        named = [word for word in split_words(prompt) if word in subjects]
+        if named:
+            first.setdefault(named[0], prompt)
+    return list(first.values())[:most]
+
+
+def split_words(text: str) -> list[str]:
+    """The words of a caption, in lower case, without those that carry no meaning (`SILENT`)."""
+    return [word for word in re.findall(r"[^\W_]+", text.lower()) if word not in SILENT]
+
+
+def word_ids(model: PromptedTarget, split: Split) -> Tensor:
+    """The captions of a split as ids [M, T]; a caption without meaningful words is the null caption."""
+    ids = {text: model.word_ids(text if split_words(text) else None) for text in set(split.texts)}
+    return torch.tensor([ids[text] for text in split.texts])
+
+
+def vocabulary(codes: Codes, slots: int) -> dict[str, Any]:
+    """Words, subjects and slots of the captions.
+
+    Subjects are the words of the labels; where labels are missing, or some caption names none of them,
+    any word will do as a subject.
+    """
+    texts = [*codes.train.texts, *codes.val.texts]
+    caption_words = [split_words(text) for text in texts]
+    counts = Counter(word for words in caption_words for word in words)
+    if not counts:
+        raise InputError("no caption says anything: their words are all of " + ", ".join(sorted(SILENT)))
+    words = sorted(counts, key=lambda word: (-counts[word], word))
+    labels = {word for label in codes.train.labels for word in split_words(label)} & counts.keys()
+    all_named = all(not words_of or labels.intersection(words_of) for words_of in caption_words)
+    subjects = sorted(labels) if labels and all_named else words
+    return {
+        "words": tuple(words),
+        "subjects": tuple(subjects),
+        "slots": max(slots, max(len(words_of) for words_of in caption_words)),
+    }
 
 
 @dataclass(frozen=True)

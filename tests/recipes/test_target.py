@@ -12,7 +12,6 @@ from helpers.refusals import rejects
 from helpers.stages import SHAPE, facts
 from helpers.stages import target as train
 
-from captions import one_per_subject, vocabulary, word_ids
 from common import read_codes
 from lanternpp.api.model import read_target
 from lanternpp.errors import InputError
@@ -21,7 +20,16 @@ from lanternpp.models.words import WordsTarget
 from lanternpp.training.codes import Codes
 from pictures import Pictures
 from weights import init_weights
-from words import TargetSettings, TargetTask, code_logits, corrupt_codes, unigram
+from words import (
+    TargetSettings,
+    TargetTask,
+    code_logits,
+    corrupt_codes,
+    one_per_subject,
+    unigram,
+    vocabulary,
+    word_ids,
+)
 
 CPU = torch.device("cpu")
 
