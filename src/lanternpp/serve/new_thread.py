@@ -6,7 +6,7 @@ import contextvars
 import ctypes
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -23,29 +23,19 @@ def run_in_new_thread(call: Callable[P, T], *args: P.args, **options: P.kwargs) 
     instead of letting them spin: on two cores a picture of nature-128 then takes 1.4 s, not 0.9. So only the drawing
     thread of a server keeps its pool, and everything else that computes there is called through this function.
     """
-    result: Future[T] = Future()
     context = contextvars.copy_context()
-
-    def run() -> None:
+    with ThreadPoolExecutor(1, "lanternpp-new-thread") as pool:
+        thread = pool.submit(threading.get_ident).result()
+        result = pool.submit(lambda: context.run(call, *args, **options))
         try:
-            result.set_result(context.run(call, *args, **options))
-        except BaseException as error:
-            result.set_exception(error)
-
-    thread = threading.Thread(target=run, name="lanternpp-new-thread", daemon=True)
-    try:
-        thread.start()
-        return result.result()
-    except KeyboardInterrupt:
-        # Only the waiting was interrupted. The thread has to end first: torch aborts if the program exits while it computes.
-        if not result.done():
-            _raise(KeyboardInterrupt, thread)
-        raise
-    finally:
-        if thread.is_alive():
-            thread.join()
+            return result.result()
+        except KeyboardInterrupt:
+            # Only the waiting was interrupted. The thread has to end first: torch aborts if the program exits while it computes.
+            if not result.done():
+                _raise(KeyboardInterrupt, thread)
+            raise
 
 
-def _raise(kind: type[BaseException], thread: threading.Thread) -> None:
-    """Raise an exception in another thread, at the next Python instruction that it runs."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(kind))
+def _raise(kind: type[BaseException], thread: int) -> None:
+    """Raise an exception in another thread, by its identifier, at the next Python instruction that it runs."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
