@@ -14,14 +14,14 @@ MOVING = ("quantiser.sums", "quantiser.counts")  # statistics of training, which
 class MovingQuantiser(Quantiser):
     """Its codebook follows the latents as a moving k-means. Codes that are rarely chosen are restarted at a random latent of the batch."""
 
+    decay = 0.99  # of its moving sums
+    dead = 0.05  # share of the average use below which a code is restarted
     sums: Tensor  # [V, C], moving sum of the latents of each code
     # [V], moving number of latents of each code; zero at first, so that the first batch initialises the codebook
     counts: Tensor
 
-    def __init__(self, codes: int, dim: int, decay: float = 0.99, dead: float = 0.05):
-        """dead: share of the average use below which a code is restarted."""
+    def __init__(self, codes: int, dim: int):
         super().__init__(codes, dim)
-        self.decay, self.dead = decay, dead
         self.register_buffer("sums", self.codebook.clone())
         self.register_buffer("counts", torch.zeros(codes))
 

@@ -27,6 +27,7 @@ from common import (
     options_of,
     script,
     tokenizer_of,
+    update,
 )
 from labelled import LabelledPictures, augment, label_pictures, redrawn, vocabulary
 from lanternpp.api.picture import Panel, comparison
@@ -131,10 +132,7 @@ class ClassifierTask(Task):
             scores, word_logits = self.model(torch.cat(parts))
         loss = F.cross_entropy(scores.float(), torch.cat(labels))
         naming = binary(word_logits.float(), torch.cat(words))
-        self.optimizers["adamw"].zero_grad()
-        (loss + self.hparams.words * naming).backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizers["adamw"].step()
+        update(self.optimizers.values(), self.model.parameters(), loss + self.hparams.words * naming)
         return {"loss": loss, "words": naming}
 
     @torch.no_grad()
@@ -248,15 +246,10 @@ def train(
     facts = describe(pictures["train"], pictures["val"], data) | {"redrawn": again[0].key}
     finished = run(ClassifierTask(config, settings, splits, facts, device, options.store), options)
     if finished:
-        write_features(model, pictures["val"])
+        features, val = ClassifierFeatures(model, torch.device("cpu")), pictures["val"]
+        photos = Gallery(model, [Item(path, None) for path in val.files])
+        write_reference(model, features.classifier, extract(features, photos, batch=64), val.texts)
     return finished
-
-
-def write_features(model: Path, val: Pictures) -> None:
-    """Write the reference of a trained classifier: its features of some pictures, and their captions."""
-    features = ClassifierFeatures(model, torch.device("cpu"))
-    photos = Gallery(model, [Item(path, None) for path in val.files])
-    write_reference(model, features.classifier, extract(features, photos, batch=64), val.texts)
 
 
 def write_reference(folder: Path, classifier: nn.Module, features: Tensor, texts: Sequence[str]) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 from cyclopts import App, CycloptsError
+from torch import Tensor
 
 from lanternpp.cli import sentence
 from lanternpp.cli.options import without, writable_folder
@@ -64,6 +65,16 @@ def read_codes(data: Path, model: Path, crops: int, device: torch.device, limit:
     dtype = compute_dtype(device)
     reader = read_tokenizer(tokenizer_of(model), dtype, kind=Autoencoder).to(device).reader()
     return PictureCodes(data, reader, model / "codes", crops, limit).build()
+
+
+def update(optimizers: Collection[torch.optim.Optimizer], clipped: Iterable[Tensor], loss: Tensor) -> None:
+    """One step of the optimizers by a loss. clipped: parameters whose gradient is clipped to a norm of 1."""
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(clipped, 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
 
 
 def script(stage: Callable[..., bool], args: list[str] | None = None) -> None:

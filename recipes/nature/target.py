@@ -30,12 +30,6 @@ HEADS: dict[str, tuple[Any, Any]] = {
     "mixture": (ContinuousConfig, ContinuousTask),
     "diffusion": (DiffusionConfig, DiffusionTask),
 }
-OF_HEAD = {
-    "components": "mixture",
-    "denoising_steps": "diffusion",
-    "denoiser_width": "diffusion",
-    "denoiser_blocks": "diffusion",
-}
 
 
 @dataclass(frozen=True)
@@ -73,9 +67,10 @@ class Head:
         """The options given. InputError where one is of another head."""
         found = {name: value for name, value in asdict(self).items() if value is not None}
         for name, value in found.items():
-            if OF_HEAD[name] != head:
+            owner = "mixture" if name == "components" else "diffusion"
+            if owner != head:
                 option = name.replace("_", "-")
-                raise InputError(f"--{option} {value} is of --head {OF_HEAD[name]}: leave it out.")
+                raise InputError(f"--{option} {value} is of --head {owner}: leave it out.")
         return found
 
 

@@ -24,6 +24,7 @@ from common import (
     options_of,
     script,
     tokenizer_of,
+    update,
 )
 from lanternpp.api.model import model_folder
 from lanternpp.cli.options import verb
@@ -64,15 +65,6 @@ STAGES: dict[int, dict[str, Any]] = {
     8: {"channels": (32, 128, 256), "encoder_blocks": (1, 1, 2), "decoder_blocks": (1, 2, 3)},
     16: {"channels": (32, 128, 256, 256), "encoder_blocks": (1, 1, 1, 2), "decoder_blocks": (1, 1, 2, 3)},
 }
-
-
-def usage(codes: Tensor, vocab: int) -> tuple[float, float]:
-    """Share of the codebook in use, and perplexity exp(entropy), of any number of codes."""
-    counts = torch.bincount(codes.flatten(), minlength=vocab).double()
-    p = counts / counts.sum().clamp_min(1)
-    return (counts > 0).double().mean().item(), torch.special.entr(p).sum().exp().item()
-
-
 CHECK_PICTURES = 512  # validation pictures measured at a check
 USAGE_PICTURES = 2048  # training pictures whose codes are counted at the end
 
@@ -175,7 +167,7 @@ class TokenizerTask(Task):
             else:
                 output, _, commitment = self.model(images)
         loss, figures = self.reconstruction_loss(output, images)
-        self.update("model", self.model, loss + commitment)
+        update([self.optimizers["model"]], self.model.parameters(), loss + commitment)
         return {**figures, self.regulariser: commitment}
 
     def reconstruction_loss(self, output: Tensor, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -209,21 +201,13 @@ class TokenizerTask(Task):
             discriminator_loss = hinge_loss(
                 self.discriminator(images)[0], self.discriminator(pixels.detach())[0]
             )
-        self.update("discriminator", self.discriminator, discriminator_loss)
+        update([self.optimizers["discriminator"]], self.discriminator.parameters(), discriminator_loss)
         return {**figures, "discriminator": discriminator_loss, "fooling": fooling}
 
     @torch.no_grad()
     def quantised(self, images: Tensor) -> Tensor:
         """The decoder's input for images [B, 3, H, W]: [B, length, C]."""
         return self.model.decoder_input(self.model.encode(images))
-
-    def update(self, name: str, module: torch.nn.Module, loss: Tensor) -> None:
-        """Backward, clip, step."""
-        optimizer = self.optimizers[name]
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-        optimizer.step()
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
@@ -252,10 +236,11 @@ class TokenizerTask(Task):
         return {f"train_{name}": value for name, value in self.describe(codes).items()}
 
     def describe(self, codes: Tensor) -> dict[str, float]:
-        """The share of the codebook that codes [M, length] use, and their perplexity."""
+        """The share of the codebook that codes [M, length] use, and their perplexity, exp(entropy)."""
         assert isinstance(self.config, VQConfig)
-        share, perplexity = usage(codes, self.config.codes)
-        return {"usage": share, "perplexity": perplexity}
+        counts = torch.bincount(codes.flatten(), minlength=self.config.codes).double()
+        perplexity = torch.special.entr(counts / counts.sum()).sum().exp()
+        return {"usage": (counts > 0).double().mean().item(), "perplexity": perplexity.item()}
 
     @torch.no_grad()
     def sample(self, path: Path) -> None:

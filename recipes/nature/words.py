@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common import Cooldown, fraction
+from common import Cooldown, fraction, update
 from lanternpp.accept.exact import Exact
 from lanternpp.api.model import pack_target
 from lanternpp.engine.batching import generate
@@ -219,12 +219,7 @@ class TargetTask(CodesTask):
         batch = [x.to(self.device) for x in (self.words[index], null, input_codes, codes)]
         with team().autocast(self.device):
             loss = self.loss(*batch)
-        for optimizer in self.optimizers.values():
-            optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.others, 1.0)
-        for optimizer in self.optimizers.values():
-            optimizer.step()
+        update(self.optimizers.values(), self.others, loss)
         return {"loss": loss}
 
     def loss(self, words: Tensor, null: Tensor, input_codes: Tensor, codes: Tensor) -> Tensor:
