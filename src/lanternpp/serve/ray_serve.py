@@ -121,8 +121,6 @@ class Replicas:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request to a replica, and its answer back. Once closed, answer it here: a replica that replaces another knows no signal."""
-        if scope["type"] != "http":
-            raise ValueError(f"{scope['type']} is not supported")
         if self.closed:
             await response_for(Closed(CLOSED))(scope, receive, send)
             return

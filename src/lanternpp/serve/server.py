@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import resource
 import socket
@@ -78,7 +79,6 @@ class Connection(H11Protocol):
         self._waiting_since: float | None = None  # loop time; None: its client waits for the server
         self._early = 0  # bytes that came while a request was answered
         self._write_timer: asyncio.TimerHandle | None = None  # runs while the client reads too slowly
-        self._unsent = 0  # bytes of the answer that the client had not read at the latest check
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for the first request."""
@@ -155,32 +155,27 @@ class Connection(H11Protocol):
     def pause_writing(self) -> None:
         """The client reads more slowly than is sent: start checking that it reads at all."""
         super().pause_writing()
-        self._unsent = self.transport.get_write_buffer_size()
-        self._write_timer = self.loop.call_later(self.limits.stalled, self._check_writing)
+        self._check_reading()
 
-    def _check_writing(self) -> None:
-        unsent, before = self.transport.get_write_buffer_size(), self._unsent
+    def _check_reading(self, before: float = math.inf) -> None:
+        """Close the connection if the client has read nothing since so many bytes of the answer were unsent; else check again."""
+        unsent = self.transport.get_write_buffer_size()
         if unsent >= before:
             self.limits.warn(f"a client read nothing of its answer for {self.limits.stalled:g} s")
             self.transport.abort()
-            return
-        self._unsent = unsent
-        self._write_timer = self.loop.call_later(self.limits.stalled, self._check_writing)
+        else:
+            self._write_timer = self.loop.call_later(self.limits.stalled, self._check_reading, unsent)
 
     def resume_writing(self) -> None:
-        """The client has read enough."""
+        """The client has read enough, or its connection has ended."""
         super().resume_writing()
-        self._stop_checking()
-
-    def _stop_checking(self) -> None:
         if self._write_timer is not None:
             self._write_timer.cancel()
-            self._write_timer = None
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop all timers of a connection that has ended."""
         self._stop_waiting()
-        self._stop_checking()
+        self.resume_writing()
         super().connection_lost(exc)
 
 
@@ -192,6 +187,7 @@ def configured(app: ASGIApp, proxies: Sequence[str] = (), limits: Limits | None 
         app,
         http=type("LimitedConnection", (Connection,), {"limits": limits}),
         ws="none",
+        lifespan="off",
         log_level="error",
         access_log=False,
         server_header=False,
