@@ -53,7 +53,7 @@ def test_a_deadline_holds_in_the_queue_and_in_a_slot(slow):
         running, waiting, fine = (put(batcher, spec(seed, deadline=600.5)) for seed in (1, 2, 3))
         until(lambda: slow.admitted == [1])
         for ticket in (running, waiting):
-            ticket.submitted -= 700
+            ticket.spec = replace(ticket.spec, arrived=ticket.spec.arrived - 700)
         slow.allow(1)
         for ticket in (running, waiting):
             with pytest.raises(Expired, match=r"within 600\.5 s"):

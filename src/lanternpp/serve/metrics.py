@@ -62,7 +62,7 @@ class Metrics:
         method, error = ticket.spec.settings.method, ticket.exception()
         if error is None:
             image = ticket.result()
-            self.seconds.observe(time.monotonic() - ticket.submitted)
+            self.seconds.observe(time.monotonic() - ticket.spec.arrived)
             self.waited.observe(image.waited)
             self.speed.labels(method).observe(len(image.codes) / len(image.accepted))
         outcomes = {type(None): "drawn", Cancelled: "cancelled", Expired: "expired"}

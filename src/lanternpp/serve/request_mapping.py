@@ -47,7 +47,7 @@ class RequestMapper:
     """Turns requests into pictures to draw, and finished pictures into responses."""
 
     def __init__(self, batcher: Batcher):
-        self.batcher, self.config, self.pipe = batcher, batcher.config, batcher.pipe
+        self.config, self.pipe = batcher.config, batcher.pipe
         self.previews = Previews()
         self.size = "{}x{}".format(*picture_size(self.pipe))  # of pictures from text
 

@@ -22,10 +22,10 @@ time (seconds per picture) steps, so that all of its pictures advance evenly.
 
 from __future__ import annotations
 
-import bisect
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import itemgetter
 
 from PIL import Image
 from torch import Tensor
@@ -45,33 +45,30 @@ class FairQueue:
     """
 
     def __init__(self) -> None:
-        # (round, arrival number, ticket), sorted. The list is replaced and never changed in place, so that one thread
-        # may iterate over it while another one adds a ticket.
-        self._entries: list[tuple[int, int, Ticket]] = []
-        self._round = self._arrivals = 0
+        # (round, ticket), sorted by round and within it by arrival. The list is replaced and never changed in place, so that
+        # one thread may iterate over it while another one adds a ticket.
+        self._entries: list[tuple[int, Ticket]] = []
+        self._round = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Ticket]:
         """The tickets in the order in which they should start, as of now: later changes are not seen."""
-        return iter([ticket for *_, ticket in self._entries])
+        return iter([ticket for _, ticket in self._entries])
 
     def add(self, ticket: Ticket) -> None:
         """Put a ticket into the queue."""
         client = ticket.spec.client
-        taken = [number for number, _, other in self._entries if other.spec.client == client]
+        taken = [number for number, other in self._entries if other.spec.client == client]
         number = max(self._round, max(taken, default=-1) + 1)
-        self._arrivals += 1
-        entries = list(self._entries)
-        bisect.insort(entries, (number, self._arrivals, ticket))
-        self._entries = entries
+        self._entries = sorted([*self._entries, (number, ticket)], key=itemgetter(0))
 
     def remove(self, ticket: Ticket) -> None:
         """Take a ticket out, because its picture starts or because it was cancelled."""
-        removed = next(number for number, _, entry in self._entries if entry is ticket)
-        self._entries = [entry for entry in self._entries if entry[-1] is not ticket]
-        self._round = max(self._round, min((number for number, *_ in self._entries), default=removed))
+        removed = next(number for number, entry in self._entries if entry is ticket)
+        self._entries = [entry for entry in self._entries if entry[1] is not ticket]
+        self._round = max(self._round, min((number for number, _ in self._entries), default=removed))
 
 
 class BatchRunner:
@@ -112,9 +109,6 @@ class BatchRunner:
 
     def step(self) -> int:
         """Run one step of the engine, and settle the tickets of finished pictures; returns their number."""
-        self.sweep()
-        if not self.batch.running:
-            return 0
         with self._timed(), self.threads:
             self.batch.step()
             self.threads.update()
@@ -148,7 +142,7 @@ class BatchRunner:
                 codes=sample.codes.cpu(),
                 accepted=tuple(sample.accepted),
                 seconds=self.busy_seconds - entered,
-                waited=(ticket.started or ticket.submitted) - ticket.submitted,
+                waited=(ticket.started or ticket.spec.arrived) - ticket.spec.arrived,
                 settings=self.settings,
                 tv_cost=sample.tv_cost,
             )

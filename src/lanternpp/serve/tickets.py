@@ -90,7 +90,6 @@ class Ticket(Future[FinishedImage]):
         """on_cancel: called once when `cancel` settles the ticket."""
         super().__init__()
         self.spec = spec
-        self.submitted = spec.arrived
         self.started: float | None = None  # time.monotonic() when it left the queue
         self.encoded: Prompt | None = None  # the target's encoding of the prompt, until it is in a slot
         self.target: Target | None = None  # that draws it
@@ -131,7 +130,7 @@ class Ticket(Future[FinishedImage]):
     def expired(self) -> Expired | None:
         """The error of a picture that is past its deadline; None before."""
         limit = self.spec.deadline
-        if limit is None or time.monotonic() - self.submitted <= limit:
+        if limit is None or time.monotonic() - self.spec.arrived <= limit:
             return None
         return Expired(f"the picture was not finished within {limit:g} s")
 
