@@ -12,10 +12,9 @@ from lanternpp.engine.latents import GaussianMixture
 from lanternpp.models.latents import (
     CONTINUOUS,
     DIFFUSION,
-    ContinuousConfig,
     ContinuousTarget,
-    DiffusionConfig,
     DiffusionTarget,
+    LatentConfig,
     LatentTarget,
 )
 from lanternpp.models.vq.autoencoder import KL
@@ -33,13 +32,18 @@ class LatentTask(TargetTask):
     """A target on cached moments of latents, which are drawn anew in every step."""
 
     vq: KL
+    target: type[LatentTarget]
     model: LatentTarget
 
-    def normalise(self, model: LatentTarget) -> None:
-        """Set the mean and the standard deviation of the tokenizer's latents, from training pictures."""
+    def make(self) -> LatentTarget:
+        """The target, with first weights, and the mean and the standard deviation of the latents of training pictures."""
+        assert isinstance(self.config, LatentConfig)
+        model = self.target(self.config, self.vq)
+        init_weights(model)
         mean, log_var = self.codes.train.codes[:MEASURED, 0].float().flatten(0, 1).chunk(2, -1)
         model.latent_mean.copy_(mean.mean(0))
         model.latent_std.copy_((mean.var(0) + log_var.exp().mean(0)).sqrt())
+        return model
 
     @torch.no_grad()
     def begin(self, model: PromptedTarget, start: PromptedTarget) -> str:
@@ -85,17 +89,17 @@ class ContinuousTask(LatentTask):
     """A target with a mixture of Gaussians at every place."""
 
     kind = CONTINUOUS
+    target = ContinuousTarget
 
     def make(self) -> ContinuousTarget:
-        """The target, with first weights; the components begin at random places."""
-        assert isinstance(self.config, ContinuousConfig)
-        model, config = ContinuousTarget(self.config, self.vq), self.config
-        init_weights(model)
+        """As in the base class; the components begin at random places."""
+        model = super().make()
+        assert isinstance(model, ContinuousTarget)
+        config = model.config
         nn.init.normal_(model.latent_out.weight, std=0.02)
         means = slice(config.components, config.components * (1 + config.channels))
         with torch.no_grad():
             model.latent_out.bias.zero_()[means].normal_()
-        self.normalise(model)
         return model
 
     def nats(self, params: Tensor, latents: Tensor) -> Tensor:
@@ -108,16 +112,9 @@ class DiffusionTask(LatentTask):
     """A target with a diffusion head."""
 
     kind = DIFFUSION
+    target = DiffusionTarget
     model: DiffusionTarget
     average: DiffusionTarget
-
-    def make(self) -> DiffusionTarget:
-        """The target, with first weights."""
-        assert isinstance(self.config, DiffusionConfig)
-        model = DiffusionTarget(self.config, self.vq)
-        init_weights(model)
-        self.normalise(model)
-        return model
 
     def nats(self, params: Tensor, latents: Tensor) -> Tensor:
         """The variational bound for as many steps as it draws with, of features; the same noise every time."""

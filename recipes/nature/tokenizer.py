@@ -93,6 +93,7 @@ class TokenizerTask(Task):
     """A VQ autoencoder on crops of pictures."""
 
     name = "tokenizer"
+    autoencoder: type[Autoencoder] = TrainedVQ
     regulariser = "commitment"  # the loss beside the reconstruction's, in the log
     model: Autoencoder
     average: Autoencoder
@@ -116,7 +117,7 @@ class TokenizerTask(Task):
         self.keep_codes = keep_codes
         known = {"start": start and checksum_of(start), "classifier": classifier and fingerprint(classifier)}
         self.settings = {**vars(config), **asdict(settings), **known, "data": data["hash"]}
-        self.model = channels_last(self.make().to(device)).train()
+        self.model = channels_last(self.autoencoder(config).to(device)).train()
         if start is not None:
             self.first_weights = begin_tokenizer(self.model, start)
         self.average = averaged(self.model)
@@ -133,11 +134,6 @@ class TokenizerTask(Task):
             )
         }
         self.sampler = Sampler(len(train), 1, settings.batch_size, settings.seed)
-
-    def make(self) -> Autoencoder:
-        """The tokenizer, with first weights."""
-        assert isinstance(self.config, VQConfig)
-        return TrainedVQ(self.config)
 
     def modules(self) -> dict[str, torch.nn.Module]:
         """Model, average and discriminator."""
@@ -259,12 +255,8 @@ class TokenizerTask(Task):
 class KLTask(TokenizerTask):
     """A KL autoencoder: as one of codes, with a divergence in the place of a codebook."""
 
+    autoencoder = TrainedKL
     regulariser = "divergence"
-
-    def make(self) -> TrainedKL:
-        """The tokenizer, with first weights."""
-        assert isinstance(self.config, KLConfig)
-        return TrainedKL(self.config)
 
     def describe(self, codes: Tensor) -> dict[str, float]:
         """Standard deviations of moments [M, length, 2 C]: `spread`, of the means over places; `noise`, at a place."""

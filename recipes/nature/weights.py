@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from autoencoders import TrainedVQ
 from lanternpp.errors import InputError
 from lanternpp.models.vq.autoencoder import VQ, Autoencoder
-from lanternpp.models.words import PromptedConfig, PromptedTarget
+from lanternpp.models.words import PromptedTarget
 from lanternpp.nn.checkpoints import checksum
 from lanternpp.util.files import digest
 
 STACKS = ("channels", "encoder_blocks", "decoder_blocks", "thin")
+SHAPE = ("dim", "layers", "heads", "hidden")  # the options that give a target its shape
 PROMPTS = ("word_table", "slot_table", "null_prefix")
 
 
@@ -81,9 +82,8 @@ def begin_target(model: PromptedTarget, start: PromptedTarget) -> str:
     """Begin with the weights of another target: its layers, the vectors of words that both know, and, where both have the same codes
     or latents, its tables or its head. The sentence of `take_over`; InputError where the layers differ in number or width."""
     if model.decoder.config != replace(start.decoder.config, dropout=model.decoder.config.dropout):
-        raise InputError(
-            f"the weights to begin with have the shape {shape_of(start.config)}; give the same shape"
-        )
+        shape = " ".join(f"--{name} {getattr(start.config, name)}" for name in SHAPE)
+        raise InputError(f"the weights to begin with have the shape {shape}; give the same shape")
     same = same_codes(model, start)
     tensors = start.state_dict()
     fits = [name for name in tensors if name.startswith("decoder.") or (same and name not in PROMPTS)]
@@ -107,8 +107,3 @@ def same_codes(model: PromptedTarget, start: PromptedTarget) -> bool:
     if mine is None or theirs is None:
         return mine is theirs and model.reader().key == start.reader().key
     return torch.equal(mine, theirs)
-
-
-def shape_of(config: PromptedConfig) -> str:
-    """The options that give a target this shape."""
-    return " ".join(f"--{name} {getattr(config, name)}" for name in ("dim", "layers", "heads", "hidden"))
