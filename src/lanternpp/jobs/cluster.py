@@ -13,7 +13,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ QUIET = {
     "RAY_raylet_start_wait_time_s": "180",
 }
 OTHERS = ("RAY_ADDRESS", "RAY_GCS_SERVER_PORT", "RAY_NAMESPACE")  # of a cluster that runs already
+TOKEN = secrets.token_hex(32)  # which is needed to connect to the cluster of this process
 TRIES = 3  # of starting a cluster
 STORE = 256 * 2**20  # bytes of shared memory, through which pictures are sent
 
@@ -67,7 +67,7 @@ def cluster(address: str, workers: int | None = None) -> Iterator[Any]:
     check(address)
     os.environ.update({k: v for k, v in QUIET.items() if k not in os.environ})
     if address == LOCAL:
-        os.environ.update(LOOPBACK, RAY_AUTH_TOKEN=token())
+        os.environ.update(LOOPBACK, RAY_AUTH_TOKEN=TOKEN)
         for name in OTHERS:
             os.environ.pop(name, None)
     import ray
@@ -120,12 +120,6 @@ def start(ray: Any, folder: str, options: dict[str, Any]) -> None:
                     f"--ray {LOCAL}: Ray does not start on this machine ({brief(error)}); leave --ray out to do "
                     "without it"
                 ) from None
-
-
-@cache
-def token() -> str:
-    """The secret that is needed to connect to the cluster of this process."""
-    return secrets.token_hex(32)
 
 
 def cores() -> int:

@@ -91,7 +91,7 @@ def missing(
     found = []
     for image in planned:
         path = folder / image.name
-        existing = png_notes(path) if path.exists() else None
+        existing = png_notes(path)
         differing = None if existing is None else differences(existing, info.notes(image))
         if existing is None or (differing and overwrite):
             found.append(image)
@@ -113,8 +113,8 @@ def differences(old: Mapping[str, str], new: Mapping[str, str]) -> str:
 
 def begun(folder: Path, planned: Sequence[PlannedImage]) -> dict[str, Any]:
     """The settings of the first picture that is there already; empty where none is."""
-    paths = (folder / image.name for image in planned)
-    return next((_deciding(found) for path in paths if path.exists() and (found := png_notes(path))), {})
+    found = (png_notes(folder / image.name) for image in planned)
+    return next((_deciding(each) for each in found if each), {})
 
 
 def with_draft_of(settings: Settings, drawn: Mapping[str, Any]) -> Settings | None:
