@@ -81,7 +81,6 @@ def serve(
 
         from lanternpp.serve import ray_serve
         from lanternpp.serve.app import ServerSpec
-        from lanternpp.serve.new_thread import run_in_new_thread
 
         config = replace(config, method=options.method, overrides=options.overrides, keys=keys, hosts=hosts)
         spec, out = ServerSpec(opt.with_full_paths(options), config), sys.stdout
@@ -98,9 +97,8 @@ def serve(
             named = partial(ready, options.method)
             finished = ray_serve.run(ray, replicas, spec, bound, listen.drain, named, proxies)
         else:
-            pipe = run_in_new_thread(spec.load_model)
-            batcher, app = spec.start(pipe)
-            chosen, info = pipe.chosen(options.method), ray_serve.ReplicaInfo.of(pipe, 1)
+            batcher, app = spec.start()
+            chosen, info = batcher.pipe.chosen(options.method), ray_serve.ReplicaInfo.of(batcher.pipe, 1)
             ready_now = partial(ready, drawn_with(chosen.method, chosen.why), info)
             finished = server.run(app, batcher, bound, listen.drain, ready_now, proxies)
         if not finished:

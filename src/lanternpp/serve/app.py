@@ -24,6 +24,7 @@ from lanternpp.serve.config import EDITS, ServerConfig
 from lanternpp.serve.error_responses import error_response, install_error_handlers, response_for
 from lanternpp.serve.guard import Guard
 from lanternpp.serve.metrics import CONTENT, Metrics
+from lanternpp.serve.new_thread import run_in_new_thread
 from lanternpp.serve.request_mapping import RequestMapper
 from lanternpp.serve.schemas import ImagesRequest, Refusal
 from lanternpp.serve.streaming import PictureStream
@@ -79,8 +80,9 @@ class ServerSpec:
             pipe.warm(replace(settings, batch_size=1 << power))
         return pipe
 
-    def start(self, pipe: Pipeline) -> tuple[Batcher, FastAPI]:
-        """A batcher, which the caller must close, and the app that uses it. Raises InputError."""
+    def start(self) -> tuple[Batcher, FastAPI]:
+        """Read the model; a batcher, which the caller must close, and the app that uses it. Raises InputError."""
+        pipe = run_in_new_thread(self.load_model)
         warnings.simplefilter("ignore", PromptWarning)  # a prompt of a client is not the operator's concern
         batcher = Batcher(pipe, self.config)
         try:

@@ -1,7 +1,7 @@
 """The middleware before the app: API keys, accepted hosts and origins, a limit on bodies, security headers. Plain ASGI.
 
 Hosts: the Host header must be one of the server's names. This prevents DNS rebinding, where a page of another site points
-its own host name at this server.
+its own host name at this server. `*` in an accepted name stands for anything.
 
 Origins: requests that pages of other sites send through a visitor's browser can neither draw nor read. A browser sends the
 site of the page in `Origin`, or, with requests that have no body, whether it is another site in `Sec-Fetch-Site`. Only
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -82,7 +83,8 @@ class Guard:
         most: bytes of a body.
         """
         headers = Headers(scope=scope)
-        if self.hosts and not self._known(host_name(headers)):
+        name = host_name(headers)
+        if self.hosts and not any(fnmatchcase(name, known) for known in self.hosts):
             message = "the Host header is not a name of this server; --allow-host NAME adds one"
             return error_response(400, message, "unknown_host")
         if cross_site(headers):
@@ -98,13 +100,6 @@ class Guard:
         if length.isdecimal() and int(length[:20]) > most:
             return error_response(413, TOO_LARGE.format(most), "body_too_large", Connection="close")
         return None
-
-    def _known(self, name: str) -> bool:
-        """Whether a host name is accepted. `*.` and the end of a name accepts all such names, `*` any name."""
-        return any(
-            name == known or (known.startswith("*.") and name.endswith(known[1:])) or known == "*"
-            for known in self.hosts
-        )
 
     def _key_number(self, key: bytes) -> int | None:
         """The number of this key, or None. All keys are compared, in constant time, so that the time reveals nothing."""

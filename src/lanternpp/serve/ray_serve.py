@@ -24,7 +24,6 @@ from lanternpp.jobs.cluster import Share, cluster, share
 from lanternpp.serve.app import ServerSpec, disconnected
 from lanternpp.serve.error_responses import error_response, response_for
 from lanternpp.serve.guard import Guard
-from lanternpp.serve.new_thread import run_in_new_thread
 from lanternpp.serve.server import GRACEFUL_SECONDS
 from lanternpp.serve.server import run as serve_until_signal
 from lanternpp.serve.tickets import CLOSED, Closed
@@ -62,7 +61,7 @@ class Replica:
 
     def __init__(self, spec: ServerSpec, threads: int):
         torch.set_num_threads(threads)
-        self.batcher, self.app = spec.start(run_in_new_thread(spec.load_model))
+        self.batcher, self.app = spec.start()
 
     async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[Message]:
         """The ASGI messages of the answer. A caller that stops reading them counts as disconnected."""
