@@ -73,10 +73,14 @@ def test_the_openai_client_draws(client, pipe):
 
 
 def test_the_openai_client_streams(pipe, monkeypatch):
-    """The server goes on from a share of the picture when the client has seen it."""
+    """The server goes on from a share of the picture when the client has seen it; events of progress do not hide it."""
     monkeypatch.setattr(streaming, "SNAPSHOT", 0.0)  # look at every step
     paced = PacedPipe(pipe)
-    fields = {"stream": True, "partial_images": 3, "extra_body": {"seed": 5, "method": "ar"}}
+    fields = {
+        "stream": True,
+        "partial_images": 3,
+        "extra_body": {"seed": 5, "method": "ar", "progress": True},
+    }
     seen, length = threading.Semaphore(0), pipe.target.length
     with app_of(paced) as (batcher, address):
 
@@ -96,8 +100,9 @@ def test_the_openai_client_streams(pipe, monkeypatch):
             for event in openai.OpenAI(base_url=f"{address}/v1", api_key="none").images.generate(
                 prompt="a red tulip", **fields
             ):
-                events.append(event)
-                seen.release()
+                if event.type.endswith(("partial_image", "completed")):
+                    events.append(event)
+                    seen.release()
             pacing.result(SECONDS)
     kinds = [event.type.removeprefix("image_generation.") for event in events]
     assert kinds == ["partial_image"] * 3 + ["completed"]
@@ -155,6 +160,7 @@ WRONG = {
     "a deadline without end": ({"prompt": "tulip", "deadline": 1e308}, 400, "deadline 1e+308"),
     "size": ({"prompt": "tulip", "size": "32x32"}, 400, "use '16x16'"),
     "lam": ({"prompt": "tulip", "method": "eagle", "lam": 2}, 400, "lam 2.0 would change nothing"),
+    "delta": ({"prompt": "tulip", "method": "lantern++", "delta": 0.1}, 400, "lam, nu"),
     "top_k": ({"prompt": "tulip", "top_k": 999}, 400, "top_k 999 exceeds the 32 codes"),
     "quoted": ({"prompt": "a zebra -method"}, 400, "'a zebra -method'"),
     "model": ({"prompt": "tulip", "model": "dall-e-3"}, 404, "use 'tiny'"),
@@ -197,6 +203,8 @@ def test_one_sentence_for_every_bad_request(http, name):
     answer = http.post(IMAGES, content=content, headers={"content-type": "application/json"})
     got, sentence = refusal(answer)
     assert got == status and said in sentence and "\n" not in sentence and "Traceback" not in sentence
+    # OpenAI's client reads it.
+    assert answer.headers.get("x-should-retry") == ("false" if name == "late" else None)
     assert "--" not in sentence  # nor an option of the command line
     assert not isinstance(body, dict) or name not in body or answer.json()["error"]["param"] == name
 

@@ -28,7 +28,8 @@ OTHER_NAMES = {
 OTHER_NAMES |= {old: f"now {name!r}" for old, name in RENAMED.items()}
 # Options of the command line that requests have as fields: what a message says of `--accept` holds for `accept`.
 FIELD_OF = {"--method": "method"} | {dial.option: dial.name for dial in REQUEST_DIALS}
-OPTION = re.compile(r"'[^']*'|--[a-z][a-z-]*")  # or what is quoted, which stays
+FIELD_OF |= {dial.full_name: dial.name for dial in REQUEST_DIALS if dial.names}
+OPTION = re.compile(r"'[^']*'|(?:[a-z_]+ \()?--[a-z][a-z-]*\)?")  # or what is quoted, which stays
 NAMED = {name: name for name in ImagesRequest.model_fields}  # fields, by a message's first word
 NAMED |= {dial.option[2:]: dial.name for dial in REQUEST_DIALS}
 NAMED |= {dial.spoken: dial.name for dial in REQUEST_DIALS}
@@ -63,7 +64,8 @@ def response_for(error: Exception) -> JSONResponse:
         case Closed():
             return error_response(503, str(error), "shutting_down", Retry_After="5", Connection="close")
         case Expired():
-            return error_response(504, str(error), "deadline")
+            # OpenAI's client tries again otherwise, with as little time.
+            return error_response(504, str(error), "deadline", x_should_retry="false")
         case Cancelled() | ClientDisconnect():
             return error_response(CLIENT_CLOSED, str(error), "cancelled")
         case InputError() if not isinstance(error, ModelError):

@@ -108,17 +108,19 @@ class PictureStream(StreamingResponse):
         assert target is not None
         parts, length = body.partial_images or 0, target.length
         due = [length * (i + 1) / (parts + 1) for i in range(parts)]  # codes at which a partial image is sent
-        sent = 0
-        async for progress in ticket.follow(EVERY if body.progress else SNAPSHOT):
-            if body.progress:
+        sent = number = 0
+        told = -EVERY  # time.monotonic() of the last progress event
+        async for progress in ticket.follow(SNAPSHOT if parts else EVERY):
+            if body.progress and time.monotonic() - told >= EVERY - SNAPSHOT:
+                told = time.monotonic()
                 passes = list(progress.accepted)
                 self._send("progress", index, accepted_per_pass=passes, seconds=progress.seconds)
             passed = sum(len(progress.codes) >= mark for mark in due)
             if passed > sent:
                 image = await run_in_threadpool(half_drawn, target, progress.codes)
                 file = await run_in_threadpool(encode, image, self.kind, body.output_compression)
-                self._send_image("partial_image", index, image, file, partial_image_index=sent)
-                sent = passed
+                self._send_image("partial_image", index, image, file, partial_image_index=number)
+                sent, number = passed, number + 1
             if sent == len(due) and not body.progress:
                 return
 
