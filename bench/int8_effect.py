@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lanternpp import Pipeline
-from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.sampling import Guidance
 from lanternpp.models.base import Target
 from lanternpp.nn.int8 import compared, quantise, weight_bytes
 

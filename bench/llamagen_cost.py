@@ -25,9 +25,8 @@ from lanternpp.accept.neighbours import LanternPlusPlus
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
 from lanternpp.engine.decode import Engine
-from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.proposer import Proposer
-from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.models.llamagen import LlamaGenConfig, LlamaGenTarget
 from lanternpp.nn.backend import backend
 from lanternpp.nn.decoder import DecoderConfig

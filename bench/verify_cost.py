@@ -19,9 +19,8 @@ from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.neighbours import LanternPlusPlus
 from lanternpp.engine.cache import Cache
-from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
-from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.engine.verify.choose import with_native
 from lanternpp.engine.verify.tokenwise import verify_tokenwise
 from lanternpp.nn.backend import backend

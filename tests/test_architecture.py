@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "drafters": {"nn", "models.base", "models.latents"},
     "engine": {"accept.base", "accept.variation", "trees.base", "models.base", "models.latents", "nn"},
     "proposers": {
-        *("engine.proposer", "engine.cache", "engine.guidance", "engine.noise", "engine.sampling"),
+        *("engine.proposer", "engine.cache", "engine.noise", "engine.sampling"),
         *("engine.verify", "engine.latents"),
         *("trees.base", "trees.chain", "drafters.base", "drafters.diffusion", "models.base", "nn.decoder"),
     },

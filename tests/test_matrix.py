@@ -17,8 +17,7 @@ from lanternpp.accept.neighbours import Lantern, LanternPlusPlus
 from lanternpp.accept.scaled import Cool
 from lanternpp.engine.batching import generate
 from lanternpp.engine.decode import Engine, FinishedSample
-from lanternpp.engine.guidance import Guidance
-from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.engine.verify.choose import VERIFIERS
 from lanternpp.proposers.draft_model import DraftModel
 from lanternpp.proposers.parallel import Parallel

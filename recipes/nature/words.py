@@ -18,8 +18,7 @@ from lanternpp.accept.exact import Exact
 from lanternpp.api.model import pack_target
 from lanternpp.engine.batching import generate
 from lanternpp.engine.decode import engine_class
-from lanternpp.engine.guidance import Guidance
-from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.errors import InputError
 from lanternpp.models.vq.autoencoder import VQ, Autoencoder
 from lanternpp.models.words import SILENT, PromptedConfig, PromptedTarget, WordsConfig, WordsTarget

@@ -15,9 +15,8 @@ from lanternpp.accept.scaled import Cool
 from lanternpp.accept.variation import tv_cost
 from lanternpp.engine.batching import generate
 from lanternpp.engine.decode import Engine
-from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
-from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.engine.verify.choose import VERIFIERS
 from lanternpp.engine.verify.tokenwise import verify_tokenwise, without
 from lanternpp.proposers.no_draft import NoDraft

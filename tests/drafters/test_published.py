@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 
 from lanternpp.api.model import read_target
 from lanternpp.drafters.published import PublishedDrafter
-from lanternpp.engine.guidance import Guidance
-from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.models.base import Target
 from lanternpp.nn.sources import Source
 from lanternpp.proposers.tree import TreeProposer

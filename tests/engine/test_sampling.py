@@ -6,8 +6,7 @@ import pytest
 import torch
 from helpers.refusals import rejects
 
-from lanternpp.engine.guidance import Guidance
-from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.sampling import Guidance, Sampling
 
 P = torch.tensor([0.1, 0.4, 0.2, 0.3])
 

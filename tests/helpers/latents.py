@@ -13,10 +13,9 @@ from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Exact
 from lanternpp.drafters.diffusion import DRAFTER, DiffusionDrafter
 from lanternpp.drafters.eagle import EagleDrafter
-from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.latent_decode import LatentEngine
 from lanternpp.engine.noise import Noise
-from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.engine.verify.latents import draw_residual
 from lanternpp.models.latents import DIFFUSION, ContinuousTarget, DiffusionTarget, LatentTarget
 from lanternpp.models.vq.autoencoder import KL, KLConfig

@@ -14,9 +14,8 @@ from lanternpp.accept.exact import Exact
 from lanternpp.accept.neighbours import LanternPlusPlus
 from lanternpp.accept.scaled import Cool
 from lanternpp.api.settings import build_proposer, build_rule, resolve
-from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.proposer import Proposer
-from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.engine.verify.choose import TOKEN, VERIFIERS
 from lanternpp.proposers.draft_model import DraftModel
 from lanternpp.proposers.jacobi import Jacobi

@@ -16,11 +16,10 @@ from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
 from lanternpp.engine.batching import generate
 from lanternpp.engine.cache import RowCache
 from lanternpp.engine.decode import Engine
-from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.observers import Observer
 from lanternpp.engine.proposer import Proposer
-from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.engine.verify.choose import TOKEN, VERIFIERS
 from lanternpp.models.base import Target
 from lanternpp.nn.checkpoints import quantised

@@ -20,9 +20,8 @@ from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.neighbours import Lantern, LanternPlusPlus
 from lanternpp.engine.cache import Cache
-from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
-from lanternpp.engine.sampling import Sampling, draw
+from lanternpp.engine.sampling import Guidance, Sampling, draw
 from lanternpp.engine.verify.choose import with_native
 from lanternpp.engine.verify.joint import verify_joint
 from lanternpp.engine.verify.tokenwise import verify_tokenwise

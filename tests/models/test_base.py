@@ -8,8 +8,7 @@ from lanternpp.accept.exact import Exact
 from lanternpp.accept.neighbours import Lantern, LanternPlusPlus
 from lanternpp.engine.batching import generate
 from lanternpp.engine.decode import Engine
-from lanternpp.engine.guidance import Guidance
-from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.proposers.jacobi import Jacobi
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.shapes import EAGLE

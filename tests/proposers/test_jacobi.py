@@ -9,10 +9,9 @@ from helpers.refusals import rejects
 from helpers.toys import CHAIN, MarkovTarget, ToyTarget, engine_of, observed_step
 
 from lanternpp.engine.batching import generate
-from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.proposer import Parts
-from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.errors import InputError
 from lanternpp.proposers.jacobi import COUPLINGS, INITS, Jacobi
 from lanternpp.trees.shapes import chain

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from lanternpp.accept.exact import Exact
 from lanternpp.engine.decode import Engine
-from lanternpp.engine.guidance import Guidance
-from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.engine.verify import joint
 from lanternpp.engine.verify.choose import VERIFIERS
 from lanternpp.engine.verify.tokenwise import without

@@ -5,9 +5,8 @@ import torch
 from helpers.toys import ToyTarget, engine_of, observed_step, parallel
 
 from lanternpp.engine.decode import Engine
-from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.proposer import Parts
-from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.errors import InputError
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.proposers.tree import TreeProposer

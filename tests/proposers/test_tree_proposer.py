@@ -4,8 +4,7 @@ import pytest
 import torch
 from helpers.toys import ToyTarget, codes_of, eagle, engine_of
 
-from lanternpp.engine.guidance import Guidance
-from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.nn.backend import PYTORCH, backend
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.tree import TreeProposer

@@ -13,7 +13,7 @@ from helpers.stages import eagle, facts, log
 from torch import Tensor
 
 from lanternpp.api.model import read_target
-from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.sampling import Guidance
 from lanternpp.errors import InputError
 from lanternpp.nn import checkpoints
 from lanternpp.training import loop

@@ -14,8 +14,7 @@ from lanternpp.accept.exact import Exact
 from lanternpp.api.model import read_target
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.engine.decode import Engine
-from lanternpp.engine.guidance import Guidance
-from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.training.codes import Codes, Split
 from lanternpp.training.eagle import EagleTask

@@ -15,8 +15,7 @@ from lanternpp.accept.mixture import DraftMixture
 from lanternpp.drafters.parallel import ParallelDrafter
 from lanternpp.engine.batching import generate
 from lanternpp.engine.decode import Engine
-from lanternpp.engine.guidance import Guidance
-from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.engine.verify.choose import VERIFIERS
 from lanternpp.errors import InputError
 from lanternpp.nn.decoder import line_table

@@ -8,9 +8,8 @@ from helpers.toys import CHAIN, MarkovTarget, OtherMarkovDrafter, admit_all
 
 from lanternpp.accept.exact import Exact
 from lanternpp.engine.decode import Engine
-from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.observers import AcceptanceByRank
-from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.engine.verify.choose import Verifier
 from lanternpp.engine.verify.joint import verify_joint
 from lanternpp.engine.verify.tokenwise import verify_tokenwise

@@ -25,7 +25,7 @@ from lanternpp.api.options import AUTO, MethodDials, Settings, listing
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.api.results import Partial, Result
 from lanternpp.api.settings import network_needed
-from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.sampling import Guidance
 from lanternpp.errors import InputError
 from lanternpp.models.transformers import CLASSES
 from lanternpp.models.transformers.adapter import TransformersTarget

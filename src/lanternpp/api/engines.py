@@ -22,8 +22,7 @@ from lanternpp.api.options import Settings
 from lanternpp.api.settings import build_proposer, build_rule
 from lanternpp.engine.compiled import check_compiler, compile_steps, compiled_folder, tensor_bytes, warm_up
 from lanternpp.engine.decode import Engine, engine_class
-from lanternpp.engine.guidance import Guidance
-from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.engine.verify.choose import TOKEN, VERIFIERS, with_native
 from lanternpp.errors import InputError
 from lanternpp.models.vq.codes import cache_folder, neighbours

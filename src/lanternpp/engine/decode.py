@@ -16,11 +16,10 @@ from torch import Tensor
 
 from lanternpp.accept.base import Acceptance
 from lanternpp.engine.cache import Cache
-from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.observers import Observer, Phase
 from lanternpp.engine.proposer import Proposer
-from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.engine.verify.choose import Verifier
 from lanternpp.engine.verify.tokenwise import padded, verify_tokenwise
 from lanternpp.errors import InputError, ModelError

@@ -8,9 +8,8 @@ import torch
 
 from lanternpp.accept.base import Acceptance
 from lanternpp.engine.decode import Engine
-from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.latents import DiffusionGuidance, DiffusionSampling, MixtureGuidance, MixtureSampling
-from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.engine.verify.choose import Verifier
 from lanternpp.engine.verify.latents import verify_latents, verify_trajectories
 from lanternpp.engine.verify.tokenwise import verify_tokenwise

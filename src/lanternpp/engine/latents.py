@@ -18,9 +18,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
-from lanternpp.engine.sampling import Sampling, draw
+from lanternpp.engine.sampling import Guidance, Sampling, draw
 from lanternpp.errors import InputError
 from lanternpp.models.latents import Denoiser, split, step_distribution
 

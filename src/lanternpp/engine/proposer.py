@@ -9,9 +9,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
-from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
 from lanternpp.trees.base import TreeBuilder

@@ -7,8 +7,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from lanternpp.engine.guidance import Guidance
-from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
 from lanternpp.nn.decoder import AttentionCache

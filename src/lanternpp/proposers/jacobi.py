@@ -29,10 +29,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.proposer import DraftSampling, Parts, Proposer
-from lanternpp.engine.sampling import Sampling, draw
+from lanternpp.engine.sampling import Guidance, Sampling, draw
 from lanternpp.engine.verify.joint import rejected_distribution
 from lanternpp.engine.verify.tokenwise import without
 from lanternpp.errors import InputError

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from lanternpp.drafters.base import Drafter
 from lanternpp.engine.cache import Cache
-from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.proposer import DraftSampling, Parts, Proposer
-from lanternpp.engine.sampling import Sampling, draws_of
+from lanternpp.engine.sampling import Guidance, Sampling, draws_of
 from lanternpp.models.base import Target
 from lanternpp.nn.decoder import AttentionCache
 from lanternpp.trees.base import Extend, TreeBuilder

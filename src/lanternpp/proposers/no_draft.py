@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Self
 
-from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.proposer import Parts, Proposer
-from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.models.base import Target
 from lanternpp.trees.chain import chain_tree
 from lanternpp.types import Draft

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from lanternpp.drafters.base import QueryDrafter
 from lanternpp.engine.cache import Cache
-from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.proposer import Parts
-from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
 from lanternpp.nn.backend import DrafterKernels

@@ -8,10 +8,9 @@ from dataclasses import replace
 from torch import Tensor
 
 from lanternpp.drafters.diffusion import DiffusionDrafter
-from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.latents import DiffusionSampling
 from lanternpp.engine.noise import Noise
-from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.models.base import Target
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.types import Draft, Frontier

@@ -22,7 +22,7 @@ from lanternpp.api.calls import pictures
 from lanternpp.api.options import check_prompt
 from lanternpp.api.picture import digests
 from lanternpp.api.pipeline import Pipeline
-from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.sampling import Guidance
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
 from lanternpp.serve.config import ServerConfig

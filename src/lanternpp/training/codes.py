@@ -18,7 +18,7 @@ from lanternpp.api.model import pack_target
 from lanternpp.api.options import BASELINE
 from lanternpp.engine.batching import generate
 from lanternpp.engine.decode import Engine
-from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.sampling import Guidance
 from lanternpp.errors import InputError
 from lanternpp.evaluation.prompts import PROMPTS, read_prompts
 from lanternpp.models.base import Target

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lanternpp.drafters.base import mark
-from lanternpp.engine.guidance import Guidance
+from lanternpp.engine.sampling import Guidance
 from lanternpp.models.base import Target
 from lanternpp.training.codes import Codes, OwnCodes, PictureCodes, Sampler, choose_prompts, folder_codes
 from lanternpp.training.features import CaptionPrompts

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lanternpp.drafters.diffusion import DRAFTER, DiffusionDrafter
 from lanternpp.drafters.eagle import EagleDrafter
-from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.latents import GaussianMixture, MixtureGuidance
+from lanternpp.engine.sampling import Guidance
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
 from lanternpp.models.latents import DiffusionTarget, noisy

@@ -18,8 +18,8 @@ from lanternpp.api.options import RuleDials, names
 from lanternpp.drafters.parallel import ParallelDrafter
 from lanternpp.engine.batching import drawing
 from lanternpp.engine.decode import Engine
-from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.observers import Observer
+from lanternpp.engine.sampling import Guidance
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
 from lanternpp.nn.sources import Source

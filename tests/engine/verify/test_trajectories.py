@@ -13,10 +13,9 @@ from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Cspd, Exact
 from lanternpp.drafters.diffusion import DiffusionDrafter
 from lanternpp.engine.decode import engine_class
-from lanternpp.engine.guidance import Guidance
 from lanternpp.engine.latents import DiffusionSampling
 from lanternpp.engine.noise import Noise
-from lanternpp.engine.sampling import Sampling
+from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.engine.verify import latents as verification
 from lanternpp.engine.verify.latents import verify_trajectories
 from lanternpp.errors import InputError
