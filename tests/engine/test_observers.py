@@ -1,12 +1,16 @@
-"""Observers: what they are shown, and which children they count. `tuning/test_counts.py` has what the counts predict."""
+"""Observers: what they are shown, which children they count, and timed steps. `tuning/test_counts.py` has what the counts predict."""
 
 from __future__ import annotations
 
+import pytest
 import torch
+from helpers.models import write_model
 from helpers.toys import BUSHY, CHAIN, FAR, MarkovTarget, OtherMarkovDrafter, engine_of
 
+from lanternpp.api.pipeline import Pipeline
 from lanternpp.engine.batching import generate
-from lanternpp.engine.observers import AcceptanceByRank, Observer
+from lanternpp.engine.decode import Observer
+from lanternpp.engine.observers import AcceptanceByRank, TimedEngine
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.static import StaticTree
 from lanternpp.types import Admission, Draft, TargetOutput, Tree, Verdict
@@ -72,3 +76,23 @@ def test_an_observer_sees_every_admission_and_every_pass_and_changes_nothing() -
         assert log.seen[3 + 8 * i : 11 + 8 * i] == step
         decided += kept
     assert decided == watched.target.length and len(log.seen) == 3 + 8 * (len(seen.accepted) - 1)
+
+
+@pytest.fixture(scope="module")
+def pipe(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
+    folder = write_model(tmp_path_factory.mktemp("observers") / "tiny")
+    return Pipeline.from_pretrained(str(folder), dtype="bfloat16")
+
+
+@pytest.mark.parametrize("method", ["ar", "eagle", "parallel", "independent", "jacobi-coupled"])
+def test_a_timed_engine_moves_its_own_cache_and_the_drafters_together(pipe, method):
+    timed = TimedEngine(pipe.new_engine(pipe.settings(method, batch_size=2)))
+    timed.admit(["a red tulip"] * 2, range(2))
+    made = timed.engine
+    half, caches = made.target.length // 2, [made.cache, getattr(made.proposer, "cache", made.cache)]
+    for _ in range(3):
+        timed.move_midway()
+        assert made.count.tolist() == made.proposer.count.tolist() == [half, half]
+        assert all((cache.used == made.target.slots + half).all() for cache in caches)
+        timed.step()
+        assert (made.count > half).all()

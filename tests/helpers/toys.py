@@ -15,9 +15,8 @@ from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
 from lanternpp.engine.batching import generate
 from lanternpp.engine.cache import RowCache
-from lanternpp.engine.decode import Engine
+from lanternpp.engine.decode import Engine, Observer
 from lanternpp.engine.noise import Noise
-from lanternpp.engine.observers import Observer
 from lanternpp.engine.proposer import Proposer
 from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.engine.verify.choose import TOKEN, VERIFIERS

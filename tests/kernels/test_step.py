@@ -13,8 +13,7 @@ from helpers.models import SMALLER, VOCAB, save_words, write_model
 from lanternpp import Pipeline
 from lanternpp.engine.batching import generate
 from lanternpp.engine.decode import Engine, FinishedSample
-from lanternpp.engine.observers import AcceptanceByRank
-from lanternpp.engine.stopwatch import TimedEngine
+from lanternpp.engine.observers import AcceptanceByRank, TimedEngine
 from lanternpp.kernels import loading as native
 from lanternpp.kernels.binding import structs
 from lanternpp.kernels.step import KernelStep

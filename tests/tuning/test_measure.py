@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lanternpp.api.pipeline import Pipeline
-from lanternpp.engine.observers import AcceptanceByRank
-from lanternpp.engine.stopwatch import TimedEngine
+from lanternpp.engine.observers import AcceptanceByRank, TimedEngine
 from lanternpp.tuning.measure import PlainEngine, draw
 
 

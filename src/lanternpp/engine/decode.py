@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,6 @@ from torch import Tensor
 from lanternpp.accept.base import Acceptance
 from lanternpp.engine.cache import Cache
 from lanternpp.engine.noise import Noise
-from lanternpp.engine.observers import Observer, Phase
 from lanternpp.engine.proposer import Proposer
 from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.engine.verify.choose import Verifier
@@ -28,7 +27,8 @@ from lanternpp.nn.backend import Step
 from lanternpp.types import Admission, Draft, Prompt, TargetOutput, Verdict
 from lanternpp.util.registry import imported
 
-STAGES: tuple[Phase, ...] = ("draft", "pass", "verify", "rest")  # of a step in C
+Phase = Literal["draft", "pass", "verify", "observe", "rest"]
+PHASES: tuple[Phase, ...] = ("draft", "pass", "verify", "rest")  # of a step; its stages in C
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,19 @@ class FinishedSample:
     codes: Tensor  # [length] int64
     accepted: list[int]  # codes decided by each pass, the prefill first
     tv_cost: float | None = None  # of relaxed acceptance, summed over codes; None: not measured
+
+
+class Observer:
+    """Base class: an engine calls the methods of all in its `observers`, which must not change what they are given."""
+
+    def entered(self, phase: Phase) -> None:
+        """A phase of a step or of an admission begins, and the one before it ends."""
+
+    def admitted(self, new: Admission) -> None:
+        """A sample has entered, and its first code is decided."""
+
+    def verified(self, output: TargetOutput, count: Tensor) -> None:
+        """A draft is verified and nothing of it is committed yet; count [B] codes are decided so far."""
 
 
 class Run(Protocol):
@@ -186,7 +199,7 @@ class Engine:
         if not self.observers:
             fused.run()
             return
-        for stage, phase in enumerate(STAGES):
+        for stage, phase in enumerate(PHASES):
             self._enter(phase)
             fused.run(stage, stage)
         self._enter("rest")

@@ -16,8 +16,7 @@ from torch.utils.benchmark import Timer
 
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.engine.batching import opened
-from lanternpp.engine.decode import Engine
-from lanternpp.engine.observers import Observer, Phase
+from lanternpp.engine.decode import Engine, Observer, Phase
 from lanternpp.engine.threads import AdaptiveThreads
 from lanternpp.evaluation.race import Race
 from lanternpp.evaluation.report import HEADINGS, cell

@@ -22,7 +22,7 @@ from lanternpp.api.options import BASELINE, DIALS, MethodDials, Settings, check_
 from lanternpp.api.picture import notes, save_png
 from lanternpp.api.pipeline import Pipeline, Result, versions
 from lanternpp.engine.decode import Engine
-from lanternpp.engine.stopwatch import Stopwatch
+from lanternpp.engine.observers import Stopwatch
 from lanternpp.errors import InputError
 from lanternpp.util.devices import device_name
 from lanternpp.util.files import digest

@@ -13,7 +13,7 @@ from statistics import fmean, median, quantiles
 from typing import Any
 
 from lanternpp.api.options import BASELINE, draft_of
-from lanternpp.engine.stopwatch import PHASES
+from lanternpp.engine.decode import PHASES
 from lanternpp.evaluation.race import Turn
 
 QUALITY = {

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from lanternpp.api.options import RuleDials, names
 from lanternpp.drafters.parallel import ParallelDrafter
 from lanternpp.engine.batching import drawing
-from lanternpp.engine.decode import Engine
-from lanternpp.engine.observers import Observer
+from lanternpp.engine.decode import Engine, Observer
 from lanternpp.engine.sampling import Guidance
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target

@@ -10,8 +10,7 @@ import torch
 from lanternpp.api.fit.steps import warm_step
 from lanternpp.api.options import Settings
 from lanternpp.api.pipeline import Pipeline
-from lanternpp.engine.observers import AcceptanceByRank
-from lanternpp.engine.stopwatch import TimedEngine, now, trimmed
+from lanternpp.engine.observers import AcceptanceByRank, TimedEngine, now, trimmed
 
 EACH = 5  # timed steps of a candidate for one of plain decoding
 

@@ -22,8 +22,7 @@ from lanternpp.api.fit.choice import ENOUGH, PLAIN, costed, plain_settings
 from lanternpp.api.fit.rates import FILE, Counts, read_rates, strength
 from lanternpp.api.fit.steps import Step, bound, disturbed, measure
 from lanternpp.api.options import Settings
-from lanternpp.engine.observers import AcceptanceByRank
-from lanternpp.engine.stopwatch import TimedEngine
+from lanternpp.engine.observers import AcceptanceByRank, TimedEngine
 from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.config import ServerConfig
 from lanternpp.serve.tickets import ImageSpec

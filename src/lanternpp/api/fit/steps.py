@@ -9,7 +9,7 @@ from statistics import fmean, median
 from typing import Annotated
 
 from lanternpp.engine.decode import Engine
-from lanternpp.engine.stopwatch import TimedEngine
+from lanternpp.engine.observers import TimedEngine
 from lanternpp.util.schema import Between
 
 # The budget of a measurement: seconds, or a share of a picture by plain decoding where that is more.
