@@ -27,8 +27,8 @@ from lanternpp.engine.verify.joint import verify_joint
 from lanternpp.engine.verify.tokenwise import verify_tokenwise
 from lanternpp.kernels import Kernels
 from lanternpp.kernels import loading as native
-from lanternpp.kernels.decoder import KernelDecoder
 from lanternpp.kernels.linear import KernelLinear
+from lanternpp.kernels.networks import KernelDecoder
 from lanternpp.nn.checkpoints import quantised
 from lanternpp.nn.decoder import Decoder, DecoderConfig, Stack, grid_table
 from lanternpp.trees.dynamic import DynamicTree

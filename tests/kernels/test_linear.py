@@ -15,8 +15,8 @@ from kernels.rounding import multiplied
 from torch import Tensor, nn
 
 from lanternpp.kernels import loading
-from lanternpp.kernels.decoder import KernelDecoder
 from lanternpp.kernels.linear import KernelLinear
+from lanternpp.kernels.networks import KernelDecoder
 from lanternpp.kernels.packing import pack
 from lanternpp.nn.decoder import Block, Decoder, DecoderConfig, grid_table
 from lanternpp.nn.int8 import int8_parts

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from lanternpp.kernels import packing
 from lanternpp.kernels.binding import structs
-from lanternpp.kernels.decoder import KernelDecoder, served
-from lanternpp.kernels.drafter import KernelDrafter, kernel_drafter
 from lanternpp.kernels.linear import KernelLinear, packable
 from lanternpp.kernels.loading import kernels
+from lanternpp.kernels.networks import KernelDecoder, KernelDrafter, kernel_decoder, kernel_drafter
 from lanternpp.kernels.step import KernelStep, fused_step, verification
 from lanternpp.nn.backend import Backend, HeadLogits
 from lanternpp.nn.decoder import Stack
@@ -51,8 +50,7 @@ class Kernels(Backend):
         self, stack: Stack, rotary_table: Tensor, dtype: str, release: bool = False
     ) -> KernelDecoder | None:
         """bfloat16 on a CPU."""
-        made = stack, rotary_table, self.library, dtype == "int8", release
-        return KernelDecoder(*made) if served(stack) else None
+        return kernel_decoder(stack, rotary_table, self.library, dtype == "int8", release)
 
     def head(self, layer: nn.Module | None) -> HeadLogits | None:
         """bfloat16 on a CPU."""

@@ -13,8 +13,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lanternpp.kernels.decoder import KernelDecoder, gate_up_order, served
 from lanternpp.kernels.linear import KernelLinear, packable
+from lanternpp.kernels.networks import gate_up_order, kernel_decoder
 from lanternpp.nn.decoder import Block, Decoder
 
 MOST_SERIAL = 1 << 20  # values of an input that one thread normalises; larger ones gain from more threads
@@ -81,6 +81,4 @@ def pack(module: nn.Module, library: CDLL | None, int8: bool = False) -> None:
         else:
             pack(child, library, int8)
     if library is not None and isinstance(module, Decoder) and type(module).stack is Decoder.stack:
-        stack = module.stack()
-        if served(stack):
-            module.native = KernelDecoder(stack, module.rotary_table, library, int8)
+        module.native = kernel_decoder(module.stack(), module.rotary_table, library, int8)
