@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "proposers": {
         *("engine.proposer", "engine.cache", "engine.noise", "engine.sampling"),
         *("engine.verify", "engine.latents"),
-        *("trees.base", "trees.chain", "drafters.base", "drafters.diffusion", "models.base", "nn.decoder"),
+        *("trees.base", "trees.chain", "drafters", "models.base", "nn.decoder"),
     },
     "api": LIBRARY | {""},
     "jobs": LIBRARY | {""},

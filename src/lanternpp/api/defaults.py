@@ -43,7 +43,7 @@ from lanternpp.api.options import (
 )
 from lanternpp.api.settings import TREE, network_needed, resolve
 from lanternpp.drafters import DRAFTERS
-from lanternpp.drafters.base import QueryDrafter
+from lanternpp.drafters.parallel import ParallelDrafter
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
 from lanternpp.models.vq.codes import cache_folder
@@ -178,7 +178,7 @@ def network_of(place: Path, itself: bool) -> str | None:
         except InputError:
             return "drafter"  # the error is raised when it is read
         return "independent"
-    return "parallel" if issubclass(entry, QueryDrafter) else "drafter"
+    return "parallel" if issubclass(entry, ParallelDrafter) else "drafter"
 
 
 def tuned_path(model: Path) -> Path:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
-from lanternpp.nn.backend import DrafterKernels, backend
+from lanternpp.nn.backend import backend
 from lanternpp.nn.checkpoints import config_as
 from lanternpp.nn.decoder import AttentionCache, Decoder, DecoderConfig
 from lanternpp.nn.sources import SAME, Source, blank
@@ -153,48 +153,3 @@ def check_fit(source: Source, dim: int, target: Target) -> None:
             DrafterWarning,
             stacklevel=3,
         )
-
-
-class QueryDrafter(Drafter):
-    """Predicts all levels of a draft in one pass, on guided features, with one row per sample.
-
-    aux_layers: the layers of the target whose guided output it reads after the features, which are then (1 + aux) D wide.
-    """
-
-    aux_layers: tuple[int, ...] = ()
-
-    native: DrafterKernels | None = None  # set by `pack`
-    confidence: nn.Linear | None
-    """D -> 1, of conditioned features of a level: the logit of how probable it is that block verification keeps its code, given
-    that those before are kept. A drafter without it predicts none."""
-
-    @abstractmethod
-    def forward(
-        self,
-        next_embeds: Tensor,
-        features: Tensor,
-        nodes: Nodes,
-        cache: AttentionCache,
-        hints: Tensor | None = None,
-    ) -> Tensor:
-        """N known positions, and Q queries at positions whose code is not known yet -> features [B, N + Q, D].
-
-        `nodes` has all N + Q. hints [B, N + Q, D]: the target's features at these positions on the codes that it rejected
-        in the last draft, or 0.
-        """
-
-    @abstractmethod
-    def level_query(self, features: Tensor) -> Tensor:
-        """Features of a level [..., D] -> [..., H], the level's part of what `combine` reads."""
-
-    @abstractmethod
-    def prev_code(self, before: Tensor) -> Tensor:
-        """Embeddings of codes [..., D] -> [..., H], the previous code's part of what `combine` reads."""
-
-    @abstractmethod
-    def combine(self, features: Tensor, level_query: Tensor, prev_code: Tensor) -> Tensor:
-        """Features of a level [..., D], conditioned on the code drafted before it."""
-
-    def condition_on(self, features: Tensor, before: Tensor) -> Tensor:
-        """Features of a level [..., D] and embeddings of the codes drafted before it [..., D] -> features [..., D]."""
-        return self.combine(features, self.level_query(features), self.prev_code(before))

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from annotated_types import Len
 from torch import Tensor, nn
 
-from lanternpp.drafters.base import DrafterConfig, QueryDrafter
+from lanternpp.drafters.base import Drafter, DrafterConfig
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
-from lanternpp.nn.backend import backend
+from lanternpp.nn.backend import DrafterKernels, backend
 from lanternpp.nn.checkpoints import Slots, Width
 from lanternpp.nn.decoder import AttentionCache, Decoder
 from lanternpp.nn.sources import Source
@@ -49,12 +49,17 @@ class ParallelConfig(DrafterConfig):
             )
 
 
-class ParallelDrafter(QueryDrafter):
-    """fc((2 + aux) D -> D), a decoder, and a query for every level beyond the first."""
+class ParallelDrafter(Drafter):
+    """fc((2 + aux) D -> D), a decoder, and a query for every level beyond the first, with one row per sample.
+
+    confidence: D -> 1, of conditioned features of a level: the logit of how probable it is that block verification keeps its
+    code, given that those before are kept; None: it predicts none.
+    """
 
     config_class = ParallelConfig
     about = "folders written by lanternpp train"
     proposer = "lanternpp.proposers.parallel:Parallel"
+    native: DrafterKernels | None = None  # set by `pack`
 
     def __init__(self, config: ParallelConfig, rotary_table: Tensor):
         super().__init__()
@@ -66,6 +71,7 @@ class ParallelDrafter(QueryDrafter):
         nn.init.normal_(self.queries, std=0.02)
         self.decoder = Decoder(config.decoder, rotary_table)
         self.hint = nn.Linear(dim, dim, bias=False)
+        # What `combine` reads of a level's features, and of the embedding of the code before it.
         self.down = nn.Linear(dim, config.turn)
         self.before = nn.Linear(dim, config.turn, bias=False)
         self.up = nn.Linear(config.turn, dim)
@@ -128,17 +134,16 @@ class ParallelDrafter(QueryDrafter):
             x = torch.cat((x, queries.to(x.dtype)), 1)
         return x if hints is None else x + self.hint(hints)
 
-    def level_query(self, features: Tensor) -> Tensor:
-        """[..., D] -> [..., H], H = config.turn."""
-        return self.down(features)
-
-    def prev_code(self, before: Tensor) -> Tensor:
-        """[..., D] -> [..., H], H = config.turn."""
-        return self.before(before)
-
     def combine(self, features: Tensor, level_query: Tensor, prev_code: Tensor) -> Tensor:
-        """The features of a level, plus a correction for the code drafted just before it."""
+        """Features of a level [..., D], plus a correction for the code drafted just before it; of both [..., H], H = config.turn.
+
+        level_query: `down` of the features; prev_code: `before` of the code's embedding.
+        """
         return features + self.up(F.silu(level_query + prev_code))
+
+    def condition_on(self, features: Tensor, before: Tensor) -> Tensor:
+        """Features of a level [..., D] and embeddings of the codes drafted before it [..., D] -> features [..., D]."""
+        return self.combine(features, self.down(features), self.before(before))
 
     def forward_sequence(
         self,

@@ -42,7 +42,7 @@ class DrafterKernels(Protocol):
         ...
 
     def sample(self, draft: Draft, warp: Warping, min_survival: float, **tensors: Tensor | None) -> bool:
-        """Draw the codes of a chain, each from the head of `QueryDrafter.combine` after the code before; False: it drew nothing.
+        """Draw the codes of a chain, each from the head of `ParallelDrafter.combine` after the code before; False: it drew nothing.
 
         tensors: features [B, levels, D], query [B, levels, H], prev [V, H] of every code before, bias [B, levels, V] float32
         added to the logits or None, u [B, levels] float64 uniform. The codes and their probs go to the draft. min_survival:

@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from lanternpp.drafters.base import QueryDrafter
+from lanternpp.drafters.parallel import ParallelDrafter
 from lanternpp.engine.cache import Cache
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.proposer import Parts
@@ -37,7 +37,7 @@ class Parallel(NetworkProposer):
 
     needs = "parallel"
     dials = frozenset({"tree", "verify", "min_survival"})
-    drafter: QueryDrafter
+    drafter: ParallelDrafter
     min_survival: float = 0.0
 
     @classmethod
@@ -73,8 +73,8 @@ class Parallel(NetworkProposer):
         self.hints = torch.zeros_like(self.next_embeds[:, 1:])  # [B, depth, D] of the features of every level
         self.waiting = torch.zeros_like(self.root)
         every = torch.arange(target.vocab, device=like.device)
-        # [V, H], H the drafter's condition width
-        self.prev_code_table = self.drafter.prev_code(target.embed(every).to(like.dtype))
+        # [V, H], what `combine` reads of every code
+        self.prev_code_table = self.drafter.before(target.embed(every).to(like.dtype))
         self._whole_chain = self.builder.chain and self.builder.fixed and self.builder.drawn
         if self._whole_chain:
             self._tree = chain_tree(batch, depth, like.device)
@@ -109,7 +109,7 @@ class Parallel(NetworkProposer):
     def propose(self, noise: Noise) -> Draft:
         """One pass of the drafter, then a tree whose nodes cost one product with the head each."""
         levels = self._drafter_forward()  # [B, depth, D]
-        query = self.drafter.level_query(levels)
+        query = self.drafter.down(levels)
         native = self.drafter.native if self._whole_chain and on_host(levels) else None
         if native is not None and (chain := self._sampled(native, levels, query, noise)) is not None:
             return chain
