@@ -36,7 +36,7 @@ def on_gpu() -> Iterator[OnGpu]:
             target: Any, proposer: Any, rule: Any, *rest: Any, answers: Any = None, observed: bool = False
         ) -> Engine:
             mode = stack.enter_context(fake_cuda())
-            of_making = {"check_codes": lambda differ: False}
+            of_making = {"check": lambda differ: False}
             with Watch(of_making | (answers or {}), strict=False):
                 made = engine_class(target)(*(moved(part, mode) for part in (target, proposer, rule)), *rest)
                 made.observers += [AcceptanceByRank(made.target.length)] * observed

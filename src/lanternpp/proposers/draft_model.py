@@ -7,7 +7,6 @@ import warnings
 import torch
 from torch import Tensor
 
-from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
 from lanternpp.nn.decoder import AttentionCache
@@ -24,10 +23,26 @@ class DraftModel(AutoregressiveProposer):
     needs = "independent"
     drafter: Target
 
-    @property
-    def slots(self) -> int:
-        """The drafter's own prompt."""
-        return self.drafter.slots
+    def check(self, target: Target) -> None:
+        """InputError unless both have the same codebook and the same number of codes per image."""
+        super().check(target)
+        ours, theirs = (self.drafter.vocab, self.drafter.length), (target.vocab, target.length)
+        if ours != theirs:
+            raise InputError(
+                f"the drafter draws {ours[1]} of {ours[0]} codes and the target {theirs[1]} of {theirs[0]}; "
+                "use a drafter of the target's own codes"
+            )
+        mine, book = self.drafter.codebook, target.codebook
+        if mine is None or book is None:
+            return
+        if (
+            mine.shape != book.shape
+            or (mine.float() - book.float()).norm() > MAX_DISTANCE * book.float().norm()
+        ):
+            raise InputError(
+                "the drafter's codebook is another than the target's, so that the same code has another meaning; "
+                "use a drafter trained on the codes of the target's own tokenizer"
+            )
 
     def drafter_forward(self, codes: Tensor, below: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
         """As in the base class, without the parents' features."""
@@ -37,11 +52,6 @@ class DraftModel(AutoregressiveProposer):
     def head(self) -> Target:
         """The smaller target."""
         return self.drafter
-
-    def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
-        """Make room for a batch; InputError where the two do not speak the same codes."""
-        check_codes(self.drafter, target)
-        super().open(target, sampling, guidance, batch)
 
     def begin(self, new: Admission) -> None:
         """Prefill the drafter with its own prompt and the root."""
@@ -55,21 +65,3 @@ class DraftModel(AutoregressiveProposer):
         embeds = torch.cat((prompt.embeds.to(first.dtype), first), 1)
         prompt_cache = self.cache.rows(new.rows, prompt.start, embeds.shape[1])
         self.features[new.rows, 0] = prompt_cache.prefill(self.drafter, embeds)[:, -1]
-
-
-def check_codes(drafter: Target, target: Target) -> None:
-    """InputError unless drafter and target have the same codebook and the same number of codes per image."""
-    ours, theirs = (drafter.vocab, drafter.length), (target.vocab, target.length)
-    if ours != theirs:
-        raise InputError(
-            f"the drafter draws {ours[1]} of {ours[0]} codes and the target {theirs[1]} of {theirs[0]}; "
-            "use a drafter of the target's own codes"
-        )
-    mine, book = drafter.codebook, target.codebook
-    if mine is None or book is None:
-        return
-    if mine.shape != book.shape or (mine.float() - book.float()).norm() > MAX_DISTANCE * book.float().norm():
-        raise InputError(
-            "the drafter's codebook is another than the target's, so that the same code has another meaning; "
-            "use a drafter trained on the codes of the target's own tokenizer"
-        )

@@ -40,7 +40,6 @@ from lanternpp.trees.chain import chain_tree
 from lanternpp.types import Admission, Draft, TargetOutput, UnverifiedNodes
 
 CODE, PLACE = 8, 10  # purposes of noise: a draft code, and one by its place in the image
-MAX_WINDOW, MAX_ALTERNATIVES, MAX_ROWS = 256, 16, 16
 # of the weights of codes that look like another, over the distance of two codes drawn at random
 SHARPNESS = 20.0
 COUPLINGS = ("none", "maximal", "gumbel")
@@ -77,13 +76,6 @@ class Jacobi(Proposer):
         alternatives: int = 0,
         window_rows: int = 1,
     ):
-        for name, value, low, high in (
-            ("window", window, 1, MAX_WINDOW),
-            ("alternatives", alternatives, 0, MAX_ALTERNATIVES),
-            ("window_rows", window_rows, 1, MAX_ROWS),
-        ):
-            if not low <= value <= high:
-                raise InputError(f"{name} {value} is outside {low} to {high}")
         for name, choice, known in (("coupling", coupling, COUPLINGS), ("init", init, INITS)):
             if choice not in known:
                 raise InputError(f"{name} {choice!r} is unknown; known: {', '.join(known)}")
@@ -95,8 +87,7 @@ class Jacobi(Proposer):
     def build(cls, parts: Parts) -> Self:
         """From its dials; the defaults are those of SJD."""
         names = ("window", "coupling", "init", "alternatives", "window_rows")
-        given = {name: getattr(parts, name) for name in names}
-        return cls(**{name: value for name, value in given.items() if value is not None})
+        return cls(**{name: value for name in names if (value := getattr(parts, name)) is not None})
 
     @classmethod
     def draft_sampling(cls, parts: Parts) -> DraftSampling:

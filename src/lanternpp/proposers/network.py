@@ -73,26 +73,21 @@ class AutoregressiveProposer(NetworkProposer):
     that propose its children.
     """
 
-    @property
-    @abstractmethod
-    def slots(self) -> int:
-        """The most slots of the drafter's cache that a prompt takes."""
-
     @abstractmethod
     def drafter_forward(self, codes: Tensor, below: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
         """A pass over codes [B, N], with the features `below` [R, N, D] at their parents -> features [R, N, D]."""
 
     @property
-    @abstractmethod
     def head(self) -> Target:
-        """The model whose head gives the logits of the codes' children."""
+        """The model whose head gives the logits of the codes' children, and whose prompts the drafter's cache has room for."""
+        return self.target
 
     def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
         """Allocate the drafter's cache and the features of the nodes of a draft."""
         super().open(target, sampling, guidance, batch)
         like, rows = next(self.drafter.parameters()), guidance.branches * batch
         shape = self.drafter.decoder.config
-        room = self.slots + target.length + max(self.builder.scratch, self.depth + 1)
+        room = self.head.slots + target.length + max(self.builder.scratch, self.depth + 1)
         self.cache = Cache(shape, rows, room, like)
         self.features = torch.zeros(
             rows, self.builder.scratch, shape.dim, dtype=like.dtype, device=like.device

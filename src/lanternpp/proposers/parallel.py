@@ -45,11 +45,7 @@ class Parallel(NetworkProposer):
         """As in the base class; InputError where the drafter does not predict what `min_survival` needs."""
         made = super().build(parts)
         if parts.min_survival:
-            if not 0 <= parts.min_survival <= 1:
-                raise InputError(
-                    f"min_survival {parts.min_survival} is outside 0 to 1; 0 never ends a chain early"
-                )
-            if not isinstance(made, Parallel) or getattr(made.drafter, "confidence", None) is None:
+            if not isinstance(made, Parallel) or made.drafter.confidence is None:
                 raise InputError(
                     f"min_survival {parts.min_survival} needs a parallel drafter that predicts which codes are kept, and this one does "
                     "not; train it again with `lanternpp train --kind parallel`, or leave min_survival out"

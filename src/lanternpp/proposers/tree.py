@@ -19,7 +19,7 @@ class TreeProposer(AutoregressiveProposer):
     """Feeds the drafter the target's features for decided codes and the drafter's own features within a draft.
 
     The drafter's input at a position is the feature there and the embedding of the code at the next position, so that
-    its cache holds one position less than the target's.
+    its cache holds one position less than the target's: the root takes the place of the prompt's first slot.
     """
 
     needs = "drafter"
@@ -31,19 +31,9 @@ class TreeProposer(AutoregressiveProposer):
             raise InputError(LATENTS)
         check_heads(target, self.drafter)
 
-    @property
-    def slots(self) -> int:
-        """Those of the target's prompt: inputs are shifted by one, so the root takes the place of the first slot."""
-        return self.target.slots
-
     def drafter_forward(self, codes: Tensor, below: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
         """As in the base class; codes are embedded by the target."""
         return self.drafter(self.guidance.rows(self.target.embed(codes)), below, nodes, cache)
-
-    @property
-    def head(self) -> Target:
-        """The target."""
-        return self.target
 
     def begin(self, new: Admission) -> None:
         """Prefill the drafter with the prompt's features, each paired with the input at the next position."""
