@@ -6,9 +6,10 @@ Plain decoding is the same loop with an empty tree, so a speed-up divides two ru
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -54,18 +55,6 @@ class Observer:
         """A draft is verified and nothing of it is committed yet; count [B] codes are decided so far."""
 
 
-class Run(Protocol):
-    """Calls a part of a step, as it is or compiled."""
-
-    def __call__(self, part: Callable[..., Any], *args: Any) -> Any:
-        """What part(*args) returns."""
-        ...
-
-
-def _call(part: Callable[..., Any], *args: Any) -> Any:
-    return part(*args)
-
-
 def engine_class(target: Target) -> type[Engine]:
     """The class of engines that decode this target."""
     kind: type[Engine] = imported("engine", target.engine)
@@ -91,13 +80,12 @@ class Engine:
         sampling, guidance, verifier = self.parts(target, sampling, guidance, verifier)
         like = next(target.parameters())
         self.measure_tv = measure_tv and not (rule.lossless or rule.trajectories)
-        self.run: Run = _call  # how the parts of a step are called
+        self.run: Callable[..., Any] = operator.call  # how the parts of a step are called
         self.drawing = False  # whether `batching.drawing` runs on it
         self.observers: list[Observer] = []
         self.fused: Step | None = None  # whole steps, where the kernels know all parts
         self.target, self.proposer, self.rule = target, proposer, rule
         self.sampling, self.guidance, self.batch, self.verifier = sampling, guidance, batch, verifier
-        self.slots = target.slots  # of a prompt
         self._aux_layers = {"aux_layers": proposer.aux_layers} if proposer.aux_layers else {}
         room = target.slots + target.length + proposer.size
         # [B, N, V] in float32: logits of every branch, guided ones, probabilities, and two distributions of the drafts
@@ -214,7 +202,9 @@ class Engine:
             mask = torch.cat((F.pad(mask, (0, more.mask.shape[1])), more.mask), 1)
         nodes = self.cache.nodes(rows(depth), rows(mask))
         features = target(rows(target.embed(codes)), nodes, self.cache, **self._aux_layers)
-        return features, target.constrain(self._guided_logits(features), self._index(depth))
+        # which code of the image the logits at every node decide
+        index = (self.count[:, None] + depth).clamp(max=target.length - 1)
+        return features, target.constrain(self._guided_logits(features), index)
 
     def _guided_logits(self, features: Tensor) -> Tensor:
         """Features [R, N, (1 + aux) D], of which the head reads the first part -> [B, N, V]."""
@@ -253,10 +243,6 @@ class Engine:
         accepted = self.accepted[slot, : int(self.passes[slot])].tolist()
         cost = 0.0 if self.rule.lossless else float(self.tv_cost[slot]) if self.measure_tv else None
         return FinishedSample(slot, self.codes[slot, : self.target.length].clone(), accepted, cost)
-
-    def _index(self, depth: Tensor) -> Tensor:
-        """Which code of the image the logits at nodes of depth [B, N] decide."""
-        return (self.count[:, None] + depth).clamp(max=self.target.length - 1)
 
     def _commit(self, draft: Draft, verdict: Verdict) -> None:
         """Keep the accepted path and append its codes; what a finished sample would write falls into the margin of `codes`."""

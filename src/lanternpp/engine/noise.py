@@ -6,6 +6,7 @@ is an integer hash: multiply and xor-shift on 32 bits, under 64 bits of key.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -36,6 +37,8 @@ class Noise:
 
     seed: Tensor  # [B] int64
     step: Tensor  # [B] int64
+    numbers: Tensor | None = None
+    """[B, purposes, count] float64, the first of `fine` where they were computed in advance: ACCEPT, BONUS, DRAFT, DRAFT + 1 .."""
 
     ACCEPT: ClassVar[int] = 1
     BONUS: ClassVar[int] = 2
@@ -43,19 +46,22 @@ class Noise:
 
     def uniform(self, purpose: int, *shape: int) -> Tensor:
         """Uniform float32 in (0, 1), [B, *shape]."""
-        count = 1
-        for n in shape:
-            count *= n
-        return self._uniform(torch.full((1,), purpose, device=self.seed.device), count).view(
-            len(self.seed), *shape
-        )
+        purposes = torch.full((1,), purpose, device=self.seed.device)
+        return self._uniform(purposes, math.prod(shape)).view(len(self.seed), *shape)
 
     def fine(self, purpose: int, *shape: int) -> Tensor:
         """Uniform float64 in (0, 1) of 46 random bits, [B, *shape]: for draws from many improbable codes."""
+        count = math.prod(shape)
+        if self.numbers is not None and (purpose <= self.BONUS or purpose >= self.DRAFT):
+            place = purpose - self.ACCEPT if purpose <= self.BONUS else purpose - self.DRAFT + 2
+            if place < self.numbers.shape[1] and count <= self.numbers.shape[2]:
+                return self.numbers[:, place, :count].view(len(self.seed), *shape)
         return _joined(self.uniform(purpose, *shape, 2))
 
     def draft_uniform(self, levels: int) -> Tensor:
         """The first number of `fine` of every level of a draft, [B, levels]."""
+        if self.numbers is not None and self.numbers.shape[1] >= 2 + levels:
+            return self.numbers[:, 2 : 2 + levels, 0]
         return torch.cat([self.fine(self.DRAFT + level, 1) for level in range(levels)], 1)
 
     def precomputed(self, levels: int, most: int = 64) -> list[Noise]:
@@ -74,7 +80,7 @@ class Noise:
         step = self.step[:, None] + torch.arange(steps, device=self.seed.device)
         later = Noise(self.seed[:, None].expand_as(step).flatten(), step.flatten())
         numbers = later._uniform(purpose, 2 * count).view(-1, steps, len(purpose), count, 2)
-        return [PrecomputedNoise(self.seed, self.step, part) for part in _joined(numbers).unbind(1)]
+        return [Noise(self.seed, self.step, part) for part in _joined(numbers).unbind(1)]
 
     def _uniform(self, purpose: Tensor, count: int) -> Tensor:
         """Uniform float32 in (0, 1) of purposes [P], [B, P, count]."""
@@ -95,32 +101,6 @@ class Noise:
         first = _mix(first ^ _mix(step + high * _signed(_MIX_A)))
         second = _mix(step + (purpose + 1) * _signed(_MIX_A))
         return first, _mix(second ^ _mix(high + low * _signed(_MIX_B)))
-
-
-@dataclass(frozen=True, slots=True)
-class PrecomputedNoise(Noise):
-    """Noise with some numbers computed in advance; they are the same as without."""
-
-    numbers: Tensor  # [B, purposes, count] float64
-
-    def fine(self, purpose: int, *shape: int) -> Tensor:
-        """As `Noise.fine`, taken from the precomputed numbers where there are enough."""
-        count = 1
-        for n in shape:
-            count *= n
-        place = purpose - self.ACCEPT if purpose <= self.BONUS else purpose - self.DRAFT + 2
-        if (
-            (purpose <= self.BONUS or purpose >= self.DRAFT)
-            and place < self.numbers.shape[1]
-            and count <= self.numbers.shape[2]
-        ):
-            return self.numbers[:, place, :count].view(len(self.seed), *shape)
-        return Noise(self.seed, self.step).fine(purpose, *shape)
-
-    def draft_uniform(self, levels: int) -> Tensor:
-        """As `Noise.draft_uniform`, of the precomputed numbers."""
-        numbers = self.numbers[:, 2 : 2 + levels, 0]
-        return numbers if numbers.shape[1] == levels else Noise(self.seed, self.step).draft_uniform(levels)
 
 
 def _joined(pairs: Tensor) -> Tensor:
