@@ -76,7 +76,7 @@ class Engine:
         verifier: Verifier = verify_tokenwise,
     ):
         proposer.check(target)
-        self.check(rule, verifier if proposer.depth else verify_tokenwise)
+        self.check(target, rule, verifier if proposer.depth else verify_tokenwise)
         sampling, guidance, verifier = self.parts(target, sampling, guidance, verifier)
         like = next(target.parameters())
         self.measure_tv = measure_tv and not (rule.lossless or rule.trajectories)
@@ -106,8 +106,8 @@ class Engine:
         self._offsets = torch.arange(proposer.depth + 1, device=like.device)
         proposer.open(target, sampling, guidance, batch)
 
-    def check(self, rule: Acceptance, verifier: Verifier) -> None:
-        """InputError unless the rule and the verifier are for codes."""
+    def check(self, target: Target, rule: Acceptance, verifier: Verifier) -> None:
+        """InputError unless the rule and the verifier are for what this engine decodes."""
         if rule.trajectories:
             raise InputError(
                 "this model draws codes, and the rule cspd is for latents of a diffusion head: use --accept exact"

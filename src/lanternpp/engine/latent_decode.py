@@ -19,19 +19,20 @@ from lanternpp.models.latents import DiffusionTarget
 
 
 class LatentEngine(Engine):
-    """Decodes latents from mixtures. Its `codes` are [B, length, C] float32, and so are those of finished samples."""
-
-    trajectories = False  # whether it follows the steps of a diffusion head
+    """Decodes latents, drawn from mixtures or by a diffusion head. Its `codes` are [B, length, C] float32, and so are those of
+    finished samples.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.codes = torch.zeros(*self.codes.shape, self.target.channels, device=self.codes.device)
         self.proposer.root = self.codes[:, 0].clone()
 
-    def check(self, rule: Acceptance, verifier: Verifier) -> None:
-        """InputError unless the rule and the verifier are for latents."""
-        if not (rule.lossless or (rule.trajectories and self.trajectories)):
-            other = " or cspd" if self.trajectories else ""
+    def check(self, target: Target, rule: Acceptance, verifier: Verifier) -> None:
+        """InputError unless the rule and the verifier are for these latents."""
+        diffusion = isinstance(target, DiffusionTarget)
+        if not (rule.lossless or (rule.trajectories and diffusion)):
+            other = " or cspd" if diffusion else ""
             raise InputError(
                 "this model draws continuous latents, for which there is no such relaxed rule: use --accept "
                 f"exact{other}"
@@ -45,22 +46,10 @@ class LatentEngine(Engine):
     def parts(
         self, target: Target, sampling: Sampling, guidance: Guidance, verifier: Verifier
     ) -> tuple[MixtureSampling, Guidance, Verifier]:
-        """Sampling, guidance and verifier of latents, from those of codes."""
-        latent = MixtureSampling(sampling.temperature, sampling.top_k, sampling.top_p, target.channels)
-        return latent, MixtureGuidance(guidance.scale, target.channels), verify_latents
-
-
-class DiffusionEngine(LatentEngine):
-    """Decodes latents by a diffusion head."""
-
-    trajectories = True
-
-    def parts(
-        self, target: Target, sampling: Sampling, guidance: Guidance, verifier: Verifier
-    ) -> tuple[MixtureSampling, Guidance, Verifier]:
-        """As in the base class; guidance is within every step."""
-        assert isinstance(target, DiffusionTarget)
-        warp = (sampling.temperature, sampling.top_k, sampling.top_p, target.channels)
+        """Sampling, guidance and verifier of latents, from those of codes; of a diffusion head guidance is within every step."""
+        warp = (*sampling.warp, target.channels)
+        if not isinstance(target, DiffusionTarget):
+            return MixtureSampling(*warp), MixtureGuidance(guidance.scale, target.channels), verify_latents
         steps = target.config.denoising_steps
         latent = DiffusionSampling(*warp, steps, guidance.scale, denoiser=target.denoiser)
         return latent, DiffusionGuidance(guidance.scale), verify_trajectories

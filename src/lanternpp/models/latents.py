@@ -142,6 +142,7 @@ class LatentTarget(PromptedTarget):
     """
 
     tokenizer_class = KL
+    engine = "lanternpp.engine.latent_decode:LatentEngine"
     config: LatentConfig
     latent_mean: Tensor  # [C]
     latent_std: Tensor  # [C]
@@ -183,7 +184,6 @@ class ContinuousTarget(LatentTarget):
     """The head gives the parameters of a mixture of Gaussians at every place."""
 
     config_class = ContinuousConfig
-    engine = "lanternpp.engine.latent_decode:LatentEngine"
     config: ContinuousConfig
 
     def add_tables(self) -> None:
@@ -210,7 +210,6 @@ class DiffusionTarget(LatentTarget):
     """The head draws a latent in `denoising_steps` steps; `head` gives the features that the steps read."""
 
     config_class = DiffusionConfig
-    engine = "lanternpp.engine.latent_decode:DiffusionEngine"
     config: DiffusionConfig
 
     def add_tables(self) -> None:
