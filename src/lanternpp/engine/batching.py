@@ -17,7 +17,7 @@ class ContinuousBatch:
     """The slots of an engine. Samples enter free slots and leave between the steps.
 
     Each sample has a name that the caller chooses: `admit` takes the name and `collect` gives it back. Those of `requests`,
-    each a condition and a seed, are 0, 1, 2 ...; `refill` admits them.
+    each a condition and a seed, are 0, 1, 2 ...; `run` admits them.
     """
 
     def __init__(self, engine: Engine, requests: Iterable[tuple[str | None, int]] = ()):
@@ -67,23 +67,21 @@ class ContinuousBatch:
             self.finished += 1
             yield name, self.engine.collect(slot)
 
-    def refill(self) -> Iterator[tuple[int, FinishedSample] | None]:
-        """Collect finished samples, as (name, sample), and admit the next requests; None after each admission."""
-        yield from self.collect()
-        while self.free and (following := next(self._requests, None)) is not None:
-            name, (condition, seed) = following
-            self.admit(name, condition, seed)
-            yield None
-
     def step(self) -> None:
         """One step of the engine, and the one host read of the loop."""
         self.engine.step()
         self.counts = self.engine.decided()
 
     def run(self) -> Iterator[tuple[int, FinishedSample] | None]:
-        """Every sample as `refill` gives it, until all are finished; None after each admission and each step."""
+        """Draw the requests: finished samples as (name, sample), whose slots the next requests take; None after each admission
+        and each step.
+        """
         while True:
-            yield from self.refill()
+            yield from self.collect()
+            while self.free and (following := next(self._requests, None)) is not None:
+                name, (condition, seed) = following
+                self.admit(name, condition, seed)
+                yield None
             if not self.running:
                 return
             self.step()

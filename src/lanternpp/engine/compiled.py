@@ -82,7 +82,9 @@ class CompiledParts:
         if part == self.engine.proposer.propose:
             torch.compiler.cudagraph_mark_step_begin()  # results of the step before may be written over
         if name not in self._compiled:
-            for tensor in self._state():
+            # All that the engine holds stays in its place from step to step, but its lists, of noise to come.
+            lasting = {key: held for key, held in vars(self.engine).items() if not isinstance(held, list)}
+            for tensor in tensors(lasting):
                 torch._dynamo.mark_static_address(tensor)
             self._compiled[name] = torch.compile(part, fullgraph=True, dynamic=False, **self.options)
         try:
@@ -93,10 +95,6 @@ class CompiledParts:
             reason = str(error).strip().partition("\n")[0]
             warnings.warn(f"{name.strip('_')} of a step is not compiled: {reason}", stacklevel=2)
             return part(*args)
-
-    def _state(self) -> Iterator[Tensor]:
-        """The tensors that stay in their place from step to step: all that the engine holds but its lists, of noise to come."""
-        return tensors({name: held for name, held in vars(self.engine).items() if not isinstance(held, list)})
 
 
 def compile_steps(engine: Engine) -> None:
@@ -130,21 +128,18 @@ def _parts() -> dict[str, Callable[..., Any]]:
         qk, v = Block.before_attention(block, x, rotation)
         return qk, v.contiguous()
 
-    regions = {
-        "before_attention": (Block.before_attention, torch.compiler.nested_compile_region(contiguous)),
-        "after_attention": (
-            Block.after_attention,
-            torch.compiler.nested_compile_region(Block.after_attention),
-        ),
-    }
+    def either(plain: Callable[..., Any], compiled: Callable[..., Any]) -> Callable[..., Any]:
+        region = torch.compiler.nested_compile_region(compiled)
 
-    def either(plain: Callable[..., Any], region: Callable[..., Any]) -> Callable[..., Any]:
         def call(block: Block, *args: Tensor) -> Any:
             return (region if torch.compiler.is_compiling() else plain)(block, *args)
 
         return call
 
-    return {name: either(*two) for name, two in regions.items()}
+    return {
+        "before_attention": either(Block.before_attention, contiguous),
+        "after_attention": either(Block.after_attention, Block.after_attention),
+    }
 
 
 def tensor_bytes(*held: object) -> int:
