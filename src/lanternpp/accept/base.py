@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import copy
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -21,6 +21,7 @@ from lanternpp.errors import InputError
 from lanternpp.types import NeighbourBudget, on_host
 
 RESIDUALS = ("paper", "optimal")
+CHUNK = 1 << 22  # numbers of the distributions that are relaxed at once, about
 
 
 class Dials(types.Dials):
@@ -71,13 +72,8 @@ class Acceptance(ABC):
         Exact where it is below q(y) > 0. Elsewhere any value of at least q(y) will do, as callers take min(q, .).
         """
         mass = p.clone()
-        for codes in candidate_codes(q, p.numel()):  # [m]
-            each = broadcast_codes(codes, p)
-            shape = len(codes), *p.shape
-            accepted = self.relax_with_draft(p.expand(shape), q.expand(shape), each).gather(
-                -1, each[..., None]
-            )
-            mass[..., codes] = accepted[..., 0].movedim(0, -1)
+        for codes, each, relaxed in self._candidates(p, q):
+            mass[..., codes] = relaxed.gather(-1, each[..., None])[..., 0].movedim(0, -1)
         return mass
 
     def residual(self, p: Tensor, relaxed: Tensor, q: Tensor, code: Tensor) -> Tensor:
@@ -106,22 +102,16 @@ class Acceptance(ABC):
         """
         if self.lossless:
             return p
-        if self.optimal_residual:
-            return self.optimal_distribution(p, q)
         out = torch.minimum(q, self.accept_mass(p, q))
+        if self.optimal_residual:
+            rest = (p - out).clamp_(min=0)
+            share = (1 - out.sum(-1, keepdim=True)).clamp_(min=0) / rest.sum(-1, keepdim=True)
+            return out.addcmul_(rest, share.where(share < float("inf"), 0))
         rejected = q - out
-        for codes in candidate_codes(q, p.numel()):
-            each, rows = broadcast_codes(codes, p), p.expand(len(codes), *p.shape)
-            left = self.residual(rows, self.relax_with_draft(rows, q, each), q, each)  # [m, ..., V]
+        for codes, each, relaxed in self._candidates(p, q):
+            left = self.residual(p.expand_as(relaxed), relaxed, q, each)  # [m, ..., V]
             out += (rejected[..., codes].movedim(-1, 0)[..., None] * left).sum(0)
         return out + p * (1 - q.sum(-1, keepdim=True)).clamp_(min=0)
-
-    def optimal_distribution(self, p: Tensor, q: Tensor) -> Tensor:
-        """`output_distribution` with the optimal residual, [..., V]; p and q [..., V]."""
-        out = torch.minimum(q, self.accept_mass(p, q))
-        rest = (p - out).clamp_(min=0)
-        share = (1 - out.sum(-1, keepdim=True)).clamp_(min=0) / rest.sum(-1, keepdim=True)
-        return out.addcmul_(rest, share.where(share < float("inf"), 0))
 
     def output_distributions(self, p: Tensor, q: Tensor, depth: Tensor, levels: int) -> Tensor:
         """`output_distribution` at every node of a draft, p and q [B, N, V], its depth [B, N] below `levels` where it has children."""
@@ -131,6 +121,21 @@ class Acceptance(ABC):
         for level in range(levels):
             output = self.at(level).output_distribution(p, q).where((depth == level)[..., None], output)
         return output
+
+    def _candidates(self, p: Tensor, q: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """The codes that may be drafted under q [..., V], a chunk at a time: codes [m], the same for every row [m, ...], and the
+        relaxed distributions that verify them [m, ..., V].
+
+        On a CPU the codes with q > 0 in some row; on other devices all codes, which needs no transfer to the host.
+        """
+        if on_host(q):
+            drafted = (q > 0).flatten(0, -2).any(0).nonzero()[:, 0]
+        else:
+            drafted = torch.arange(q.shape[-1], device=q.device)
+        for codes in drafted.split(max(1, CHUNK // p.numel())):
+            each = codes.view(-1, *[1] * (p.dim() - 1)).expand(-1, *p.shape[:-1])
+            shape = len(codes), *p.shape
+            yield codes, each, self.relax_with_draft(p.expand(shape), q.expand(shape), each)
 
 
 def check_relax(rule: Acceptance, named: str, vocab: int, levels: int, like: Tensor) -> None:
@@ -180,15 +185,19 @@ class DecayingAcceptance(Acceptance):
             given["table"] = dials.table(given.pop("neighbours"))
         return cls(**{name: value for name, value in given.items() if value is not None})
 
-    def at(self, level: int) -> Self:
-        """The rule at a level; itself at level 0 and where nu is 0."""
-        return self._at(level) if level else self
+    def at(self, level: int | Tensor) -> Self:
+        """The rule at a level, or at the level of every row [...] of what it is given; itself where nu is 0."""
+        if not self.nu:
+            return self
+        made = copy(self)
+        made._level = level
+        return made
 
     def output_distributions(self, p: Tensor, q: Tensor, depth: Tensor, levels: int) -> Tensor:
         """`output_distribution` of all levels in one computation, where `at` is not overridden."""
         if type(self).at is not DecayingAcceptance.at:
             return super().output_distributions(p, q, depth, levels)
-        return self._at(depth).output_distribution(p, q)
+        return self.at(depth).output_distribution(p, q)
 
     def decay_factor(self, like: Tensor) -> Tensor | float:
         """The factor at this rule's level, to be multiplied with a tensor [..., V]."""
@@ -196,36 +205,12 @@ class DecayingAcceptance(Acceptance):
             return (-self.nu * self._level.double()).exp().to(like.dtype)[..., None]
         return math.exp(-self.nu * self._level)
 
-    def _at(self, level: int | Tensor) -> Self:
-        if not self.nu:
-            return self
-        made = copy(self)
-        made._level = level
-        return made
-
 
 def has_fast_distribution(rule: Acceptance | type[Acceptance]) -> bool:
     """Whether `output_distribution` of a rule is fast, because it does not call `relax` for every code."""
     kind = rule if isinstance(rule, type) else type(rule)
     optimal = rule.optimal_residual or (isinstance(rule, type) and "residual" in (rule.dials or ()))
     return rule.lossless or (optimal and kind.accept_mass is not Acceptance.accept_mass)
-
-
-def broadcast_codes(codes: Tensor, p: Tensor) -> Tensor:
-    """codes [m] repeated for every row of p [..., V]: [m, ...]."""
-    return codes.view(-1, *[1] * (p.dim() - 1)).expand(-1, *p.shape[:-1])
-
-
-def candidate_codes(q: Tensor, each: int, most: int = 1 << 22) -> tuple[Tensor, ...]:
-    """The codes that may be drafted under q [..., V], in chunks: `each` elements per code, at most about `most` a chunk.
-
-    On a CPU the codes with q > 0 in some row; on other devices all codes, which needs no transfer to the host.
-    """
-    if on_host(q):
-        codes = (q > 0).flatten(0, -2).any(0).nonzero()[:, 0]
-    else:
-        codes = torch.arange(q.shape[-1], device=q.device)
-    return codes.split(max(1, most // each))
 
 
 def check_nu(nu: float | None) -> float:

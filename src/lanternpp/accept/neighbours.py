@@ -19,7 +19,6 @@ RELAXING = (
     "budget",
     "residual",
     "accept_mass",
-    "optimal_distribution",
     "output_distribution",
 )
 """The functions that decide, with `linear_budget`, how such a rule relaxes."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from textwrap import shorten
 
 from lanternpp.trees.base import TreeBuilder
-from lanternpp.trees.shapes import SHAPES, Shape, check
+from lanternpp.trees.shapes import SHAPES, Shape
 from lanternpp.trees.static import StaticTree
 from lanternpp.util.jsonfile import parse_json, read_json
 from lanternpp.util.registry import Importable, check_class, find
@@ -29,12 +29,13 @@ def build_tree(name: str) -> TreeBuilder:
     list of paths. Raises InputError.
     """
     if name.startswith("["):
-        return StaticTree(parse_shape(name, f"tree {shorten(name, 40, placeholder='...')!r}"))
+        named = f"tree {shorten(name, 40, placeholder='...')!r}"
+        return StaticTree(parse_json(name, named, PATHS), named)
     if isinstance(name, Importable) and name.endswith(".json"):
-        return StaticTree(read_shape(Path(name)))
+        return StaticTree(read_json(Path(name), PATHS), f"tree file {Path(name)}")
     entry = find("tree", name, TREES, "a .json file with a list of paths")
     if isinstance(entry, list | tuple):
-        return StaticTree(check(entry, f"tree {str(name)!r}"))
+        return StaticTree(entry, f"tree {str(name)!r}")
     if isinstance(entry, TreeBuilder):
         return entry
     check_class("tree", name, entry, TreeBuilder)
@@ -48,16 +49,6 @@ def static_shape(name: str) -> Shape | None:
     return built.shape if isinstance(built, StaticTree) else None
 
 
-def read_shape(path: Path) -> tuple[tuple[int, ...], ...]:
-    """A shape from a JSON file: a list of paths, each a list of child ranks."""
-    return check(read_json(path, PATHS), f"tree file {path}")
-
-
-def parse_shape(text: str, source: str) -> tuple[tuple[int, ...], ...]:
-    """A shape from the JSON of its paths; InputError names the source."""
-    return check(parse_json(text, source, PATHS), source)
-
-
-def shape_name(shape: tuple[tuple[int, ...], ...]) -> str:
+def shape_name(shape: Shape) -> str:
     """A shape as `build_tree` takes it: its paths as JSON without spaces."""
     return json.dumps([list(path) for path in shape], separators=(",", ":"))

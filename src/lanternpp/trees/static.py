@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lanternpp.trees.base import Children, Extend, TreeBuilder
-from lanternpp.trees.shapes import Shape, check
+from lanternpp.trees.shapes import check
 from lanternpp.types import Draft, Frontier, Layout, Tree
 
 
@@ -25,12 +26,12 @@ class _Level:
 
 
 class StaticTree(TreeBuilder):
-    """The shape is data: a list of paths with every path's prefix in it. InputError where one is missing."""
+    """The shape is data: a list of paths with every path's prefix in it. InputError, which names the shape, where it is another."""
 
     drawn = fixed = True
 
-    def __init__(self, shape: Shape):
-        self.shape = check(shape, "a tree's shape")
+    def __init__(self, shape: Any, named: str = "a tree's shape"):
+        self.shape = check(shape, named)
         paths: list[tuple[int, ...]] = [(), *sorted(self.shape, key=lambda p: (len(p), p))]
         self.paths = paths
         self.size = self.scratch = len(paths)
