@@ -25,8 +25,7 @@ from lanternpp.engine.verify.choose import with_native
 from lanternpp.engine.verify.tokenwise import verify_tokenwise
 from lanternpp.nn.backend import backend
 from lanternpp.nn.decoder import Decoder, DecoderConfig, grid_table
-from lanternpp.trees.shapes import SHAPES
-from lanternpp.trees.static import StaticTree
+from lanternpp.trees.static import SHAPES, StaticTree
 from lanternpp.types import Draft, Frontier
 from lanternpp.util.devices import pick_device, pick_dtype
 

@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": {"nn", "models.base", "engine.cache", "engine.decode", "engine.verify", "trees.chain"},
     "models": {"nn"},
     "drafters": {"nn", "models.base", "models.latents"},
-    "engine": {"accept.base", "accept.variation", "trees.base", "models.base", "models.latents", "nn"},
+    "engine": {"accept.base", "trees.base", "models.base", "models.latents", "nn"},
     "proposers": {
         *("engine.proposer", "engine.cache", "engine.noise", "engine.sampling"),
         *("engine.verify", "engine.latents"),

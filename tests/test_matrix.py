@@ -23,8 +23,7 @@ from lanternpp.proposers.draft_model import DraftModel
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.dynamic import DynamicTree
-from lanternpp.trees.shapes import EAGLE, chain
-from lanternpp.trees.static import StaticTree
+from lanternpp.trees.static import EAGLE, StaticTree, chain
 
 ORACLES = {  # the drafter is the target: all must be kept
     "oracle chain": lambda target: TreeProposer(OracleDrafter(target), StaticTree(chain(4))),

@@ -7,12 +7,11 @@ import torch
 from helpers.distributions import additive, chi_square, multiplicative, round_distribution
 from helpers.toys import Outputs, ToyTarget, eagle, neighbours
 
-from lanternpp.accept.base import Acceptance
+from lanternpp.accept.base import Acceptance, tv_cost
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.mixture import DraftMixture
 from lanternpp.accept.neighbours import Lantern, LanternPlusPlus
 from lanternpp.accept.scaled import Cool
-from lanternpp.accept.variation import tv_cost
 from lanternpp.engine.batching import generate
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.noise import Noise
@@ -23,8 +22,7 @@ from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.chain import chain_tree
 from lanternpp.trees.dynamic import DynamicTree
-from lanternpp.trees.shapes import EAGLE, chain
-from lanternpp.trees.static import StaticTree
+from lanternpp.trees.static import EAGLE, StaticTree, chain
 from lanternpp.types import Draft
 
 VOCAB = 7

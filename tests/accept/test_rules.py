@@ -10,12 +10,11 @@ from helpers.refusals import rejects
 
 from lanternpp.accept import RULES as NAMED
 from lanternpp.accept import neighbours
-from lanternpp.accept.base import RESIDUALS, Acceptance, Dials
+from lanternpp.accept.base import RESIDUALS, Acceptance, Dials, tv_cost
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.mixture import DraftMixture
 from lanternpp.accept.neighbours import Lantern, LanternPlusPlus
 from lanternpp.accept.scaled import Cactus, Cool
-from lanternpp.accept.variation import tv_cost
 from lanternpp.api.options import DIALS, RuleDials, names
 
 VOCAB, K = 40, 12

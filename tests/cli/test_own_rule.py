@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lanternpp.accept.base import tv_cost
 from lanternpp.accept.exact import Exact
-from lanternpp.accept.variation import tv_cost
 from lanternpp.api.settings import resolve
 from lanternpp.errors import InputError
 

@@ -14,8 +14,7 @@ from lanternpp.engine.decode import Engine
 from lanternpp.engine.sampling import Sampling
 from lanternpp.nn.decoder import Decoder, DecoderConfig, grid_table
 from lanternpp.proposers.tree import TreeProposer
-from lanternpp.trees.shapes import EAGLE
-from lanternpp.trees.static import StaticTree
+from lanternpp.trees.static import EAGLE, StaticTree
 
 DEEP = DecoderConfig(dim=16, layers=3, heads=4, kv_heads=2, hidden=24)  # grouped heads
 ROWS, SLOTS = 2, 40

@@ -41,8 +41,7 @@ from lanternpp.proposers.parallel import Parallel
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.chain import chain_tree
 from lanternpp.trees.dynamic import DepthTree, DynamicTree
-from lanternpp.trees.shapes import chain
-from lanternpp.trees.static import StaticTree
+from lanternpp.trees.static import StaticTree, chain
 from lanternpp.types import Draft
 
 DRAWS, FEWER, PICTURES = 400_000, 100_000, 50_000  # fewer: of one of many like it

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lanternpp.trees.shapes import Shape, chain
-from lanternpp.trees.static import StaticTree
+from lanternpp.trees.static import Shape, StaticTree, chain
 from lanternpp.types import Draft, Tree
 
 Distribution = list[float]

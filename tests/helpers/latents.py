@@ -24,8 +24,7 @@ from lanternpp.nn.decoder import DecoderConfig
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.trajectories import TrajectoryProposer
 from lanternpp.proposers.tree import TreeProposer
-from lanternpp.trees.shapes import chain
-from lanternpp.trees.static import StaticTree
+from lanternpp.trees.static import StaticTree, chain
 
 Kind = TypeVar("Kind", bound=LatentTarget)
 Network = TypeVar("Network", bound=nn.Module)

@@ -23,8 +23,7 @@ from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.dynamic import DepthTree, DynamicTree
-from lanternpp.trees.shapes import chain
-from lanternpp.trees.static import StaticTree
+from lanternpp.trees.static import StaticTree, chain
 
 BUSHY = ((0,), (1,), (0, 0), (0, 1))
 PROPOSERS: dict[str, Callable[[ToyTarget], Proposer]] = {

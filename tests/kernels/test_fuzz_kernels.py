@@ -32,8 +32,7 @@ from lanternpp.kernels.networks import KernelDecoder
 from lanternpp.nn.checkpoints import quantised
 from lanternpp.nn.decoder import Decoder, DecoderConfig, Stack, grid_table
 from lanternpp.trees.dynamic import DynamicTree
-from lanternpp.trees.shapes import EAGLE, SHAPES, chain
-from lanternpp.trees.static import StaticTree
+from lanternpp.trees.static import EAGLE, SHAPES, StaticTree, chain
 
 pytestmark = [
     pytest.mark.skipif(native.library() is None, reason="no kernels here"),

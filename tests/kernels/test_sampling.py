@@ -21,8 +21,7 @@ from lanternpp.engine.verify.tokenwise import verify_tokenwise
 from lanternpp.kernels import loading as native
 from lanternpp.nn.backend import backend
 from lanternpp.trees.chain import chain_tree
-from lanternpp.trees.shapes import EAGLE
-from lanternpp.trees.static import StaticTree
+from lanternpp.trees.static import EAGLE, StaticTree
 from lanternpp.types import Draft
 
 pytestmark = [

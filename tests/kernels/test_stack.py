@@ -22,8 +22,7 @@ KERNELS = """
     from lanternpp.kernels.networks import KernelDecoder
     from lanternpp.nn.backend import backend
     from lanternpp.nn.decoder import Decoder, DecoderConfig, grid_table
-    from lanternpp.trees.shapes import chain
-    from lanternpp.trees.static import StaticTree
+    from lanternpp.trees.static import StaticTree, chain
     from lanternpp.types import NeighbourBudget, Nodes
 
     def rows_of_codes(vocab, table):

@@ -11,8 +11,7 @@ from lanternpp.engine.decode import Engine
 from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.proposers.jacobi import Jacobi
 from lanternpp.proposers.tree import TreeProposer
-from lanternpp.trees.shapes import EAGLE
-from lanternpp.trees.static import StaticTree
+from lanternpp.trees.static import EAGLE, StaticTree
 
 
 @pytest.mark.parametrize("rule", [Exact, Lantern, LanternPlusPlus], ids=["exact", "lantern", "lantern++"])

@@ -14,8 +14,7 @@ from lanternpp.engine.proposer import Parts
 from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.errors import InputError
 from lanternpp.proposers.jacobi import COUPLINGS, INITS, Jacobi
-from lanternpp.trees.shapes import chain
-from lanternpp.trees.static import StaticTree
+from lanternpp.trees.static import StaticTree, chain
 from lanternpp.types import Draft, TargetOutput, Verdict
 
 

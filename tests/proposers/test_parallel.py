@@ -11,8 +11,7 @@ from lanternpp.errors import InputError
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.training.features import causal_mask
-from lanternpp.trees.shapes import EAGLE, chain
-from lanternpp.trees.static import StaticTree
+from lanternpp.trees.static import EAGLE, StaticTree, chain
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 

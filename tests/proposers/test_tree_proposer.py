@@ -9,8 +9,7 @@ from lanternpp.nn.backend import PYTORCH, backend
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.dynamic import DynamicTree
-from lanternpp.trees.shapes import EAGLE
-from lanternpp.trees.static import StaticTree
+from lanternpp.trees.static import EAGLE, StaticTree
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 

@@ -24,8 +24,7 @@ from lanternpp.training.codes import Codes
 from lanternpp.training.features import drafter_inputs
 from lanternpp.training.options import DrafterSettings
 from lanternpp.training.rollouts import Rollout, RolloutTask, grown, record, replay, split_of
-from lanternpp.trees.shapes import chain
-from lanternpp.trees.static import StaticTree
+from lanternpp.trees.static import StaticTree, chain
 
 TEXTS = ["hill", "sea", "stone", "clouds", "a"]
 

@@ -11,7 +11,7 @@ from helpers.refusals import rejects
 
 from lanternpp.trees import build_tree, shape_name
 from lanternpp.trees.search import Search, expected
-from lanternpp.trees.shapes import EAGLE, check
+from lanternpp.trees.static import EAGLE, check
 
 
 def every_shape(nodes: int, ranks: int, depth: int) -> set[tuple[tuple[int, ...], ...]]:

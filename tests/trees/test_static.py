@@ -6,8 +6,7 @@ from helpers.drafts import check_tree
 from helpers.refusals import rejects
 
 from lanternpp.trees.chain import chain_tree
-from lanternpp.trees.shapes import EAGLE, SHAPES, by_levels, chain
-from lanternpp.trees.static import StaticTree
+from lanternpp.trees.static import EAGLE, SHAPES, StaticTree, by_levels, chain
 
 BATCH, VOCAB = 3, 20
 UNEVEN = ((0,), (1,), (2,), (1, 0), (1, 1), (1, 1, 0), (2, 0))

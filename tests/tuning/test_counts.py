@@ -15,8 +15,7 @@ from lanternpp.engine.verify.joint import verify_joint
 from lanternpp.engine.verify.tokenwise import verify_tokenwise
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.search import expected
-from lanternpp.trees.shapes import Shape
-from lanternpp.trees.static import StaticTree
+from lanternpp.trees.static import Shape, StaticTree
 
 FAR = torch.tensor([[0.1, 0.2, 0.7], [0.6, 0.2, 0.2], [0.3, 0.3, 0.4]], dtype=torch.float64)
 

@@ -11,7 +11,7 @@ from helpers.refusals import rejects
 
 from lanternpp import InputError
 from lanternpp.trees import static_shape
-from lanternpp.trees.shapes import is_chain
+from lanternpp.trees.static import is_chain
 from lanternpp.tuning import study
 from lanternpp.tuning.candidates import acceptance_table
 from lanternpp.tuning.options import TuningOptions

@@ -38,7 +38,7 @@ from lanternpp.proposers import PROPOSERS
 from lanternpp.proposers.parallel import why_not_shortened
 from lanternpp.trees import TREES, build_tree, shape_name
 from lanternpp.trees.base import TreeBuilder
-from lanternpp.trees.shapes import check as check_shape
+from lanternpp.trees.static import check as check_shape
 from lanternpp.util.registry import Given, check_class, find, importable, unknown
 
 # By the kind of a part: its name in messages, its entries by name, its base class, and whether it may be given as an object.

@@ -32,7 +32,7 @@ from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.new_thread import run_in_new_thread
 from lanternpp.serve.schemas import ImagesRequest
 from lanternpp.serve.tickets import FinishedImage, ImageSpec, Ticket
-from lanternpp.trees.shapes import MAX_NODES
+from lanternpp.trees.static import MAX_NODES
 from lanternpp.types import Depicted
 from lanternpp.util.registry import unknown
 

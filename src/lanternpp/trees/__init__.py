@@ -7,8 +7,7 @@ from pathlib import Path
 from textwrap import shorten
 
 from lanternpp.trees.base import TreeBuilder
-from lanternpp.trees.shapes import SHAPES, Shape
-from lanternpp.trees.static import StaticTree
+from lanternpp.trees.static import SHAPES, Shape, StaticTree
 from lanternpp.util.jsonfile import parse_json, read_json
 from lanternpp.util.registry import Importable, check_class, find
 

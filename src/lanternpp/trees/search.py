@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lanternpp.errors import InputError
-from lanternpp.trees.shapes import MAX_DEPTH, MAX_NODES, Path, Shape
+from lanternpp.trees.static import MAX_DEPTH, MAX_NODES, Path, Shape
 
 NEVER = float("-inf")
 

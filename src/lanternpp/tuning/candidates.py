@@ -18,7 +18,7 @@ from lanternpp.errors import InputError
 from lanternpp.evaluation.equal import STRENGTHS
 from lanternpp.trees import shape_name, static_shape
 from lanternpp.trees.search import Search, expected
-from lanternpp.trees.shapes import Shape, chain, is_chain
+from lanternpp.trees.static import Shape, chain, is_chain
 from lanternpp.tuning.options import TuningOptions
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.config import ServerConfig
 from lanternpp.serve.tickets import ImageSpec
 from lanternpp.training.rates import record, strengths
-from lanternpp.trees.shapes import chain
+from lanternpp.trees.static import chain
 from lanternpp.util.jsonfile import key_of
 
 PROMPT = "a red tulip"

@@ -30,7 +30,7 @@ from lanternpp.accept.scaled import Cactus
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify.joint import rejection_tails, verify_joint
-from lanternpp.trees.shapes import Shape, chain
+from lanternpp.trees.static import Shape, chain
 from lanternpp.types import Tree
 
 SHAPES: dict[str, Shape] = {

@@ -23,7 +23,7 @@ from lanternpp.errors import InputError
 from lanternpp.nn.backend import backend
 from lanternpp.nn.checkpoints import checksum
 from lanternpp.trees import static_shape
-from lanternpp.trees.shapes import Shape, chain, is_chain
+from lanternpp.trees.static import Shape, chain, is_chain
 from lanternpp.util.devices import device_name
 from lanternpp.util.files import digest, user_cache
 from lanternpp.util.jsonfile import key_of, read_object, write_json

@@ -20,7 +20,7 @@ from lanternpp.engine.observers import AcceptanceByRank
 from lanternpp.engine.verify.choose import TOKEN
 from lanternpp.errors import InputError
 from lanternpp.trees.search import expected
-from lanternpp.trees.shapes import Shape
+from lanternpp.trees.static import Shape
 from lanternpp.types import TargetOutput
 from lanternpp.util.jsonfile import key_of, read_object
 from lanternpp.util.schema import checked

@@ -18,8 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lanternpp.accept.base import Acceptance
-from lanternpp.accept.variation import tv_cost
+from lanternpp.accept.base import Acceptance, tv_cost
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
 from lanternpp.types import Draft, Verdict, on_host
