@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Exact
-from lanternpp.drafters.diffusion import DRAFTER, DiffusionDrafter
-from lanternpp.drafters.eagle import EagleDrafter
+from lanternpp.drafters.eagle import DIFFUSION_DRAFTER, DiffusionDrafter, EagleDrafter
 from lanternpp.engine.latent_decode import LatentEngine
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Guidance, Sampling
@@ -76,7 +75,7 @@ def small_diffusion(steps: int = 3) -> tuple[DiffusionTarget, EagleDrafter]:
 def write_diffusion(folder: Path) -> Path:
     """A model of `small_diffusion`."""
     target, drafter = small_diffusion()
-    kinds = {"tokenizer": "kl", "target": DIFFUSION, "drafter": DRAFTER}
+    kinds = {"tokenizer": "kl", "target": DIFFUSION, "drafter": DIFFUSION_DRAFTER}
     configs = {
         "tokenizer": asdict(target.vq.config),
         "target": asdict(target.config),

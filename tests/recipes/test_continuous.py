@@ -16,7 +16,7 @@ from torch.nn.functional import avg_pool2d
 
 from autoencoders import redraw
 from lanternpp.api.model import read_target
-from lanternpp.drafters.diffusion import DiffusionDrafter
+from lanternpp.drafters.eagle import DiffusionDrafter
 from lanternpp.models.latents import ContinuousConfig, DiffusionConfig
 from lanternpp.models.vq.autoencoder import VQ, KLConfig, read_kl, read_vq
 from lanternpp.nn.sources import Source

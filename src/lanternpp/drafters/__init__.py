@@ -8,7 +8,7 @@ from __future__ import annotations
 
 DRAFTERS = {
     "eagle": "lanternpp.drafters.eagle:EagleDrafter",
-    "eagle-diffusion": "lanternpp.drafters.diffusion:DiffusionDrafter",
+    "eagle-diffusion": "lanternpp.drafters.eagle:DiffusionDrafter",
     "parallel": "lanternpp.drafters.parallel:ParallelDrafter",
     "eagle-published": "lanternpp.drafters.published:PublishedDrafter",
 }

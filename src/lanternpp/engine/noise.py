@@ -15,19 +15,14 @@ from torch import Tensor
 
 PRECOMPUTED = 1 << 16  # numbers that are computed at once at most
 STEPS = 8  # steps whose numbers are computed at once at most
-_GOLDEN, _MIX_A, _MIX_B = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
-
-
-def _signed(value: int) -> int:
-    """A 32-bit pattern as the signed integer that holds it."""
-    value &= 0xFFFFFFFF
-    return value - (1 << 32) if value >> 31 else value
+# 32-bit patterns as the signed integers that hold them
+_GOLDEN, _MIX_A, _MIX_B = (x - (x >> 31 << 32) for x in (0x9E3779B9, 0x7FEB352D, 0x846CA68B))
 
 
 def _mix(x: Tensor) -> Tensor:
     """A bijection of 32-bit patterns (int32, wrapping) that spreads every bit over all others."""
-    x = (x ^ ((x >> 16) & 0xFFFF)) * _signed(_MIX_A)
-    x = (x ^ ((x >> 15) & 0x1FFFF)) * _signed(_MIX_B)
+    x = (x ^ ((x >> 16) & 0xFFFF)) * _MIX_A
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * _MIX_B
     return x ^ ((x >> 16) & 0xFFFF)
 
 
@@ -85,7 +80,7 @@ class Noise:
     def _uniform(self, purpose: Tensor, count: int) -> Tensor:
         """Uniform float32 in (0, 1) of purposes [P], [B, P, count]."""
         low, high = self._keys(purpose.to(torch.int32))
-        index = torch.arange(count, dtype=torch.int32, device=self.seed.device) * _signed(_GOLDEN)
+        index = torch.arange(count, dtype=torch.int32, device=self.seed.device) * _GOLDEN
         bits = _mix((index + low[..., None]) ^ high[..., None])
         return (((bits >> 9) & 0x7FFFFF).float() + 0.5).mul_(2.0**-23)
 
@@ -97,10 +92,10 @@ class Noise:
         """Two 32-bit keys per sample and purpose, [B, P] each."""
         seed, step = self.seed[:, None], self.step[:, None].to(torch.int32)
         low, high = seed.to(torch.int32), (seed >> 32).to(torch.int32)
-        first = _mix(low + (purpose + 1) * _signed(_GOLDEN))
-        first = _mix(first ^ _mix(step + high * _signed(_MIX_A)))
-        second = _mix(step + (purpose + 1) * _signed(_MIX_A))
-        return first, _mix(second ^ _mix(high + low * _signed(_MIX_B)))
+        first = _mix(low + (purpose + 1) * _GOLDEN)
+        first = _mix(first ^ _mix(step + high * _MIX_A))
+        second = _mix(step + (purpose + 1) * _MIX_A)
+        return first, _mix(second ^ _mix(high + low * _MIX_B))
 
 
 def _joined(pairs: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from lanternpp.drafters.diffusion import DiffusionDrafter
+from lanternpp.drafters.eagle import DiffusionDrafter
 from lanternpp.engine.latents import DiffusionSampling
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Guidance, Sampling

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lanternpp.drafters.base import Drafter
-from lanternpp.drafters.diffusion import check_heads
+from lanternpp.drafters.eagle import check_heads
 from lanternpp.engine.proposer import LATENTS
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target

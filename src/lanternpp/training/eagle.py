@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lanternpp.drafters.diffusion import DRAFTER, DiffusionDrafter
-from lanternpp.drafters.eagle import EagleDrafter
+from lanternpp.drafters.eagle import DIFFUSION_DRAFTER, DiffusionDrafter, EagleDrafter
 from lanternpp.engine.latents import GaussianMixture, MixtureGuidance
 from lanternpp.engine.sampling import Guidance
 from lanternpp.errors import InputError
@@ -111,7 +110,7 @@ class LatentComparison(CodeComparison):
 class DiffusionComparison(LatentComparison):
     """Predictions of diffusion heads for the same noisy latents: a Gaussian of v for each, compared like components of a mixture."""
 
-    kind = DRAFTER
+    kind = DIFFUSION_DRAFTER
     drafter = DiffusionDrafter
 
     def __init__(self, loss: str, channels: int, steps: int):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Cspd, Exact
-from lanternpp.drafters.diffusion import DiffusionDrafter
+from lanternpp.drafters.eagle import DiffusionDrafter
 from lanternpp.engine.decode import engine_class
 from lanternpp.engine.latents import DiffusionSampling
 from lanternpp.engine.noise import Noise
