@@ -175,8 +175,17 @@ class DecayingAcceptance(Acceptance):
 
     required: ClassVar[tuple[str, ...]] = ("delta",)  # dials without a default
     missing: ClassVar[str] = "delta"  # what the rule needs, for the message
+    usual_residual: ClassVar[str] = "optimal"
     nu: float = 0.0
     _level: int | Tensor = 0
+
+    def __init__(self, nu: float = 0.0, residual: str | None = None):
+        """residual: None is the usual one. InputError where it is unknown, or nu is negative or infinite."""
+        if not 0 <= nu < math.inf:
+            raise InputError(f"nu {nu} is negative or infinite; use 0 (the same at every level) or more")
+        if residual is not None and residual not in RESIDUALS:
+            raise InputError(f"residual {residual!r} is unknown; known: {', '.join(RESIDUALS)}")
+        self.nu, self.optimal_residual = nu, (residual or self.usual_residual) == "optimal"
 
     @classmethod
     def build(cls, dials: Dials) -> Self:
@@ -261,17 +270,3 @@ def _sampled(rule: Acceptance, p: Tensor, q: Tensor) -> Tensor:
     let_out = torch.minimum(q.gather(1, at), mass) - p.gather(1, at)
     share = let_out.clamp_(min=0) / most.gather(1, at).clamp_(min=torch.finfo(p.dtype).tiny)
     return share.mean(1) * total[:, -1].to(p.dtype)
-
-
-def check_nu(nu: float | None) -> float:
-    """nu as a number, 0 for None; InputError where it is negative or infinite."""
-    if nu is not None and not 0 <= nu < math.inf:
-        raise InputError(f"nu {nu} is negative or infinite; use 0 (the same at every level) or more")
-    return nu or 0.0
-
-
-def wants_optimal(residual: str | None, default: str) -> bool:
-    """Whether the residual named, or else the default, is the optimal one; InputError for an unknown name."""
-    if residual is not None and residual not in RESIDUALS:
-        raise InputError(f"residual {residual!r} is unknown; known: {', '.join(RESIDUALS)}")
-    return (residual or default) == "optimal"

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lanternpp.accept.base import DecayingAcceptance, check_nu
+from lanternpp.accept.base import DecayingAcceptance
 from lanternpp.errors import InputError
 
 
@@ -26,7 +26,8 @@ class DraftMixture(DecayingAcceptance):
     def __init__(self, delta: float, nu: float = 0.0):
         if not 0 <= delta <= 1:
             raise InputError(f"delta {delta} is outside [0, 1]; 0 is exact")
-        self.delta, self.nu = delta, check_nu(nu)
+        super().__init__(nu)
+        self.delta = delta
 
     def accept_mass(self, p: Tensor, q: Tensor) -> Tensor:
         """(1 - t) p + t q, where p stands in for any mass that q lacks; p itself where a code has probability 1."""

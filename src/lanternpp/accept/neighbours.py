@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lanternpp.accept.base import DecayingAcceptance, check_nu, wants_optimal
+from lanternpp.accept.base import DecayingAcceptance
 from lanternpp.errors import InputError
 from lanternpp.types import NeighbourBudget, on_host
 
@@ -38,10 +38,11 @@ class NeighbourAcceptance(DecayingAcceptance):
     """
 
     paper_residual_is_optimal = True
+    usual_residual = "paper"
 
     def __init__(self, table: Tensor, residual: str | None = None, nu: float = 0.0):
-        self.table, self.nu = table, check_nu(nu)
-        self.optimal_residual = wants_optimal(residual, "paper")
+        super().__init__(nu, residual)
+        self.table = table
 
     @abstractmethod
     def linear_budget(self, p: Tensor) -> tuple[Tensor | float, Tensor | float]:

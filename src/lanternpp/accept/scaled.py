@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lanternpp.accept.base import DecayingAcceptance, check_nu, wants_optimal
+from lanternpp.accept.base import DecayingAcceptance
 from lanternpp.errors import InputError
 
 
@@ -30,8 +30,8 @@ class ScaledAcceptance(DecayingAcceptance):
                 else "is not a positive number; 1 is exact"
             )
             raise InputError(f"delta {delta} {wrong}")
-        self.delta, self.nu = delta, check_nu(nu)
-        self.optimal_residual = wants_optimal(residual, "optimal")
+        super().__init__(nu, residual)
+        self.delta = delta
 
     @abstractmethod
     def raised(self, p: Tensor) -> Tensor:
