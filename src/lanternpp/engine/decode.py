@@ -163,7 +163,8 @@ class Engine:
         ):
             self._fused_step(self.fused)
             return
-        self._next_noise = self._next_noise or self.noise.precomputed(*self.proposer.numbers)[::-1]
+        if not self._next_noise:
+            self._next_noise = self.noise.precomputed(self.proposer.depth, self.proposer.numbers_ahead)[::-1]
         noise = self._next_noise.pop()
         self._enter("draft")
         draft = self.run(self.proposer.propose, noise)

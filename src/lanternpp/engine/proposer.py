@@ -57,6 +57,12 @@ class Proposer(ABC):
     a smaller target of the same codes; None: it is built without."""
     aux_layers: tuple[int, ...] = ()
     """The layers of the target whose output it is given after the features, as `Decoder.forward` returns them."""
+    numbers_ahead: int = (
+        64  # random numbers of a level, and of every other purpose, that are computed in advance
+    )
+    whole_steps: bool = False
+    """Whether a backend may propose and observe for it, as for `NoDraft`, or as `Parallel` does for a chain of all levels; known once
+    it is open."""
     size: int
     depth: int
     root: Tensor  # [B] the code each draft starts from
@@ -76,15 +82,6 @@ class Proposer(ABC):
         """InputError where it does not draft what this target predicts, codes or latents."""
         if target.channels:
             raise InputError(LATENTS)
-
-    @property
-    def numbers(self) -> tuple[int, int]:
-        """The levels of a draft, and how many random numbers of one to compute in advance."""
-        return self.depth, 64
-
-    def in_whole_steps(self) -> bool:
-        """Whether a backend may propose and observe for it, as for `NoDraft`, or as `Parallel` does for a chain of all levels."""
-        return False
 
     def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
         """Allocate the state of a batch; called once, before any other method."""

@@ -62,7 +62,7 @@ def fused_step(engine: Engine, verify: str) -> KernelStep | None:
     if type(engine) is not Engine or engine.measure_tv or engine.sampling.greedy or not plain:
         return None
     rule, decoder = engine.rule, target.decoder.native
-    budget = rule.as_numbers(proposer.depth) if proposer.in_whole_steps() else None
+    budget = rule.as_numbers(proposer.depth) if proposer.whole_steps else None
     if budget is None or (joint and not (rule.lossless or budget.optimal)):
         return None
     if not isinstance(decoder, KernelDecoder) or target.native_head is None or not takes(engine.cache.kv):

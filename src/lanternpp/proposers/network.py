@@ -32,6 +32,8 @@ class NetworkProposer(Proposer):
     def __init__(self, drafter: Drafter | Target, builder: TreeBuilder):
         self.drafter, self.builder = drafter, builder
         self.size, self.depth = builder.size, builder.depth
+        nodes, children = builder.draws  # of the widest level
+        self.numbers_ahead = max(self.numbers_ahead, nodes * draws_of(children))
 
     @classmethod
     def build(cls, parts: Parts) -> Self:
@@ -48,12 +50,6 @@ class NetworkProposer(Proposer):
         return DraftSampling(
             tree.chain, tree.drawn, "offers the likeliest codes instead of drawing them", tree.fixed
         )
-
-    @property
-    def numbers(self) -> tuple[int, int]:
-        """As `Proposer.numbers`: as many as the widest level needs."""
-        nodes, children = self.builder.draws
-        return self.depth, max(64, nodes * draws_of(children))
 
     def grow(self, q: Tensor, extend: Extend, noise: Noise) -> Draft:
         """q [B, V], the distribution of the root's children -> a draft."""

@@ -18,6 +18,7 @@ class NoDraft(Proposer):
     dials = frozenset()
     size = 1
     depth = 0
+    whole_steps = True
 
     @classmethod
     def build(cls, parts: Parts) -> Self:
@@ -26,10 +27,6 @@ class NoDraft(Proposer):
 
     def check(self, target: Target) -> None:
         """Any target will do."""
-
-    def in_whole_steps(self) -> bool:
-        """Its state is `root` and `count`."""
-        return True
 
     def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
         """Allocate the state of a batch."""

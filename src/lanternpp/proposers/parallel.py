@@ -72,6 +72,7 @@ class Parallel(NetworkProposer):
         # [V, H], what `combine` reads of every code
         self.prev_code_table = self.drafter.before(target.embed(every).to(like.dtype))
         self._whole_chain = self.builder.chain and self.builder.fixed and self.builder.drawn
+        self.whole_steps = self._whole_chain and not self.min_survival
         if self._whole_chain:
             self._tree = chain_tree(batch, depth, like.device)
             dtype = like.dtype if like.element_size() == 8 else torch.float32
@@ -80,10 +81,6 @@ class Parallel(NetworkProposer):
         self._row = torch.arange(batch, device=like.device)
         self._line = torch.arange(span, device=like.device)
         self._layouts = {depth + 1: layout(depth + 1, depth + 1, self._line)}  # by how many inputs may wait
-
-    def in_whole_steps(self) -> bool:
-        """Chains that cannot end early."""
-        return self._whole_chain and not self.min_survival
 
     def begin(self, new: Admission) -> None:
         """Prefill with the prompt's guided features, each paired with the conditional input at the next position."""
