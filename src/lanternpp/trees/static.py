@@ -167,18 +167,16 @@ class StaticTree(TreeBuilder):
         tree = Tree(each(parent), each(depth), each(table), each(mask, torch.bool), widths, layout)
         levels = []
         for d, nodes in enumerate(inner):
+            # Ids go level by level in the order of paths, so that the children of a level are in a row, parent by parent.
             made = [kid for i in nodes for kid in kids[i]]
-            slot = {
-                kid: w * widths[d] + rank for w, i in enumerate(nodes) for rank, kid in enumerate(kids[i])
-            }
-            first, pick = min(made), [slot[kid] for kid in sorted(made)]
+            pick = [w * widths[d] + rank for w, i in enumerate(nodes) for rank in range(len(kids[i]))]
             run = slice(nodes[0], nodes[-1] + 1)
             at = run if nodes == [*range(run.start, run.stop)] else torch.tensor(nodes, device=device)
             drawn = None if pick == [*range(len(nodes) * widths[d])] else torch.tensor(pick, device=device)
             node, above = each(nodes), each([parent[i] for i in nodes])
             seen = each(unrooted[nodes], torch.bool)
             frontier = Frontier(node, node, above, d, torch.full_like(node, d), seen)
-            levels.append(_Level(at, frontier, drawn, slice(first, first + len(made)), widths[d]))
+            levels.append(_Level(at, frontier, drawn, slice(made[0], made[-1] + 1), widths[d]))
         return tree, levels, torch.zeros(batch, self.size, q.shape[-1], dtype=q.dtype, device=device)
 
 
