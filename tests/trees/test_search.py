@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 import torch
 from helpers.refusals import rejects
 
 from lanternpp.trees import build_tree, shape_name
-from lanternpp.trees.search import Search, expected
+from lanternpp.trees.search import best_tree, expected
 from lanternpp.trees.static import EAGLE, check
 
 
@@ -43,32 +42,23 @@ def simulated(table: torch.Tensor, shape: tuple[tuple[int, ...], ...], above: tu
 def test_the_tree_found_is_the_best_of_all(seed: int, nodes: int, depth: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     table = torch.rand(4, 3, generator=generator, dtype=torch.float64)  # later ranks may be the better ones
-    search = Search(table, nodes, depth)
     for count in range(1, nodes + 1):
-        best = max((simulated(table, shape) for shape in every_shape(count, 3, depth)), default=0.0)
-        assert search.codes(count) == pytest.approx(best)
-        if best:
-            found = search.shape(count)
-            assert len(found) == count and max(map(len, found)) <= depth
-            assert check(found, "found") and expected(table, found) == pytest.approx(best)
+        best, found = (
+            max(simulated(table, shape) for shape in every_shape(count, 3, depth)),
+            best_tree(table, count, depth),
+        )
+        assert len(found) == count and max(map(len, found)) <= depth
+        assert check(found, "found") and expected(table, found) == pytest.approx(best)
 
 
 def test_certain_and_hopeless_children_are_no_trouble() -> None:
     table = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
-    search = Search(table, 5)
-    assert search.codes(4) == pytest.approx(4) and set(search.shape(4)) == {(0,), (0, 0), (0, 1), (0, 1, 0)}
-    assert Search(table[:1], 5).codes(3) == 0
-    rejects("no tree of 3 nodes fits 2 ranks and 1 levels", Search(table[:1], 5).shape, 3)
+    found = best_tree(table, 4, 3)
+    assert expected(table, found) == pytest.approx(4) and set(found) == {(0,), (0, 0), (0, 1), (0, 1, 0)}
+    assert best_tree(table, 3, 1) == ((0,), (1,)), "no more fit into two ranks and a level"
 
 
 def test_a_shape_can_be_named_by_its_paths() -> None:
     assert set(build_tree(shape_name(EAGLE)).shape) == set(EAGLE)
     for wrong, named in (("[[0],[0,", "not valid JSON"), ("[[0, 0]]", "has no parent"), ("[]", "non-empty")):
         rejects(named, build_tree, wrong)
-
-
-@pytest.mark.parametrize(
-    "table", [torch.tensor([[0.5, 1.5]]), torch.tensor([0.5]), torch.full((1, 1), math.nan)]
-)
-def test_a_table_that_is_none_is_refused(table: torch.Tensor) -> None:
-    rejects("acceptance table", Search, table, 3)

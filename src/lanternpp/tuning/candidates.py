@@ -17,7 +17,7 @@ from lanternpp.engine.verify.choose import BLOCK
 from lanternpp.errors import InputError
 from lanternpp.evaluation.equal import STRENGTHS
 from lanternpp.trees import shape_name, static_shape
-from lanternpp.trees.search import Search, expected
+from lanternpp.trees.search import best_tree, expected
 from lanternpp.trees.static import Shape, chain, is_chain
 from lanternpp.tuning.options import TuningOptions
 
@@ -167,8 +167,7 @@ class Space:
         """The tree with the most expected codes, by Sequoia's dynamic programme over the acceptance seen so far."""
         counts = [counted for _, counted in seen]
         table = acceptance_table(counts, self.depth, min(RANKS, self.pipe.target.vocab))
-        search = Search(table, nodes, levels)
-        return search.shape(max(n for n in range(1, nodes + 1) if search.codes(n)))
+        return best_tree(table, nodes, levels)
 
 
 def acceptance_table(seen: Sequence[Counts], depth: int, ranks: int) -> Tensor:

@@ -141,18 +141,13 @@ def tree_tails(p: Tensor, q: Tensor, codes: Tensor, tree: Tree) -> tuple[Tensor,
     return all_rejected(weight[:, tree.layout.order]), left
 
 
-def chain_weights(ratio: Tensor) -> Tensor:
-    """Ratios p / q [B, g] of the codes of chains -> a at the root, 1, and at each code, [B, g + 1] float64."""
-    total = F.pad(ratio.double().log().cumsum(1), (1, 0))
-    return (total - total.cummax(1).values).exp()
-
-
 def node_weights(p: Tensor, q: Tensor, codes: Tensor) -> Tensor:
-    """a [B, g + 1] at the root of a chain and at each of its g codes; p, q [B, g + 1, V], codes [B, g + 1]."""
+    """a [B, g + 1] float64 at the root of a chain, where it is 1, and at each of its g codes; p, q [B, g + 1, V], codes [B, g + 1]."""
     at = codes[:, 1:, None]
     chance = q[:, :-1].gather(-1, at)[..., 0]
-    ratio = p[:, :-1].gather(-1, at)[..., 0] / chance
-    return chain_weights(ratio.where(chance > 0, 0))
+    ratio = (p[:, :-1].gather(-1, at)[..., 0] / chance).where(chance > 0, 0)
+    total = F.pad(ratio.double().log().cumsum(1), (1, 0))
+    return (total - total.cummax(1).values).exp()
 
 
 def rejected_distribution(p: Tensor, q: Tensor, codes: Tensor) -> Tensor:
