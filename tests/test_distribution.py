@@ -24,7 +24,7 @@ from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
 from lanternpp.kernels import Kernels
 from lanternpp.kernels.linear import KernelLinear
-from lanternpp.kernels.networks import KernelDecoder, KernelDrafter
+from lanternpp.kernels.packing import KernelDecoder, KernelDrafter
 from lanternpp.kernels.step import KernelStep
 from lanternpp.models.vq.autoencoder import VQ, VQConfig
 from lanternpp.models.words import WordsConfig, WordsTarget

@@ -15,7 +15,7 @@ from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
 from lanternpp.kernels.binding import structs
 from lanternpp.kernels.linear import KernelLinear
-from lanternpp.kernels.networks import KernelDrafter
+from lanternpp.kernels.packing import KernelDrafter
 from lanternpp.kernels.step import verification
 from lanternpp.nn.decoder import DecoderConfig, grid_table
 from lanternpp.proposers.parallel import _masked

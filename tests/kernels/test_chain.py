@@ -22,7 +22,7 @@ from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify.joint import chain_tails, node_weights
 from lanternpp.kernels import loading as native
 from lanternpp.kernels.linear import KernelLinear
-from lanternpp.kernels.networks import KernelDrafter, kernel_drafter
+from lanternpp.kernels.packing import KernelDrafter, kernel_drafter
 from lanternpp.trees.chain import chain_tree
 from lanternpp.types import Draft
 

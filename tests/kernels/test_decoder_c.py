@@ -13,7 +13,7 @@ from torch import nn
 
 from lanternpp.engine.cache import Cache
 from lanternpp.kernels import loading as native
-from lanternpp.kernels.networks import KernelDecoder
+from lanternpp.kernels.packing import KernelDecoder
 from lanternpp.nn.backend import backend
 from lanternpp.nn.decoder import Decoder, DecoderConfig, grid_table
 from lanternpp.nn.int8 import int8_parts, quantise

@@ -20,7 +20,7 @@ from lanternpp.engine.cache import Cache
 from lanternpp.kernels import loading
 from lanternpp.kernels.binding import Struct
 from lanternpp.kernels.kinds import KINDS, choose
-from lanternpp.kernels.networks import KernelDecoder
+from lanternpp.kernels.packing import KernelDecoder
 from lanternpp.nn.decoder import Decoder, DecoderConfig, grid_table
 from lanternpp.nn.int8 import quantise
 

@@ -28,7 +28,7 @@ from lanternpp.engine.verify.tokenwise import verify_tokenwise
 from lanternpp.kernels import Kernels
 from lanternpp.kernels import loading as native
 from lanternpp.kernels.linear import KernelLinear
-from lanternpp.kernels.networks import KernelDecoder
+from lanternpp.kernels.packing import KernelDecoder
 from lanternpp.nn.checkpoints import quantised
 from lanternpp.nn.decoder import Decoder, DecoderConfig, Stack, grid_table
 from lanternpp.trees.dynamic import DynamicTree

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from lanternpp.kernels import loading
 from lanternpp.kernels.linear import KernelLinear
-from lanternpp.kernels.networks import KernelDecoder
-from lanternpp.kernels.packing import pack
+from lanternpp.kernels.packing import KernelDecoder, pack
 from lanternpp.nn.decoder import Block, Decoder, DecoderConfig, grid_table
 from lanternpp.nn.int8 import int8_parts
 

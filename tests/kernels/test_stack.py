@@ -19,7 +19,7 @@ KERNELS = """
     from kernels.drafting import Turn, drafted
     from lanternpp.engine.sampling import Sampling
     from lanternpp.kernels import loading as native
-    from lanternpp.kernels.networks import KernelDecoder
+    from lanternpp.kernels.packing import KernelDecoder
     from lanternpp.nn.backend import backend
     from lanternpp.nn.decoder import Decoder, DecoderConfig, grid_table
     from lanternpp.trees.static import StaticTree, chain

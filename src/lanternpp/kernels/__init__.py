@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lanternpp.kernels import packing
 from lanternpp.kernels.binding import structs
 from lanternpp.kernels.linear import KernelLinear, packable
 from lanternpp.kernels.loading import kernels
-from lanternpp.kernels.networks import KernelDecoder, KernelDrafter, kernel_decoder, kernel_drafter
+from lanternpp.kernels.packing import KernelDecoder, KernelDrafter, kernel_decoder, kernel_drafter, pack
 from lanternpp.kernels.step import KernelStep, fused_step, verification
 from lanternpp.nn.backend import Backend, HeadLogits
 from lanternpp.nn.decoder import Stack
@@ -25,7 +24,7 @@ class OneDNN(Backend):
 
     def pack(self, module: nn.Module, int8: bool = False) -> None:
         """Convolutions alone."""
-        packing.pack(module, None)
+        pack(module, None)
 
 
 class Kernels(Backend):
@@ -44,7 +43,7 @@ class Kernels(Backend):
 
     def pack(self, module: nn.Module, int8: bool = False) -> None:
         """Linear layers, convolutions, group norms and decoders; the last alone in 8 bits."""
-        packing.pack(module, self.library, int8)
+        pack(module, self.library, int8)
 
     def decoder(
         self, stack: Stack, rotary_table: Tensor, dtype: str, release: bool = False

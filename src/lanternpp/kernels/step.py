@@ -15,7 +15,7 @@ from lanternpp.engine.decode import Engine
 from lanternpp.engine.verify.choose import TOKEN
 from lanternpp.kernels.binding import LANES, structs
 from lanternpp.kernels.linear import takes
-from lanternpp.kernels.networks import KernelDecoder, KernelDrafter
+from lanternpp.kernels.packing import KernelDecoder, KernelDrafter
 from lanternpp.models.base import Target
 from lanternpp.trees.chain import chain_tree
 from lanternpp.types import NeighbourBudget, Tree, Warping
