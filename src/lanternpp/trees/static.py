@@ -145,57 +145,53 @@ class StaticTree(TreeBuilder):
     def _build(self, batch: int, q: Tensor) -> tuple[Tree, list[_Level], Tensor]:
         device = q.device
         index = {path: i for i, path in enumerate(self.paths)}
-        parent = [-1] + [index[p[:-1]] for p in self.paths[1:]]
-        depth = [len(p) for p in self.paths]
         kids: list[list[int]] = [[] for _ in self.paths]
         for path in self.paths[1:]:
             kids[index[path[:-1]]].append(index[path])
-        mask = torch.eye(self.size, dtype=torch.bool)
-        for i in range(1, self.size):
-            mask[i] |= mask[parent[i]]
-        unrooted = mask.clone()
-        unrooted[:, 0] = False  # the root is in the drafter's cache already
-        inner = [[i for i in range(self.size) if depth[i] == d and kids[i]] for d in range(self.depth)]
-        widths = tuple(max(len(kids[i]) for i in nodes) for nodes in inner)
-
-        def each(values: object, dtype: torch.dtype = torch.int64) -> Tensor:
-            one = torch.as_tensor(values, dtype=dtype, device=device)
-            return one[None].expand(batch, *one.shape).contiguous()
-
-        table = [k + [-1] * (max(widths) - len(k)) for k in kids]
-        layout = Layout(_spans(inner, kids, widths), torch.tensor(_preorder(kids), device=device))
-        tree = Tree(each(parent), each(depth), each(table), each(mask, torch.bool), widths, layout)
+        tree = fixed_tree(kids, batch, device)
+        unrooted = tree.mask.clone()
+        unrooted[:, :, 0] = False  # the root is in the drafter's cache already
         levels = []
-        for d, nodes in enumerate(inner):
+        for depth, width in enumerate(tree.widths):
+            nodes = [i for i, path in enumerate(self.paths) if len(path) == depth and kids[i]]
             # Ids go level by level in the order of paths, so that the children of a level are in a row, parent by parent.
             made = [kid for i in nodes for kid in kids[i]]
-            pick = [w * widths[d] + rank for w, i in enumerate(nodes) for rank in range(len(kids[i]))]
+            pick = [w * width + rank for w, i in enumerate(nodes) for rank in range(len(kids[i]))]
             run = slice(nodes[0], nodes[-1] + 1)
             at = run if nodes == [*range(run.start, run.stop)] else torch.tensor(nodes, device=device)
-            drawn = None if pick == [*range(len(nodes) * widths[d])] else torch.tensor(pick, device=device)
-            node, above = each(nodes), each([parent[i] for i in nodes])
-            seen = each(unrooted[nodes], torch.bool)
-            frontier = Frontier(node, node, above, d, torch.full_like(node, d), seen)
-            levels.append(_Level(at, frontier, drawn, slice(made[0], made[-1] + 1), widths[d]))
+            drawn = None if pick == [*range(len(nodes) * width)] else torch.tensor(pick, device=device)
+            node = torch.tensor(nodes, device=device).repeat(batch, 1)
+            level = torch.full_like(node, depth)
+            frontier = Frontier(node, node, tree.parent[:, nodes], depth, level, unrooted[:, nodes])
+            levels.append(_Level(at, frontier, drawn, slice(made[0], made[-1] + 1), width))
         return tree, levels, torch.zeros(batch, self.size, q.shape[-1], dtype=q.dtype, device=device)
 
 
-def _spans(
-    inner: list[list[int]], kids: list[list[int]], widths: tuple[int, ...]
-) -> tuple[tuple[slice, ...], ...]:
-    """`Layout.spans`, of the nodes with children at every depth and the children of every node."""
+def fixed_tree(kids: list[list[int]], batch: int, device: torch.device) -> Tree:
+    """The tree of all samples, and its `layout`, in which node i has the children kids[i]; ids of a parent are below its children's."""
+    parent, depth = [-1] * len(kids), [0] * len(kids)
+    mask = torch.eye(len(kids), dtype=torch.bool)
+    for node, below in enumerate(kids):
+        for kid in below:
+            parent[kid], depth[kid] = node, depth[node] + 1
+            mask[kid] |= mask[node]
+    inner = [[i for i, at in enumerate(depth) if at == level and kids[i]] for level in range(max(depth))]
+    widths = tuple(max(len(kids[i]) for i in nodes) for nodes in inner)
     having = [
-        [[i for i in at if len(kids[i]) > rank] for rank in range(w)]
-        for at, w in zip(inner, widths, strict=True)
+        [[i for i in nodes if len(kids[i]) > rank] for rank in range(width)]
+        for nodes, width in zip(inner, widths, strict=True)
     ]
-    return tuple(tuple(slice(ids[0], ids[-1] + 1) for ids in level) for level in having)
-
-
-def _preorder(kids: list[list[int]]) -> list[int]:
-    """Every node before its children, the last child first: post-order from its end."""
+    spans = tuple(tuple(slice(ids[0], ids[-1] + 1) for ids in level) for level in having)
+    # Every node before its children, the last child first: post-order from its end.
     order, stack = [], [0]
     while stack:
-        node = stack.pop()
-        order.append(node)
-        stack += kids[node]
-    return order
+        order.append(stack.pop())
+        stack += kids[order[-1]]
+
+    def each(values: object, dtype: torch.dtype = torch.int64) -> Tensor:
+        one = torch.as_tensor(values, dtype=dtype, device=device)
+        return one.repeat(batch, *[1] * one.dim())
+
+    table = [k + [-1] * (max(widths, default=1) - len(k)) for k in kids]
+    layout = Layout(spans, torch.tensor(order, device=device))
+    return Tree(each(parent), each(depth), each(table), each(mask, torch.bool), widths, layout)
