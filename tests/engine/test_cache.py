@@ -128,7 +128,7 @@ def test_queries_of_a_group_are_rows_of_a_head() -> None:
     q, k, v = torch.randn(2, 6, 5, 8), torch.randn(2, 2, 16, 8), torch.randn(2, 2, 16, 8)
     mask = torch.zeros(2, 1, 5, 16).masked_fill_(torch.rand(2, 1, 5, 16) < 0.4, float("-inf"))
     expected = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
-    assert torch.allclose(cache.grouped(q, k, v, mask), expected, atol=1e-5)
+    assert torch.allclose(cache.grouped(F.scaled_dot_product_attention, q, k, v, mask), expected, atol=1e-5)
 
 
 def test_the_loop_draws_the_argmax_of_the_causal_pass():

@@ -161,8 +161,8 @@ def causal_mask(length: int, like: Tensor) -> Tensor:
     return additive_mask(torch.ones(length, length, dtype=torch.bool, device=like.device).tril(), like.dtype)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """q, k and v [B, H, T, d] and an additive mask -> [B, H, T, d], by two products: compiled on a CPU, a training is faster so."""
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """q [B, H, N, d], k and v [B, H, S, d] and an additive mask -> [B, H, N, d], by two products: compiled on a CPU, a training is faster so."""
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2) + mask
     return scores.softmax(-1).to(q.dtype) @ v
 
@@ -323,7 +323,7 @@ class Decoder(nn.Module):
             gqa = q.shape[1] != k.shape[1]
             if seen is None and not gqa and torch.compiler.is_compiling() and q.device.type == "cpu":
                 mask = causal_mask(q.shape[2], q) if self.causal is None else self.causal
-                return causal_attention(q, k, v, mask).transpose(1, 2)
+                return plain_attention(q, k, v, mask).transpose(1, 2)
             y = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, enable_gqa=gqa)
             return y.transpose(1, 2)
 
