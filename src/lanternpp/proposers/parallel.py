@@ -74,10 +74,9 @@ class Parallel(NetworkProposer):
         self._whole_chain = self.builder.chain and self.builder.fixed and self.builder.drawn
         self.whole_steps = self._whole_chain and not self.min_survival
         if self._whole_chain:
-            self._tree = chain_tree(batch, depth, like.device)
             dtype = like.dtype if like.element_size() == 8 else torch.float32
             self.probs_of_nodes = torch.zeros(batch, depth + 1, target.vocab, dtype=dtype, device=like.device)
-            self._trees = {depth: self._tree}  # by their depth
+            self._trees = {depth: chain_tree(batch, depth, like.device)}  # by their depth
         self._row = torch.arange(batch, device=like.device)
         self._line = torch.arange(span, device=like.device)
         self._layouts = {depth + 1: layout(depth + 1, depth + 1, self._line)}  # by how many inputs may wait
@@ -152,9 +151,8 @@ class Parallel(NetworkProposer):
     def _empty(self) -> Draft:
         """A chain of all levels without its codes."""
         survival = self.probs_of_nodes.new_zeros(len(self.root), self.depth) if self.min_survival else None
-        return Draft(
-            self._tree, self.root[:, None].expand(-1, self.size).contiguous(), self.probs_of_nodes, survival
-        )
+        codes = self.root[:, None].expand(-1, self.size).contiguous()
+        return Draft(self._trees[self.depth], codes, self.probs_of_nodes, survival)
 
     def _ended(self, draft: Draft) -> Draft:
         """A chain without the nodes after its end; chains of a batch, as long as the longest."""

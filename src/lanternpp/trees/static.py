@@ -107,7 +107,7 @@ class _Level:
 
 
 class StaticTree(TreeBuilder):
-    """The shape is data: a list of paths with every path's prefix in it. InputError, which names the shape, where it is another."""
+    """The shape is data: a list of paths with every path's prefix in it. InputError where it is not; `named` in its message."""
 
     drawn = fixed = True
 
@@ -168,7 +168,7 @@ class StaticTree(TreeBuilder):
 
 
 def fixed_tree(kids: list[list[int]], batch: int, device: torch.device) -> Tree:
-    """The tree of all samples, and its `layout`, in which node i has the children kids[i]; ids of a parent are below its children's."""
+    """The tree, with its `layout`, in which node i has the children kids[i]; a parent's id is below those of its children."""
     parent, depth = [-1] * len(kids), [0] * len(kids)
     mask = torch.eye(len(kids), dtype=torch.bool)
     for node, below in enumerate(kids):
