@@ -82,7 +82,7 @@ class CompiledParts:
         if part == self.engine.proposer.propose:
             torch.compiler.cudagraph_mark_step_begin()  # results of the step before may be written over
         if name not in self._compiled:
-            # All that the engine holds stays in its place from step to step, but its lists, of noise to come.
+            # All that the engine holds stays in its place from step to step, except its lists, of noise to come.
             lasting = {key: held for key, held in vars(self.engine).items() if not isinstance(held, list)}
             for tensor in tensors(lasting):
                 torch._dynamo.mark_static_address(tensor)
