@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -70,14 +71,22 @@ def logits_in_c(logits: Tensor, sampling: Sampling) -> Tensor:
     return probs[0, :-1].double()
 
 
-def test_of_equal_codes_the_first_are_kept() -> None:
+@pytest.mark.parametrize("vocab", [64, 130, 1025])
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(0), Sampling(1, 9)], ids=["all", "greedy", "top-k"]
+)
+def test_a_code_of_no_probability_is_a_code(vocab: int, wrong: float, sampling: Sampling) -> None:
+    turn = Turn(vocab, 2, 0.0)
+    turn.forbidden = torch.full((2, LEVELS, vocab), wrong)
+    assert turn.drawn(native.library(), sampling).codes.max() < vocab
+
+
+def test_of_equal_codes_top_k_keeps_all_and_top_p_the_first() -> None:
     logits = torch.zeros(LEVELS, 100)
     logits[:, 70:] = 1
-    for sampling, kept in (
-        (Sampling(1, 10), range(70, 80)),
-        (Sampling(1, 40), [*range(10), *range(70, 100)]),
-    ):
-        assert logits_in_c(logits, sampling)[0].nonzero()[:, 0].tolist() == list(kept)
+    for sampling, first in ((Sampling(1, 10), 70), (Sampling(1, 40), 0)):
+        assert logits_in_c(logits, sampling)[0].nonzero()[:, 0].tolist() == [*range(first, 100)]
     assert logits_in_c(logits, Sampling(1, 0, 0.02))[0].nonzero()[:, 0].tolist() == [70, 71]  # 0.0182 each
 
 

@@ -93,8 +93,9 @@ class Sampling:
         if self.temperature != 1:
             logits = logits / self.temperature
         if 0 < self.top_k < logits.shape[-1]:
-            best, index = logits.topk(self.top_k, -1, sorted=False)
-            logits = torch.full_like(logits, float("-inf")).scatter_(-1, index, best)
+            # all codes as probable as the last of the best, as transformers has it
+            least = logits.topk(self.top_k, -1).values[..., -1:]
+            logits = logits.masked_fill(logits < least, float("-inf"))
         probs = logits.softmax(-1)
         if self.top_p < 1:
             ordered, index = probs.sort(dim=-1, descending=True, stable=True)

@@ -24,7 +24,7 @@ Linear: weight& scale& bias& inputs outputs
 Packing pack_linear: row* given* weight& scale& blocks inputs width
 LinearCall linear: layer* x* out& rows pitch branches out_is_float guidance:d
 Layer: attention_norm* ffn_norm* attention_out_norm* ffn_out_norm* qk_norm* qk_bias* wqkv:Linear wo:Linear w13:Linear w2:Linear
-Shape: layers dim heads kv_heads head_dim hidden qk_kind gate_kind norm* eps:f qk_eps:f scale:f
+Shape: layers dim heads kv_heads head_dim qk_kind gate_kind norm* eps:f qk_eps:f scale:f
 Pass decode: shape* layers* rows nodes slots x* rotation* slot* mask* kv& out& parts part*
 Sampling: temperature:d top_k top_p:d
 Rows row_probs: rows codes sampling:Sampling logits* probs&

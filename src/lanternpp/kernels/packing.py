@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lanternpp.errors import InputError
 from lanternpp.kernels.binding import BLOCK_N, K_ALIGN, LANES, structs
 from lanternpp.kernels.linear import PAGES, KernelLinear, packable, takes
 from lanternpp.nn.checkpoints import quantised
@@ -22,7 +23,7 @@ from lanternpp.nn.decoder import Block, Decoder, Stack, StackLayer
 from lanternpp.types import Draft, Nodes, Warping
 
 QK_KINDS, GATES = ("none", "rms", "layer"), ("silu", "gelu_tanh")
-SAME = ("dim", "heads", "kv_heads", "head_dim", "hidden", "eps", "qk_eps")  # in `Stack` and `Shape`
+SAME = ("dim", "heads", "kv_heads", "head_dim", "eps", "qk_eps")  # in `Stack` and `Shape`
 MAX_HEAD = 512
 AROUND = ("fc", "hint", "down")  # layers of a drafter before and after its decoder
 MOST_SERIAL = 1 << 20  # values of an input that one thread normalises; larger ones gain from more threads
@@ -68,7 +69,14 @@ class KernelDecoder:
             torch.set_num_threads(count)
 
     def __call__(self, x: Tensor, nodes: Nodes, kv: Tensor, aux_layers: tuple[int, ...] = ()) -> Tensor:
-        """As `DecoderForward`, with keys and values [L, 2, R, Hkv, S, head_dim up to a multiple of 32]."""
+        """As `DecoderForward`, with keys and values [L, 2, R, Hkv, S, head_dim up to a multiple of 32].
+
+        InputError unless inputs, keys and values are bfloat16.
+        """
+        if not (takes(x) and takes(kv)):
+            raise InputError(
+                f"the kernels compute in bfloat16, and this model's embeddings are {x.dtype}; use model.to(torch.bfloat16)"
+            )
         rows, count, parts = *x.shape[:2], 1 + len(aux_layers)
         out = x.new_empty(rows, count, parts * self.shape.dim)
         rotation = self.rotary_table[nodes.position.clamp(max=len(self.rotary_table) - 1)]

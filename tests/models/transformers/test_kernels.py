@@ -14,6 +14,7 @@ from helpers.stacks import StackPasses
 from torch import Tensor
 
 import lanternpp
+from lanternpp.kernels import loading as native
 from lanternpp.models.transformers import decoder
 from lanternpp.nn.backend import Backend
 from lanternpp.nn.decoder import Stack
@@ -125,3 +126,13 @@ def test_what_kernels_cannot_compute_is_said_before_anything_is_drawn(
     no_room = r"takes 0\.0 GB, and 0\.0 GB are free; leave out kernels"
     rejects(no_room, lanternpp.accelerate, model, kernels="int8")
     assert not vars(model).keys() & {"generate", "_lanternpp"}
+
+
+@pytest.mark.skipif(native.library() is None, reason="no kernels here")
+def test_kernels_do_not_read_other_numbers_than_bfloat16(made: Callable[[str], Case]) -> None:
+    case = made("emu3")
+    model: Any = case.model.to(torch.bfloat16)
+    model.get_input_embeddings().float()
+    model.lm_head.float()
+    lanternpp.accelerate(model, window=5, kernels="bfloat16")
+    rejects(r"embeddings are torch\.float32; use model\.to", model.generate, **case.inputs(1))

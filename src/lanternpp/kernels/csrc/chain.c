@@ -151,7 +151,8 @@ static void logits_of_level(const DraftLayers *layers, const Chain *c, int64_t l
     }
 }
 
-/* Every thread draws the same codes of a level; each writes the probabilities of its own columns. Two barriers. */
+/* Every thread draws the same codes of a level; each writes the probabilities of its own columns. Two barriers.
+   A code is below c->codes, whatever the logits are. */
 static void draw_level(const Chain *c, int64_t level, ChainMemory *m, const Team *team) {
     const int parity = (int)(level % 2);
     const int64_t blocks = m->size / BLOCK;
@@ -179,7 +180,7 @@ static void draw_level(const Chain *c, int64_t level, ChainMemory *m, const Team
         for (int64_t i = 0; i < blocks; i++) total += sums[i];
         const double most = c->u[b * c->levels + level] * total;
         int64_t block = 0;
-        for (; block < blocks - 1 && sum + sums[block] <= most; block++) sum += sums[block];
+        for (; (block + 1) * BLOCK < c->codes && sum + sums[block] <= most; block++) sum += sums[block];
         const int64_t code = first_above(row, block * BLOCK, (block + 1) * BLOCK, sum, most);
         c->drawn[b * (c->levels + 1) + level + 1] = code; /* all threads write the same */
         float *probs = c->probs + (b * (c->levels + 1) + level) * c->codes;
@@ -196,7 +197,7 @@ static void draw_level_by_rows(const Chain *c, int64_t level, ChainMemory *m, co
         probabilities(&c->sampling, row, c->codes, m->size, m->spare);
         memcpy(c->probs + (b * (c->levels + 1) + level) * c->codes, row, 4 * c->codes);
         c->drawn[b * (c->levels + 1) + level + 1] =
-            c->sampling.temperature == 0 ? largest(row, m->size) : draw(row, m->size, c->u[b * c->levels + level]);
+            c->sampling.temperature == 0 ? largest(row, c->codes) : draw(row, up_to(BLOCK, c->codes), c->u[b * c->levels + level]);
     }
     wait_for_team(team);
 }

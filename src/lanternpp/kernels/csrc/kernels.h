@@ -71,8 +71,7 @@ enum { QK_NONE, QK_RMS, QK_LAYER };
 enum { GATE_SILU, GATE_GELU_TANH };
 
 typedef struct {
-    int64_t layers, dim, heads, kv_heads, head_dim, hidden;
-    int64_t qk_kind, gate_kind;
+    int64_t layers, dim, heads, kv_heads, head_dim, qk_kind, gate_kind;
     const float *norm; /* as those of a layer, after the last; or null */
     float eps, qk_eps, scale; /* scale: of the scores */
 } Shape;

@@ -105,7 +105,7 @@ static int32_t least_of(const float *x, int64_t size, int64_t limit, bits32 *som
     return least;
 }
 
-/* Keep the largest of x [size] >= 0, of equal ones the first, until their sum, or their number, is at least `limit`; 0 elsewhere.
+/* Keep the largest of x [size] >= 0: until their sum is at least `limit`, of equal ones the first, or so many and all that equal the last.
 
    `spare` [size] is scratch. */
 static void keep_largest(float *x, int64_t size, double limit, int counted, void *spare) {
@@ -113,13 +113,13 @@ static void keep_largest(float *x, int64_t size, double limit, int counted, void
     if (!counted)
         for (int32_t bit = 1 << 30; bit; bit >>= 1)
             if (sum_above(x, size, least & ~bit) < limit) least &= ~bit;
-    double sum = counted ? (double)count_above((const bits32 *)x, size, least) : sum_above(x, size, least);
+    double sum = counted ? 0 : sum_above(x, size, least);
     for (int64_t i = 0; i < size; i += LANES) {
         const f32x16 some = *(const f32x16 *)(x + i);
         *(f32x16 *)(x + i) = (f32x16)((i32x16)some & ((i32x16)some >= least));
-        for (unsigned equal = bits_of((i32x16)some == least); equal; equal &= equal - 1) {
+        for (unsigned equal = counted ? 0 : bits_of((i32x16)some == least); equal; equal &= equal - 1) {
             const int j = __builtin_ctz(equal);
-            if (sum < limit) sum += counted ? 1 : some[j];
+            if (sum < limit) sum += some[j];
             else x[i + j] = 0;
         }
     }
