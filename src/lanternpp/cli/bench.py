@@ -296,9 +296,7 @@ def run(
                 quality[entry.label] |= measurer.measure(gallery, gallery.prompts, progress)
     table = report.rows(turns, race.describe(), quality)
     if plots:
-        from lanternpp.evaluation import plots as drawing
-
-        drawing.draw(table, report.by_row(turns, race.pipe.target.width), folder)
+        report.plot(table, report.by_row(turns, race.pipe.target.width), folder)
     return table
 
 
@@ -310,7 +308,6 @@ def written(
     source: where the settings were published.
     """
     from lanternpp.evaluation import report
-    from lanternpp.evaluation.plots import save, throughput
 
     info = race.describe()
     result = {k: v for k, v in info.items() if k != "methods"} | {"folder": str(folder), "methods": table}
@@ -321,7 +318,7 @@ def written(
     write_text(folder / "paper.md", report.markdown(table, info, report.PAPER) + settings)
     write_text(folder / "paper.csv", report.comma_separated(table, report.PAPER))
     if plots and len({row["batch_size"] for row in table}) > 1:
-        save(throughput(table), folder / "throughput.png")
+        report.save_figure(report.throughput(table), folder / "throughput.png")
     return result
 
 

@@ -25,7 +25,7 @@ from lanternpp.api.options import BASELINE, EngineDials, SamplingDials, names
 from lanternpp.api.pipeline import Pipeline, versions
 from lanternpp.api.settings import dials_read
 from lanternpp.errors import InputError
-from lanternpp.evaluation import plots, report
+from lanternpp.evaluation import report
 from lanternpp.evaluation.equal import variation
 from lanternpp.evaluation.prompts import spread
 from lanternpp.evaluation.quality import Quality
@@ -225,7 +225,7 @@ class Tuner:
             "versions": versions(),
         }
 
-    def plot(self) -> list[Path]:
+    def plot(self) -> None:
         """Optuna's plots of the study, in the folder."""
         from optuna.visualization import matplotlib as drawing
 
@@ -233,7 +233,8 @@ class Tuner:
             history: Any = drawing.plot_optimization_history(self.study)
             slices: Any = drawing.plot_slice(self.study)
         figures = {"history": history.figure, "parameters": np.ravel(slices)[0].figure}
-        return [plots.save(figure, self.folder / f"{name}.png") for name, figure in figures.items()]
+        for name, figure in figures.items():
+            report.save_figure(figure, self.folder / f"{name}.png")
 
     @cached_property
     def most(self) -> float:
