@@ -12,7 +12,8 @@ from helpers.classifiers import write_classifier
 from helpers.models import contents, write_model
 from PIL import Image
 
-from lanternpp.evaluation.classifier import read_classifier, read_reference
+from lanternpp.evaluation.classifier import read_classifier
+from lanternpp.evaluation.quality import read_reference
 from lanternpp.models.hub import quiet
 from lanternpp.nn import checkpoints
 

@@ -9,13 +9,9 @@ from helpers.classifiers import CPU, splashes, write_classifier
 from helpers.refusals import rejects
 
 from classifier import write_reference
-from lanternpp.evaluation.classifier import (
-    ClassifierConfig,
-    has_classifier,
-    read_classifier,
-    read_reference,
-)
+from lanternpp.evaluation.classifier import ClassifierConfig, has_classifier, read_classifier
 from lanternpp.evaluation.features import ClassifierFeatures, extract
+from lanternpp.evaluation.quality import read_reference
 
 
 def test_features_do_not_depend_on_the_batch(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ from helpers.stages import classifier as train
 from helpers.stages import facts
 
 from labelled import augment, vocabulary
-from lanternpp.evaluation.classifier import read_classifier, read_reference
+from lanternpp.evaluation.classifier import read_classifier
 from lanternpp.evaluation.features import ClassifierFeatures, extract
 from lanternpp.evaluation.pictures import Gallery
-from lanternpp.evaluation.quality import Quality
+from lanternpp.evaluation.quality import Quality, read_reference
 
 CPU = torch.device("cpu")
 

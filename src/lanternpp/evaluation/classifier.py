@@ -12,14 +12,11 @@ from typing import Annotated
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
-from lanternpp.evaluation.distances import NEAREST
 from lanternpp.nn import checkpoints
 from lanternpp.nn.checkpoints import StageBlocks, Stages, Width, Words, config_as
-from lanternpp.nn.files import check_finite, wrong_file
 from lanternpp.nn.sources import SAME, Source, blank
 from lanternpp.util import files
 from lanternpp.util.schema import Between
@@ -121,21 +118,3 @@ def fingerprint(classifier: nn.Module) -> str:
     """A hash of a classifier's weights: features of different classifiers cannot be compared."""
     tensors = sorted(classifier.state_dict().items())
     return files.digest(f"{name} {checkpoints.checksum(tensor)}" for name, tensor in tensors)
-
-
-def read_reference(folder: Path, classifier: nn.Module) -> Tensor:
-    """The features [M, F] that lie beside a classifier. Raises InputError where they are missing, few or another classifier's."""
-    path = folder / CLASSIFIER / REFERENCE
-    if not path.is_file():
-        raise InputError(f"{path} is missing; give --reference DIR, a folder of pictures to compare with")
-    with wrong_file(f"{path} cannot be read", "give --reference DIR"):
-        with safe_open(path, framework="pt") as file:
-            note, features = file.metadata() or {}, file.get_tensor("features").float()
-        check_finite("features", features, path)
-    if note.get("classifier") != fingerprint(classifier):
-        raise InputError(f"{path} was made by other weights than {path.parent}'s; give --reference DIR")
-    if len(features) <= NEAREST:
-        raise InputError(
-            f"{path} describes {len(features)} pictures and at least {NEAREST + 1} are needed; give --reference DIR"
-        )
-    return features
