@@ -14,7 +14,7 @@ from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from lanternpp.errors import InputError
-from lanternpp.evaluation.clip import Clip
+from lanternpp.evaluation.features import Clip
 
 CPU = torch.device("cpu")
 SIDE = 16

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from lanternpp.errors import InputError
 from lanternpp.evaluation.classifier import CLASSIFIER, REFERENCE, Classifier, fingerprint, has_classifier
-from lanternpp.evaluation.clip import Clip
-from lanternpp.evaluation.features import EXTRACTORS, ClassifierFeatures, Extractor, extract
+from lanternpp.evaluation.features import EXTRACTORS, ClassifierFeatures, Clip, Extractor, extract
 from lanternpp.evaluation.pictures import Gallery, reference_folder
 from lanternpp.nn.files import check_finite, wrong_file
 from lanternpp.util.devices import pick_device
