@@ -10,10 +10,12 @@ import pytest
 from helpers.refusals import rejects
 
 from lanternpp import InputError
+from lanternpp.engine.observers import AcceptanceByRank
+from lanternpp.engine.stopwatch import TimedEngine
 from lanternpp.trees import static_shape
 from lanternpp.trees.static import is_chain
 from lanternpp.tuning import study
-from lanternpp.tuning.candidates import acceptance_table
+from lanternpp.tuning.candidates import PlainEngine, acceptance_table, draw
 from lanternpp.tuning.options import TuningOptions
 from lanternpp.tuning.study import LOG, Tuner
 
@@ -141,3 +143,18 @@ def test_acceptance_that_was_seen_often_stays_and_the_rest_follows_its_rank() ->
     assert table[2, 0] == pytest.approx(2000 / 3000, abs=0.01), "a depth that was not seen"
     assert table[0, 1] == pytest.approx(0.2, abs=0.01)
     assert (table[:, 2] > table[:, 3]).all() and ((table > 0) & (table < 1)).all()
+
+
+def test_steps_that_are_counted_are_not_timed(pipe, monkeypatch) -> None:
+    """Kernels have no whole step where it is observed, so that drawing is faster than a counted step."""
+    step = TimedEngine.step
+
+    def priced(timed: TimedEngine) -> dict[str, float]:
+        step(timed)
+        counted = any(isinstance(observer, AcceptanceByRank) for observer in timed.engine.observers)
+        return {"pass": 9.0 if counted else 1.0}
+
+    monkeypatch.setattr(TimedEngine, "step", priced)
+    plain = PlainEngine(pipe, pipe.settings("ar", batch_size=1), "a red tulip")
+    row = draw(pipe, pipe.settings("parallel", tree="chain-2", batch_size=1), plain, "a red tulip", [0])
+    assert row["step"] == row["plain_step"] == 1.0 and row["tried"][0][0] > 0

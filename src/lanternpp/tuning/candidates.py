@@ -1,4 +1,4 @@
-"""The search space of a tuning: the parameters of a trial, and the overrides of the method that follow from them."""
+"""The search space of a tuning: the parameters of a trial, the overrides that follow from them, and how one candidate is drawn and timed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lanternpp.api.fit.steps import warm_step
 from lanternpp.api.options import Settings
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.api.settings import dials_read, greatest
 from lanternpp.engine.decode import Engine
+from lanternpp.engine.observers import AcceptanceByRank
+from lanternpp.engine.observers import TimedEngine, now, trimmed
 from lanternpp.engine.verify.choose import BLOCK
 from lanternpp.errors import InputError
 from lanternpp.evaluation.equal import STRENGTHS
@@ -35,6 +38,7 @@ WINDOWS: dict[str, tuple[Any, ...]] = {  # values of a window's dials
 NEIGHBOURS = (5, 10, 100, 1000)
 MOST_SURVIVAL = 0.7
 RANKS = 16  # children of a node that the search for a tree considers
+EACH = 5  # timed steps of a candidate for one of plain decoding
 PRIOR = 20.0  # trials that an acceptance seen at all depths counts beside those of one depth
 
 Counts = tuple[Sequence[Sequence[float]], Sequence[Sequence[float]]]
@@ -207,3 +211,54 @@ def check(settings: Settings) -> None:
             f"method {settings.method!r} drafts on the dynamic tree {settings.tree!r}, and tune finds static ones; "
             "use eagle, lantern-static, lantern++ or cool"
         )
+
+
+class PlainEngine(TimedEngine):
+    """Plain decoding beside which candidates are timed: a step for every `EACH` of theirs.
+
+    Both meet the same machine then: what else runs there, and how warm it is, matters little to their ratio.
+    """
+
+    def __init__(self, pipe: Pipeline, settings: Settings, prompt: str | None):
+        super().__init__(pipe.new_engine(settings))
+        prefill = self.admit([prompt] * settings.batch_size, range(settings.batch_size))
+        self.midway_step(first=True)
+        self.prefill_steps = prefill / self.midway_step()[0]
+
+
+def draw(
+    pipe: Pipeline, settings: Settings, plain: PlainEngine, prompt: str | None, seeds: Sequence[int]
+) -> dict[str, Any]:
+    """Draw a batch in an engine of its own, timing every other step: a row of figures for the log of a tuning.
+
+    step, plain_step: seconds. outside: seconds of a picture's prefill and pixels. plain: seconds of a picture by plain decoding, with
+    both. tried, kept: children verified and accepted, [depth, rank].
+    """
+    engine, length = pipe.new_engine(settings), pipe.target.length
+    timed, counts = TimedEngine(engine), AcceptanceByRank(length)
+    prefill = timed.admit([prompt] * engine.batch, seeds)
+    steps, plain_steps = list[float](), list[float]()
+    while len(engine.done()) < engine.batch:
+        # One step is counted and the next one is timed, as the kernels compute a step in one call only where nothing observes it.
+        engine.observers.append(counts)
+        timed.step()
+        engine.observers.remove(counts)
+        steps.append(sum(timed.step().values()))
+        if len(steps) % EACH == 1:
+            plain_steps.append(warm_step(plain)[0])
+    began = now(engine)
+    samples = [engine.collect(slot) for slot in range(engine.batch)]
+    pipe.images(torch.stack([sample.codes for sample in samples]))
+    pixels = (now(engine) - began) / engine.batch
+    step, plain_step = trimmed(steps), trimmed(plain_steps)
+    passes = sum(len(sample.accepted) for sample in samples) / engine.batch
+    return {
+        "outside": prefill + pixels,
+        "plain": plain_step * (plain.prefill_steps + length - 1) + pixels,
+        "codes_per_pass": length / passes,
+        "step": step,
+        "plain_step": plain_step,
+        "nodes": engine.proposer.size - 1,
+        "tried": counts.tried.tolist(),
+        "kept": counts.kept.tolist(),
+    }

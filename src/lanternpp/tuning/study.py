@@ -31,8 +31,7 @@ from lanternpp.evaluation.prompts import spread
 from lanternpp.evaluation.quality import Quality
 from lanternpp.evaluation.race import ELSEWHERE, RUN, Entry, Race, check_run, machine
 from lanternpp.trees import static_shape
-from lanternpp.tuning.candidates import Space, check, has_window
-from lanternpp.tuning.measure import PlainEngine, draw
+from lanternpp.tuning.candidates import PlainEngine, Space, check, draw, has_window
 from lanternpp.tuning.options import TuningOptions
 from lanternpp.util import runlog
 from lanternpp.util.files import digest
