@@ -55,7 +55,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("lanternpp.training.rates.PASSES", 10)
+    monkeypatch.setattr("lanternpp.training.drafter.PASSES", 10)
     return folder
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from lanternpp import Pipeline
 from lanternpp.api.fit.rates import FILE
 from lanternpp.nn import checkpoints
-from lanternpp.training import codes, rates
+from lanternpp.training import codes, drafter
 
 PROMPT = {"c2i": "7", "t2i": "a red tulip", "janus": "a photo of the red tulip"}
 SMALL = ("--steps", 2, "--checks", 1, "--batch-size", 4)
@@ -167,7 +167,7 @@ def test_nothing_is_replaced_but_a_drafter_that_was_trained_there(
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(rates, "record", stop)
+    monkeypatch.setattr(drafter, "record_rates", stop)
     run(*train, "-o", "mm/parallel", "--restart", "--seed", 1)
     assert not (shelf / "mm/parallel" / FILE).exists(), "the rates of the weights before"
 
@@ -175,13 +175,13 @@ def test_nothing_is_replaced_but_a_drafter_that_was_trained_there(
 def test_acceptance_is_counted_on_prompts_that_were_held_out(
     run, shelf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drawn, record = [], rates.record
+    drawn, record = [], drafter.record_rates
 
     def spy(*args: object, **more: object) -> dict[str, float]:
         drawn.append(args[3])
         return record(*args, **more)
 
-    monkeypatch.setattr(rates, "record", spy)
+    monkeypatch.setattr(drafter, "record_rates", spy)
     assert run("train", "--model", "t2i", *own("t2i")).code == 0
     (kept,) = (shelf / "t2i" / "codes").glob("self-*")
     assert run("train", "--model", "t2i", "-o", "mine", "--codes", kept, *SMALL).code == 0

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from helpers.processes import SECONDS, at_low_priority
 from lanternpp.cli import main
 from lanternpp.nn import checkpoints
-from lanternpp.training import codes, features, rates, rollouts
+from lanternpp.training import codes, drafter, features, rollouts
 from lanternpp.tuning import study  # noqa: F401
 
 JOURNALS = ("trials.jsonl", "turns.jsonl")
@@ -78,7 +78,7 @@ def obey(name: str, folder: str, life: float | None = None, env: Mapping[str, st
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores Ctrl-C
     os.environ |= env
     os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
-    features.SHARD, codes.PART, codes.BATCH, rates.PASSES = 1 << 14, 8, 4, 20
+    features.SHARD, codes.PART, codes.BATCH, drafter.PASSES = 1 << 14, 8, 4, 20
     codes.DRAWN = rollouts.DRAWN = 4
     began = time.process_time()
     if life is not None:

@@ -105,7 +105,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     """Runs `lanternpp`, or the script of a stage, with some arguments in an empty folder: (status, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("lanternpp.training.rates.PASSES", 10)
+    monkeypatch.setattr("lanternpp.training.drafter.PASSES", 10)
 
     def run(name: str, *args: object) -> tuple[Any, str, str]:
         words = [str(arg) for arg in args]

@@ -10,8 +10,7 @@ import pytest
 from helpers.refusals import rejects
 
 from lanternpp import InputError
-from lanternpp.engine.observers import AcceptanceByRank
-from lanternpp.engine.stopwatch import TimedEngine
+from lanternpp.engine.observers import AcceptanceByRank, TimedEngine
 from lanternpp.trees import static_shape
 from lanternpp.trees.static import is_chain
 from lanternpp.tuning import study

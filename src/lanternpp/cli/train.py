@@ -65,8 +65,8 @@ def store_rates(
     from lanternpp.api.fit.rates import FILE
     from lanternpp.api.pipeline import Pipeline
     from lanternpp.models.base import PromptWarning
+    from lanternpp.training.drafter import record_rates, strengths
     from lanternpp.training.loop import team
-    from lanternpp.training.rates import record, strengths
 
     if not team().leads:
         return
@@ -74,7 +74,7 @@ def store_rates(
     print(f"counting how many drafted codes are accepted, for {folder / FILE}", file=sys.stderr)
     with progress_bar("counting accepted codes") as progress, warnings.catch_warnings():
         warnings.simplefilter("ignore", PromptWarning)  # as those of the training's captions
-        found = record(pipe, strengths(pipe, kind), folder, prompts, progress=progress)
+        found = record_rates(pipe, strengths(pipe, kind), folder, prompts, progress=progress)
     rates = ", ".join(f"{name} {codes:.2f}" for name, codes in found.items())
     print(f"codes per pass: {rates or 'no draft fits into a picture'}", file=sys.stderr)
     other = ["--drafter", str(out)] if out else []

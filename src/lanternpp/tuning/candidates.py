@@ -14,8 +14,7 @@ from lanternpp.api.options import Settings
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.api.settings import dials_read, greatest
 from lanternpp.engine.decode import Engine
-from lanternpp.engine.observers import AcceptanceByRank
-from lanternpp.engine.observers import TimedEngine, now, trimmed
+from lanternpp.engine.observers import AcceptanceByRank, TimedEngine, now, trimmed
 from lanternpp.engine.verify.choose import BLOCK
 from lanternpp.errors import InputError
 from lanternpp.evaluation.equal import STRENGTHS
