@@ -19,7 +19,7 @@ from lanternpp.models.vq.autoencoder import Autoencoder, channels_last, read_tok
 from lanternpp.models.vq.codes import hashes
 from lanternpp.training.codes import evenly_spaced, generator
 from lanternpp.training.loop import compute_dtype
-from lanternpp.training.material import Done, Material, Shard
+from lanternpp.training.material import Done, Shard, build_shards, read_file
 from lanternpp.util.files import digest
 from pictures import Pictures, to_bytes
 from words import split_words
@@ -114,9 +114,9 @@ def redrawn(
 
         folder, size = model / "codes" / f"redrawn-{split}-{key}", vq.config.size
         what = f"{split} pictures drawn again with the tokenizer"
-        material = Material(folder, len(chosen), PART, compute, what, 3 * size**2).build()
+        paths = build_shards(folder, len(chosen), PART, compute, what, 3 * size**2)
         empty = torch.empty(0, 3, size, size, dtype=torch.uint8)
-        pixels = torch.cat([empty, *(tensors["pixels"] for tensors, _ in material.read())])
+        pixels = torch.cat([empty, *(tensors["pixels"] for tensors, _ in map(read_file, paths))])
         return Pictures(pixels, torch.tensor([size, size]).expand(len(pixels), 2), size, key)
 
     return index, draw("train", train, index), draw("val", val, torch.arange(len(val)))

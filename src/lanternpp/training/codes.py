@@ -24,7 +24,7 @@ from lanternpp.evaluation.prompts import PROMPTS, read_prompts
 from lanternpp.models.base import Target
 from lanternpp.models.vq.codes import Reader, stored_as
 from lanternpp.nn.checkpoints import checksum
-from lanternpp.training.material import Done, Material, Shard, read_file
+from lanternpp.training.material import Done, Shard, build_shards, read_file
 from lanternpp.training.pictures import Rows, crop, read_rows
 from lanternpp.training.state import Task
 from lanternpp.training.teacher import Teacher
@@ -169,8 +169,9 @@ class PictureCodes:
             variants = 2 * self.crops if split == "train" else 1
             size = self.reader.stored.itemsize * variants * self.reader.length * max(1, *self.reader.each, 1)
             where, compute = self.store / f"{split}-{self.key}", partial(self._encode, rows, variants)
-            material = Material(where, len(rows.files), PART, compute, f"codes of the {split} pictures", size)
-            shards = list(material.build().read())
+            contents = f"codes of the {split} pictures"
+            paths = build_shards(where, len(rows.files), PART, compute, contents, size)
+            shards = list(map(read_file, paths))
             rows.bad.update(pair for _, facts in shards for pair in facts["skipped"])
             splits[split] = Split.of(shards)
             skipped += rows.bad
@@ -277,8 +278,8 @@ class OwnCodes:
         folder, numbers = self.teacher.store / f"self-{self.key}", target.length * max(target.channels, 1)
         contents = f"codes of the target's own pictures, {self.held_out} of them to validate"
         size = numbers * stored_as(target.vocab).itemsize
-        material = Material(folder, count, DRAWN, self._draw, contents, size).build()
-        drawn, last = Split.of(list(material.read())), count - self.held_out
+        paths = build_shards(folder, count, DRAWN, self._draw, contents, size)
+        drawn, last = Split.of(list(map(read_file, paths))), count - self.held_out
         facts: dict[str, Any] = {"self": True, "prompts": self.prompts, "cfg": self.teacher.cfg}
         facts["sampling"] = asdict(self.teacher.sampling)
         return Codes.of(drawn.at(range(last)), drawn.at(range(last, count)), self.key, **facts)

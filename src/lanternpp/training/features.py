@@ -15,7 +15,7 @@ from lanternpp.errors import InputError
 from lanternpp.models.base import PromptWarning, Target
 from lanternpp.training.codes import Split
 from lanternpp.training.loop import team
-from lanternpp.training.material import Done, Material, Shard
+from lanternpp.training.material import Done, Shard, build_shards
 from lanternpp.training.teacher import Teacher
 from lanternpp.util.files import digest
 
@@ -128,7 +128,7 @@ class FeatureCache:
             [teacher.origin, name, str(like.dtype), str(captions.slots), str(self.each), *split.texts]
         )
         where, contents = teacher.store / f"features-{key}", "the features of all pictures"
-        paths = Material(where, len(split), self.each, self._compute, contents, size).build().paths
+        paths = build_shards(where, len(split), self.each, self._compute, contents, size)
         self.files = [safe_open(path, framework="pt") for path in paths]
 
     def __call__(self, index: Tensor, variant: Tensor, branches: int, drop: Tensor | None = None) -> Tensor:

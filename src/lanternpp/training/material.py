@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,60 +28,45 @@ Shard = tuple[dict[str, Tensor], dict[str, Any]]
 """Tensors, and facts for the header of the file."""
 Done = Callable[[float], None]
 """Called with the number of pictures that are computed, of the shard or the group of shards that is."""
+Compute = Callable[[Sequence[range], Done], Iterator[Shard]]
+"""Called with the pictures of the missing shards, yields each shard."""
 
 
-@dataclass(frozen=True)
-class Material:
-    """A folder of shards of `each` pictures, `count` in all. The folder is named after a key, a hash of all that decides the content.
+def build_shards(
+    folder: Path, count: int, each: int, compute: Compute, contents: str, picture_bytes: int
+) -> list[Path]:
+    """The files of all shards of `count` pictures, `each` in a shard, after the first process of the team has computed the missing ones.
 
-    compute: called with the parts of missing shards, yields each of them; contents: as messages call it; picture_bytes: of a
-    picture on disk, about.
+    folder: named after a key, a hash of all that decides the content; contents: as messages call it; picture_bytes: of a
+    picture on disk, about. InputError where the disk lacks room.
     """
+    parts = [range(first, min(first + each, count)) for first in range(0, count, each)]
+    files = {part: folder / f"{number:05d}.safetensors" for number, part in enumerate(parts)}
+    with team().leader_first():
+        sweep(folder)
+        if missing := {part: path for part, path in files.items() if not path.is_file()}:
+            fill(missing, compute, contents, sum(map(len, missing)) * picture_bytes)
+    return list(files.values())
 
-    folder: Path
-    count: int
-    each: int
-    compute: Callable[[Sequence[range], Done], Iterator[Shard]]
-    contents: str
-    picture_bytes: int
 
-    @property
-    def paths(self) -> list[Path]:
-        """The files of all shards."""
-        return [self.folder / f"{number:05d}.safetensors" for number in range(-(-self.count // self.each))]
+def fill(files: Mapping[range, Path], compute: Compute, contents: str, size: int) -> None:
+    """Compute shards of `size` bytes in all and write each to its file, with their progress on stderr."""
+    folder, count, before, announced = next(iter(files.values())).parent, sum(map(len, files)), 0, False
+    check_disk_space(folder, size, contents)
+    report, began = Report("training", folder), time.monotonic()
 
-    def build(self) -> Material:
-        """Itself, after the first process of the team has computed the missing shards. InputError where the disk lacks room."""
-        with team().leader_first():
-            sweep(self.folder)
-            if missing := [number for number, path in enumerate(self.paths) if not path.is_file()]:
-                self._fill(missing)
-        return self
+    def done(pictures: float) -> None:
+        nonlocal announced
+        if not announced:  # so that an error in the first pictures is all that is said
+            report.say(f"{contents}: {count} pictures, about {megabytes(size)} in {folder}")
+            announced = True
+        now = before + pictures
+        report.advance(time.monotonic() - began, now / count, f"{now:.0f}/{count} pictures")
 
-    def _fill(self, missing: Sequence[int]) -> None:
-        parts = [range(n * self.each, min((n + 1) * self.each, self.count)) for n in missing]
-        count = sum(map(len, parts))
-        size, before, announced = count * self.picture_bytes, 0, False
-        check_disk_space(self.folder, size, self.contents)
-        report, began = Report("training", self.folder), time.monotonic()
-
-        def done(pictures: float) -> None:
-            nonlocal announced
-            if not announced:  # so that an error in the first pictures is all that is said
-                report.say(f"{self.contents}: {count} pictures, about {megabytes(size)} in {self.folder}")
-                announced = True
-            now = before + pictures
-            report.advance(time.monotonic() - began, now / count, f"{now:.0f}/{count} pictures")
-
-        with report.bar():
-            shards = self.compute(parts, done)
-            for part, number, (tensors, facts) in zip(parts, missing, shards, strict=True):
-                write_file(self.paths[number], tensors, facts)
-                before += len(part)
-
-    def read(self) -> Iterator[Shard]:
-        """Every shard of the built material. InputError where a file is broken."""
-        return map(read_file, self.paths)
+    with report.bar():
+        for (part, path), shard in zip(files.items(), compute(list(files), done), strict=True):
+            write_file(path, *shard)
+            before += len(part)
 
 
 def write_file(path: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from lanternpp.models.base import Target
 from lanternpp.nn.sources import Source
 from lanternpp.training.codes import DRAWN, MAX_HELD_OUT, Codes, OwnCodes, Split, choose_prompts
 from lanternpp.training.features import CaptionPrompts, drafter_inputs, slot_inputs, spread_aux_layers
-from lanternpp.training.material import Done, Material, Shard
+from lanternpp.training.material import Done, Shard, build_shards, read_file
 from lanternpp.training.options import DrafterSettings, TrainingData
 from lanternpp.training.parallel import DraftBatch, ParallelTask
 from lanternpp.training.teacher import Teacher, key_of
@@ -145,14 +145,14 @@ class Runs(OwnCodes):
         # Assumes that a pass decides three codes on average.
         room = target.length * width * next(target.parameters()).element_size() * (config.queries + 2) // 3
         folder, contents = self.teacher.store / f"runs-{self.key}", "recorded runs of the target"
-        material = Material(folder, len(self.texts), DRAWN, self._draw, contents, room).build()
+        paths = build_shards(folder, len(self.texts), DRAWN, self._draw, contents, room)
         # Every step reads features of runs, which a GPU keeps where they take at most half of its free memory.
-        device, size = self.teacher.device, sum(path.stat().st_size for path in material.paths)
+        device, size = self.teacher.device, sum(path.stat().st_size for path in paths)
         fits = device.type == "cuda" and 2 * size < (free_memory(device) or 0)
         place = dict.fromkeys(("features", "prompt") if fits else (), device)
         runs = [
             Rollout(text, **{name: tensors[f"{i} {name}"].to(place.get(name, "cpu")) for name in PARTS})
-            for tensors, facts in material.read()
+            for tensors, facts in map(read_file, paths)
             for i, text in enumerate(facts["texts"])
         ]
         facts = self.facts | {"prompts": self.prompts}
