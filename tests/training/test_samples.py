@@ -81,7 +81,7 @@ def test_finished_shards_are_kept_and_only_the_missing_ones_drawn(
     files[2].write_bytes(files[2].read_bytes()[:30])
     rejects(r"00002.safetensors cannot be read .*delete it", drawn, model, tmp_path)
     drawn(model, tmp_path / "other", seed=1)
-    rejects("--samples 0 is out of range", TrainingData(own=True, samples=0).check)
+    rejects("--samples 0 is out of range", TrainingData(own=True, samples=0).check, "eagle")
 
 
 def test_prompts_come_from_the_file_the_captions_the_model_or_the_classes(

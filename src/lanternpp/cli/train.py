@@ -44,8 +44,7 @@ def train(
     source.check(kind)
     training.check()
     folder = drafter_folder(model, out, "drafter" if kind == "eagle" else kind)
-    source.check(kind, folder)
-    check_folder(folder, model, kind, training.restart)
+    check_folder(folder, model, kind, source.drafter, training.restart)
     options = replace(training, folder=opt.writable_folder(folder))
     task = EagleTask if kind == "eagle" else ParallelTask if source.rollouts is None else RolloutTask
     prompts = drafters.train(model, task, settings, source, options)

@@ -132,11 +132,9 @@ def train(
 ) -> tuple[str, ...]:
     """Train a drafter of `model` in the folder of `options`. Returns the prompts of its validation; none if interrupted.
 
-    settings: `DrafterSettings.of` the task's kind. InputError where there is nothing to learn from, or the folder was
-    trained with other settings: before anything is drawn or encoded.
+    settings: `DrafterSettings.of` the task's kind; source and options: checked. InputError where the folder was trained with
+    other settings: before anything is drawn or encoded.
     """
-    source.check(folder=options.folder)
-    options.check()
     if source.data is not None:
         for split in ("train", "val"):
             read_rows(source.data, split, source.limit)

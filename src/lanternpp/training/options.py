@@ -161,8 +161,8 @@ class TrainingData:
     drafter: Annotated[Path | None, Parallel(metavar="DIR")] = None
     method: Annotated[str, Parallel(metavar="NAME")] = "parallel"
 
-    def check(self, kind: Kind | None = None, folder: Path | None = None) -> None:
-        """InputError where there is nothing to learn from, or nothing for a drafter of this kind that goes to this folder."""
+    def check(self, kind: Kind) -> None:
+        """InputError where there is nothing to learn from, or nothing for a drafter of this kind."""
         check_options(self, kind)
         for name in ("prompts", "samples"):
             if getattr(self, name) is not None and not self.own:
@@ -187,8 +187,4 @@ class TrainingData:
         if self.drafter is not None and not (self.drafter / "config.json").is_file():
             raise InputError(
                 f"{self.drafter} holds no parallel drafter to go on with: train one first, without --rollouts."
-            )
-        if self.drafter is not None and folder is not None and self.drafter.resolve() == folder.resolve():
-            raise InputError(
-                f"{self.drafter} holds the drafter that it begins with: name another folder with -o DIR."
             )

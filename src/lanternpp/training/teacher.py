@@ -76,17 +76,21 @@ def is_own_folder(model: str | Path) -> bool:
 
 def drafter_folder(model: str | Path, out: Path | None, kind: str) -> Path:
     """Where the drafter goes: `out`, or `kind` in the model's own folder. InputError where there is neither."""
-    if out is None and Path(model).exists() and not is_own_folder(model):
+    if out is not None:
+        return out
+    if is_own_folder(model):
+        return Path(model) / kind
+    if Path(model).exists():
         raise InputError(f"{model} is no folder to write to: name one for the drafter with -o DIR.")
-    if out is None and not Path(model).exists():
-        model_folder(str(model))  # the clearer error, where there is no such model
-        where = "ships with this package" if str(model) in MODELS else "is kept in the hub's cache"
-        raise InputError(f"{model} {where}: name a folder for the drafter with -o DIR.")
-    return out or Path(model) / kind
+    model_folder(str(model))  # the clearer error, where there is no such model
+    where = "ships with this package" if str(model) in MODELS else "is kept in the hub's cache"
+    raise InputError(f"{model} {where}: name a folder for the drafter with -o DIR.")
 
 
-def check_folder(folder: Path, model: str | Path, kind: Kind, restart: bool) -> None:
-    """InputError where a drafter of this kind in the folder would replace what this command did not train."""
+def check_folder(folder: Path, model: str | Path, kind: Kind, begin: Path | None, restart: bool) -> None:
+    """InputError where a drafter of this kind in the folder would replace what this command did not train, or begins with."""
+    if begin is not None and begin.resolve() == folder.resolve():
+        raise InputError(f"{begin} holds the drafter that it begins with: name another folder with -o DIR.")
     config = folder / CONFIG
     held = str(read_object(config).get("kind")) if config.is_file() else ""
     whole = folder.resolve() == Path(model).resolve() or (folder / "target" / CONFIG).is_file()
