@@ -99,7 +99,7 @@ def test_a_stop_at_any_moment_loses_at_most_the_turn_it_hit(pipe: Pipeline, tmp_
     fourth = [i for i, c in enumerate(text) if c == "\n"][3]
     (stopped / TURNS).write_text(text[: fourth + 40])  # four turns and a bit
     seen: list[tuple[int, int]] = []
-    again = race(pipe).run(stopped, resume=True, progress=lambda done, total: seen.append((done, total)))
+    again = race(pipe).run(stopped, progress=lambda done, total: seen.append((done, total)))
     assert seen[0] == (4, 12)
 
     def codes(turns):
@@ -112,16 +112,15 @@ def test_a_stop_at_any_moment_loses_at_most_the_turn_it_hit(pipe: Pipeline, tmp_
     )
 
 
-def test_a_run_is_not_gone_on_with_by_accident_or_with_other_settings(pipe: Pipeline, tmp_path: Path) -> None:
+def test_a_run_with_other_settings_is_not_gone_on_with(pipe: Pipeline, tmp_path: Path) -> None:
     race(pipe, n=1, field="jacobi").run(tmp_path)
-    rejects("--resume", race(pipe, n=1, field="jacobi").run, tmp_path)
-    rejects(r"n 1 -> 2; methods\.jacobi", race(pipe, n=2, field="jacobi window=3").run, tmp_path, resume=True)
+    rejects(r"n 1 -> 2; methods\.jacobi", race(pipe, n=2, field="jacobi window=3").run, tmp_path)
 
 
 def test_turns_of_other_weights_are_not_taken_over(pipe: Pipeline, tmp_path: Path, monkeypatch) -> None:
     race(pipe, n=1, field="jacobi").run(tmp_path)
     monkeypatch.setattr(Model, "weights", "another drafter's")
-    rejects('weights .* -> "another drafter\'s"', race(pipe, n=1, field="jacobi").run, tmp_path, resume=True)
+    rejects('weights .* -> "another drafter\'s"', race(pipe, n=1, field="jacobi").run, tmp_path)
 
 
 def test_a_run_keeps_the_draft_that_it_was_begun_with(pipe: Pipeline, tmp_path: Path, monkeypatch) -> None:
@@ -143,6 +142,6 @@ def test_a_run_keeps_the_draft_that_it_was_begun_with(pipe: Pipeline, tmp_path: 
     log = (tmp_path / TURNS).read_text().splitlines(keepends=True)
     (tmp_path / TURNS).write_text("".join(log[:3]))
     resumed = race(pipe, n=1)
-    assert [turn.accepted for turn in resumed.run(tmp_path, resume=True)] == [turn.accepted for turn in begun]
+    assert [turn.accepted for turn in resumed.run(tmp_path)] == [turn.accepted for turn in begun]
     assert {path: path.read_bytes() for path in pictures} == pictures, "what was removed is drawn again"
     assert resumed.describe()["methods"]["lantern++ lambda=3"]["tree"] == "chain-2"

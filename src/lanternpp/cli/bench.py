@@ -171,7 +171,7 @@ def bench(
         own = shared | ({"batch_size": size} if size else {})
         race = Race(pipe, entries, drawn, turn or n, seed, own, field.measure_tv, turn)
         where = output / f"batch-{size}" if size else output
-        rows = run(race, measurer, where, resume, with_plots, geneval)
+        rows = run(race, measurer, where, with_plots, geneval)
         table += rows
         if field.profile:
             with progress_bar("profiling") as progress:
@@ -197,7 +197,7 @@ def leave_out(why: str, given: Mapping[str, Any], usual: Mapping[str, Any]) -> N
 
 def check_folder(folder: Path, by_size: bool, resume: bool) -> None:
     """InputError where a folder holds a run that is not to go on, or tables that are not by batch size, or are, as `by_size` says."""
-    from lanternpp.evaluation.race import ELSEWHERE, RUN, check_new
+    from lanternpp.evaluation.race import ELSEWHERE, RUN
 
     sizes = [path.parent for path in sorted(folder.glob(f"batch-*/{RUN}"))]
     if (folder / RUN).exists() if by_size else sizes:
@@ -205,7 +205,8 @@ def check_folder(folder: Path, by_size: bool, resume: bool) -> None:
             f"{folder} holds a run {'without' if by_size else 'with'} --batch-sizes; {ELSEWHERE}"
         )
     for each in (folder, *sizes):
-        check_new(each, resume)
+        if (each / RUN).exists() and not resume:
+            raise InputError(f"{each} holds a run already; go on with it by --resume, or {ELSEWHERE}")
 
 
 def relaxed_methods(pipe: Pipeline) -> list[str]:
@@ -267,7 +268,6 @@ def run(
     race: Race,
     measurer: Quality | None,
     folder: Path,
-    resume: bool,
     plots: bool,
     geneval: Sequence[Mapping[str, Any]] = (),
 ) -> list[dict[str, Any]]:
@@ -281,7 +281,7 @@ def run(
     from lanternpp.evaluation.race import PICTURES
 
     with progress_bar("racing") as progress:
-        turns = race.run(folder, resume, progress)
+        turns = race.run(folder, progress)
     quality = {entry.label: dict(entry.figures or {}) for entry in race.field}
     for entry in race.field:
         mine = [turn for turn in turns if turn.label == entry.label]

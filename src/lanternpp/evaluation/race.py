@@ -178,13 +178,13 @@ class Race:
         request = Request(conditions, seeds, settings)
         return request, self.pipe.draw(engine, request)
 
-    def run(self, folder: Path, resume: bool = False, progress: Progress | None = None) -> list[Turn]:
+    def run(self, folder: Path, progress: Progress | None = None) -> list[Turn]:
         """Draw every turn that the folder lacks, and pictures that were removed from it; returns all turns.
 
-        progress is called between turns only, so that it takes no time of theirs. Raises InputError.
+        progress is called between turns only, so that it takes no time of theirs. InputError where the folder holds another run.
         """
         asked = self.describe(self.asked)
-        kept = read_run(folder, asked, resume)
+        kept = read_run(folder, asked)
         self.settings = self._fitted(kept)
         # before anything is written, so that a wrong part is found first
         self.engines = {label: self.pipe.new_engine(settings) for label, settings in self.settings.items()}
@@ -254,17 +254,14 @@ def machine(pipe: Pipeline) -> dict[str, Any]:
 
 def check_run(folder: Path, run: Mapping[str, Any], remedy: str = ELSEWHERE) -> None:
     """Write `run.json`, or compare it with the one in the folder; InputError names what differs."""
-    if read_run(folder, run, True, remedy) is None:
+    if read_run(folder, run, remedy) is None:
         write_json(folder / RUN, run)
 
 
-def read_run(
-    folder: Path, run: Mapping[str, Any], resume: bool, remedy: str = ELSEWHERE
-) -> dict[str, Any] | None:
+def read_run(folder: Path, run: Mapping[str, Any], remedy: str = ELSEWHERE) -> dict[str, Any] | None:
     """The content of a folder's `run.json`; None where there is none. InputError names what differs from this run."""
     if not (folder / RUN).exists():
         return None
-    check_new(folder, resume)
     found = read_object(folder / RUN, ELSEWHERE)
     shared = {name: value for name, value in found.items() if name != FITTED}
     if differing := list(differences(shared, json.loads(json.dumps(run)))):
@@ -273,9 +270,3 @@ def read_run(
             f"or {remedy}"
         )
     return found
-
-
-def check_new(folder: Path, resume: bool) -> None:
-    """InputError where a folder holds a run that is not to go on."""
-    if (folder / RUN).exists() and not resume:
-        raise InputError(f"{folder} holds a run already; go on with it by --resume, or {ELSEWHERE}")

@@ -191,7 +191,7 @@ class Tuner:
         field.append(Entry(TUNED, self.method, self.given | found.overrides))
         race = Race(self.pipe, field, prompts, n, self.seed + 1000, self.shared, self.options.limited)
         folder = self.folder / RACE / digest([str(sorted(found.overrides.items())), str(n), *prompts])
-        return report.rows(race.run(folder, resume=True, progress=progress), race.describe(), {})
+        return report.rows(race.run(folder, progress), race.describe(), {})
 
     def is_own(self, found: Candidate) -> bool:
         """Whether a candidate draws as the method's own draft does, whose tree may have another name."""
