@@ -122,7 +122,7 @@ def team() -> Team:
 
 
 def run(task: Task, options: TrainingOptions) -> bool:
-    """Train `task` to the end of the budget of `options`, which were checked. False if interrupted; the state is saved and resumes. InputError."""
+    """Train `task` to the end of its budget, with checked options. False if interrupted; the state is saved and resumes. InputError."""
     options.folder.mkdir(parents=True, exist_ok=True)
     state, leads = begin_or_resume(task, options), team().leads
     if options.compile:

@@ -67,7 +67,7 @@ def chain_gain(kept: Tensor, keep: Tensor) -> Tensor:
 
 
 def level_cost(loss: str, p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss of `ParallelSettings` and the acceptance at each place, [...], of p and log_q [..., V]."""
+    """The loss of this name in `DrafterSettings` and the acceptance at each place, [...], of p and log_q [..., V]."""
     chance = torch.minimum(log_q.exp(), p).sum(-1)
     cost = torch.zeros_like(chance)
     if loss != "lk":
@@ -92,7 +92,7 @@ class DraftBatch:
 
 
 def gather_slots(x: Tensor, slot: Tensor) -> Tensor:
-    """x [B, S, D] at slots [B, A, L] -> [B, A, L, D]; slots beyond the last are the last."""
+    """x [B, S, D] at slots [B, ...] -> [B, ..., D]; slots beyond the last are the last."""
     slot = slot.clamp(max=x.shape[1] - 1)
     return x.gather(1, slot.flatten(1)[..., None].expand(-1, -1, x.shape[-1])).unflatten(1, slot.shape[1:])
 
@@ -203,7 +203,7 @@ class ParallelTask(DrafterTask):
         if by_block:
             loss = loss - chain_gain(reach * keep * in_picture / counted, keep)
         if firsts is not None:
-            first = gather_slots(first_level, firsts[..., None])[:, :, 0]
+            first = gather_slots(first_level, firsts)
             at_firsts = self.distributions(batch, firsts + 1, first)
             loss = loss + FIRST * level_cost(self.hparams.loss, *at_firsts)[0].mean()
         assert drafter.confidence is not None
@@ -229,12 +229,12 @@ class ParallelTask(DrafterTask):
         like = batch.next_inputs
         with torch.no_grad():
             if batch.rows is not None:
-                truth = gather_slots(batch.rows, self.guidance.rows(slots)[..., None])[:, :, 0].to(like.dtype)
+                truth = gather_slots(batch.rows, self.guidance.rows(slots)).to(like.dtype)
                 logits = self.guidance.merge(self.target.head(truth)), self.target.head(features).float()
                 place = slots + 1 - batch.prompts.shape[1]
                 p, q = (self.teacher.sampling.probs(self.target.constrain(x, place)) for x in logits)
                 return p, q.clamp(min=1e-20).log()
-            truth = gather_slots(batch.features[..., : like.shape[-1]], slots[..., None])[:, :, 0]
+            truth = gather_slots(batch.features[..., : like.shape[-1]], slots)
             p = self.target.head(truth.to(like.dtype)).float().softmax(-1)
         return p, self.target.head(features).float().log_softmax(-1)
 
