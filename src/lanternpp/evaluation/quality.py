@@ -86,20 +86,15 @@ class Quality:
     def measure(
         self,
         images: Sequence[Image.Image],
-        prompts: Sequence[str | None] | None = None,
+        prompts: Sequence[str | None] = (),
         progress: Progress | None = None,
     ) -> dict[str, float]:
-        """The figures of pictures and, where they are known, their prompts; see the class for their names.
+        """The figures of pictures and, where they are given, their prompts; see the class for their names.
 
         A figure of prompts is left out where no prompt serves it. Raises InputError below four pictures.
         """
         if len(images) < LEAST:
             raise InputError(f"{len(images)} pictures are too few to measure; at least {LEAST} are needed")
-        prompts = prompts if prompts is not None else [None] * len(images)
-        if len(prompts) != len(images):
-            raise InputError(
-                f"{len(prompts)} prompts do not go with {len(images)} pictures; give one for each"
-            )
         figures: dict[str, float] = {}
         features: Tensor | None = None
         if self.extractor and self.reference is not None:
@@ -185,13 +180,13 @@ def frechet(one: Gaussian, other: Gaussian) -> float:
     return max((means + one.root.square().sum() + other.root.square().sum() - 2 * shared).item(), 0.0)
 
 
-def standard_error(features: Tensor, reference: Gaussian, parts: int = JACKKNIFE_PARTS) -> float:
-    """The standard error of the Fréchet distance of features [M, F] from a reference, by a jackknife over `parts`.
+def standard_error(features: Tensor, reference: Gaussian) -> float:
+    """The standard error of the Fréchet distance of features [M, F] from a reference, by a jackknife over a few parts.
 
     The pictures are the random part, the reference is held fixed. The bias of few pictures, which makes
     every distance too long, is not in it.
     """
-    parts = min(parts, len(features) // 2)
+    parts = min(JACKKNIFE_PARTS, len(features) // 2)
     if parts < 2:
         return math.nan
     # shuffled, as pictures come prompt by prompt
@@ -202,30 +197,30 @@ def standard_error(features: Tensor, reference: Gaussian, parts: int = JACKKNIFE
     return math.sqrt((parts - 1) * without.var(correction=0).item())
 
 
-def precision_recall(generated: Tensor, reference: Tensor, k: int = NEAREST) -> tuple[float, float]:
-    """Features [M, F] and [N, F], both longer than k -> (precision, recall), each 0 to 1 (arXiv 1904.06991, equation 2).
+def precision_recall(generated: Tensor, reference: Tensor) -> tuple[float, float]:
+    """Features [M, F] and [N, F], at least `LEAST` of each -> (precision, recall), each 0 to 1 (arXiv 1904.06991, equation 2).
 
     Precision is the share of generated pictures within the reference's manifold: closer to some reference
-    picture than that one's k-th nearest other. Recall is the same the other way round.
+    picture than that one's third nearest other. Recall is the same the other way round.
     """
     generated, reference = generated.double(), reference.double()
-    return share_within(generated, reference, k), share_within(reference, generated, k)
+    return share_within(generated, reference), share_within(reference, generated)
 
 
-def share_within(points: Tensor, manifold: Tensor, k: int) -> float:
+def share_within(points: Tensor, manifold: Tensor) -> float:
     """The share of points [M, F] that lie in a ball around one of manifold [N, F] (equation 1)."""
-    radius = radii(manifold, k)
+    radius = radii(manifold)
     inside = [(torch.cdist(part, manifold) <= radius).any(1) for part in points.split(CHUNK)]
     return torch.cat(inside).double().mean().item()
 
 
-def radii(features: Tensor, k: int) -> Tensor:
-    """Distance of each of features [N, F] to its k-th nearest other, [N]."""
+def radii(features: Tensor) -> Tensor:
+    """Distance of each of features [N, F] to its third nearest other, [N]."""
     found = []
     for start in range(0, len(features), CHUNK):
         distances = torch.cdist(features[start : start + CHUNK], features)
         rows = torch.arange(len(distances), device=features.device)
         # a picture is not its own neighbour
         distances[rows, rows + start] = torch.inf
-        found.append(distances.kthvalue(k, 1).values)
+        found.append(distances.kthvalue(NEAREST, 1).values)
     return torch.cat(found)
