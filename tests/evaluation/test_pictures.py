@@ -6,13 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from helpers.refusals import rejects
 from PIL import Image
 
 from lanternpp.api.picture import grid, save_png
 from lanternpp.errors import InputError
-from lanternpp.evaluation.pictures import Gallery, grid_boxes, reference_folder, square, squares
+from lanternpp.evaluation.pictures import Gallery, grid_boxes, reference_folder, square, to_pixels
 
 
 def plain(colour: tuple[int, int, int], size: tuple[int, int] = (20, 20)) -> Image.Image:
@@ -97,7 +96,5 @@ def test_squares_are_central_and_antialiased(tmp_path: Path) -> None:
     stripes = Image.new("L", (64, 64))
     stripes.putdata([255 * (x % 2) for _ in range(64) for x in range(64)])
     assert all(110 < pixel[0] < 145 for pixel in square(stripes, 16).get_flattened_data())
-    (batch,) = squares([wide], 20, 8)
-    assert batch.shape == (1, 3, 20, 20) and torch.equal(
-        batch[0, :, 0, 0], torch.tensor([200, 100, 50]).byte()
-    )
+    pixels = to_pixels(square(wide, 20))
+    assert pixels.shape == (3, 20, 20) and pixels[:, 0, 0].tolist() == [200, 100, 50]

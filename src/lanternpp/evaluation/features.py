@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lanternpp.errors import InputError
 from lanternpp.evaluation.classifier import has_classifier, read_classifier
-from lanternpp.evaluation.pictures import squares
+from lanternpp.evaluation.pictures import square, to_pixels
 from lanternpp.models.hub import quiet
 from lanternpp.nn.files import wrong_file
 from lanternpp.util.progress import Progress
@@ -111,8 +111,14 @@ def extract(
     batch: int = 32,
 ) -> Tensor:
     """The features of pictures of any size, [M, F] float32 on the CPU."""
-    parts = squares(images, extractor.side, batch, progress)
-    return torch.cat([extractor(part).float().cpu() for part in parts])
+    found = []
+    for start in range(0, len(images), batch):
+        part = range(start, min(start + batch, len(images)))
+        squares = torch.stack([to_pixels(square(images[i], extractor.side)) for i in part])
+        found.append(extractor(squares).float().cpu())
+        if progress:
+            progress(part.stop, len(images))
+    return torch.cat(found)
 
 
 class Clip:

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +20,6 @@ from lanternpp.errors import InputError
 from lanternpp.nn.files import listed
 from lanternpp.util import files
 from lanternpp.util.jsonfile import read_lines
-from lanternpp.util.progress import Progress
 
 SUFFIXES = frozenset((".webp", ".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff"))
 METADATA = "metadata.jsonl"
@@ -161,20 +160,6 @@ def square(image: Image.Image, side: int) -> Image.Image:
     if short == side:
         return image.crop(box)
     return image.resize((side, side), Image.Resampling.BICUBIC, box)
-
-
-def squares(
-    images: Sequence[Image.Image],
-    side: int,
-    batch: int,
-    progress: Progress | None = None,
-) -> Iterator[Tensor]:
-    """Central squares in order, at most `batch` at a time: [B, 3, side, side] uint8."""
-    for start in range(0, len(images), batch):
-        part = range(start, min(start + batch, len(images)))
-        yield torch.stack([to_pixels(square(images[i], side)) for i in part])
-        if progress:
-            progress(part.stop, len(images))
 
 
 def to_pixels(image: Image.Image) -> Tensor:

@@ -209,18 +209,8 @@ def precision_recall(generated: Tensor, reference: Tensor) -> tuple[float, float
 
 def share_within(points: Tensor, manifold: Tensor) -> float:
     """The share of points [M, F] that lie in a ball around one of manifold [N, F] (equation 1)."""
-    radius = radii(manifold)
+    # to the third nearest other; the nearest of all is the point itself
+    radii = [torch.cdist(part, manifold).kthvalue(NEAREST + 1, 1).values for part in manifold.split(CHUNK)]
+    radius = torch.cat(radii)
     inside = [(torch.cdist(part, manifold) <= radius).any(1) for part in points.split(CHUNK)]
     return torch.cat(inside).double().mean().item()
-
-
-def radii(features: Tensor) -> Tensor:
-    """Distance of each of features [N, F] to its third nearest other, [N]."""
-    found = []
-    for start in range(0, len(features), CHUNK):
-        distances = torch.cdist(features[start : start + CHUNK], features)
-        rows = torch.arange(len(distances), device=features.device)
-        # a picture is not its own neighbour
-        distances[rows, rows + start] = torch.inf
-        found.append(distances.kthvalue(NEAREST, 1).values)
-    return torch.cat(found)
