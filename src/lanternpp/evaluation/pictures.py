@@ -67,7 +67,7 @@ class Gallery(Sequence[Image.Image]):
             raise InputError(f"{folder} has pictures that cannot be read: {listed(faults)}")
         if len(items) < least:
             raise InputError(f"{folder} holds {len(items)} pictures; at least {least} are needed")
-        usual = Counter(sizes.values()).most_common(1)[0][0] if sizes else (0, 0)
+        usual = Counter(sizes.values()).most_common(1)[0][0]
         if one_size and (odd := [f"{name} ({w} x {h})" for name, (w, h) in sizes.items() if (w, h) != usual]):
             raise InputError(
                 f"{folder} mixes sizes, which are measured separately; most pictures are {usual[0]} x {usual[1]}, "

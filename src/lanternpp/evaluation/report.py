@@ -206,7 +206,7 @@ def settings_line(table: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) ->
 def plot(table: Sequence[Mapping[str, Any]], rows: Mapping[str, Sequence[float]], folder: Path) -> None:
     """speed.png, rows.png and passes.png in `folder`; those that the figures allow."""
     cost = next((c for c in COSTS if sum(row.get(c) is not None for row in table) > 1), None)
-    figures = {
+    drawn = {
         "rows": curves(
             {label: (range(1, len(means) + 1), means) for label, means in rows.items()},
             "row of codes where the pass began",
@@ -219,7 +219,7 @@ def plot(table: Sequence[Mapping[str, Any]], rows: Mapping[str, Sequence[float]]
         ),
         **({"speed": speed(table, cost)} if cost else {}),
     }
-    for name, figure in figures.items():
+    for name, figure in drawn.items():
         save_figure(figure, folder / f"{name}.png")
 
 

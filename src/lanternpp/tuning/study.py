@@ -62,7 +62,7 @@ class Candidate:
 class Tuner:
     """Tunes a method of a pipeline that was made with `tuned=False`, in a folder from which a stopped tuning goes on.
 
-    Raises InputError where the method has nothing to tune, a number is out of range, or the folder holds something else.
+    Raises InputError where the method has nothing to tune, or the folder holds something else.
     """
 
     def __init__(
@@ -77,9 +77,8 @@ class Tuner:
         quality: Quality | None = None,
         restart: bool = False,
     ):
-        """given: overrides of the user. quality: what measures a budget of Fréchet distance."""
+        """given: overrides of the user. options: checked. quality: what measures a budget of Fréchet distance."""
         self.optuna = optuna()
-        options.check()
         self.pipe, self.method, self.prompts, self.folder = pipe, method, list(prompts), folder
         self.options, self.seed, self.quality = options, seed, quality
         self.settings = pipe.settings(method, **{"batch_size": 1, "fit": False, **given})
