@@ -62,8 +62,7 @@ class CaptionPrompts:
         return embeds, start if self.padded else None
 
     def _prompt(self, texts: list[str | None], branches: int) -> tuple[Tensor, Tensor]:
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore", PromptWarning)
+        with warnings.catch_warnings(action="ignore", category=PromptWarning), torch.no_grad():
             prompt = self.target.prompt(texts, branches)
         return prompt.embeds, prompt.start
 
