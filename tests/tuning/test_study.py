@@ -56,6 +56,13 @@ def test_the_cheapest_draft_is_found(pipe, tmp_path, priced) -> None:
     assert given_up and all(one.pictures == 1 and one.speedup < found.speedup for one in given_up)
 
 
+@pytest.mark.parametrize("trials", [1, 3])
+def test_few_trials_are_tried(pipe, tmp_path, priced, trials: int) -> None:
+    made = tuner(pipe, tmp_path, options=replace(SMALL, trials=trials))
+    made.tune()
+    assert len(made.tried()) == trials
+
+
 def test_the_methods_own_draft_is_known_by_its_shape(pipe, tmp_path, priced) -> None:
     made = tuner(pipe, tmp_path, "parallel", given={"tree": "chain-2"})
     found = made.tune()

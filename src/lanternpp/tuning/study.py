@@ -110,8 +110,9 @@ class Tuner:
             self.study.enqueue_trial(params, skip_if_exists=True)
 
         trials, state = self.options.trials, self.optuna.trial.TrialState
+        finished = state.COMPLETE, state.PRUNED, state.FAIL  # others wait to be tried
         while len(drawn := self._drawn()) < trials:
-            if len(self.study.get_trials(deepcopy=False)) >= PATIENCE * trials:
+            if len(self.study.get_trials(deepcopy=False, states=finished)) >= PATIENCE * trials:
                 break
             if progress:
                 progress(len(drawn), trials)
