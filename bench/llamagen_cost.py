@@ -30,6 +30,7 @@ from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.models.llamagen import LlamaGenConfig, LlamaGenTarget
 from lanternpp.nn.backend import backend
 from lanternpp.nn.decoder import DecoderConfig
+from lanternpp.nn.sources import blank
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.proposers.tree import TreeProposer
@@ -50,7 +51,7 @@ class Bare(LlamaGenTarget):
         embeds = torch.randn(branches, SLOTS, like.shape[1], device=like.device).to(like)
         return Prompt(embeds, torch.full((branches,), SLOTS - WORDS, device=like.device))
 
-    def draw_weights(self, device: torch.device, dtype: torch.dtype, int8: bool) -> Bare:
+    def draw_weights(self, device: torch.device, dtype: torch.dtype, int8: bool) -> None:
         """Random weights of the size that trained ones have."""
         self.decoder.rotary_table = self.decoder.rotary_table.to(device)
         for module in self.modules():
@@ -59,7 +60,6 @@ class Bare(LlamaGenTarget):
                 made = made.fill_(1) if weight.dim() == 1 else made.normal_(0, 0.02)
                 module.register_parameter(name, torch.nn.Parameter(made, requires_grad=False))
         backend().pack(self.eval(), int8)
-        return self
 
 
 @dataclass
@@ -106,7 +106,9 @@ def main() -> None:
     dim, layers, heads, hidden = SIZES[options.size]
     grid = 16 * options.stage
     config = LlamaGenConfig(dim, layers, heads, hidden, grid=grid, caption_dim=2048, slots=SLOTS)
-    target = Bare.made(config).draw_weights(device, dtype, options.dtype == "int8")
+    with blank():
+        target = Bare(config)
+    target.draw_weights(device, dtype, options.dtype == "int8")
     cases = [case("plain step", target, NoDraft(), options.cfg)]
     cases.append(case("cycle, nothing kept", target, drafting(target, options.tree), options.cfg))
     flat = share(target)
@@ -145,7 +147,9 @@ def main() -> None:
 
 def share(target: Bare) -> Bare:
     """The same network under a head of zeros: every code is equally probable."""
-    flat, like = Bare.made(target.config), target.codes_in.weight
+    like = target.codes_in.weight
+    with blank():
+        flat = Bare(target.config)
     flat.decoder, flat.codes_in, flat.condition = target.decoder, target.codes_in, target.condition
     zeros = torch.zeros(flat.codes_out.weight.shape, dtype=like.dtype, device=like.device)
     flat.codes_out.weight = torch.nn.Parameter(zeros, requires_grad=False)

@@ -56,11 +56,11 @@ def write_random(folder: Path, name: str) -> None:
     dim, layers, heads, hidden, grid, codes = SIZES[name]
     torch.manual_seed(0)
     config = LlamaGenConfig(dim, layers, heads, hidden, grid=grid, vocab=codes, classes=CLASSES)
-    target = LlamaGenTarget.made(config)
-    table = target.decoder.rotary_table
     eagle, parallel = EagleConfig.like(config), ParallelConfig.like(config)
     small: dict[str, Any] = {} if name != "tiny" else {"channels": 32, "latent": 32, "blocks": 1}
     with blank():
+        target = LlamaGenTarget(config)
+        table = target.decoder.rotary_table
         vq = VQGAN(VQGANConfig(grid, codes, **small))
         drafters = {"drafter": EagleDrafter(eagle, table), "parallel": ParallelDrafter(parallel, table)}
     for part, kind, flat in (("drafter", "eagle", eagle.flat()), ("parallel", "parallel", parallel.flat())):

@@ -255,12 +255,9 @@ class TextCondition(nn.Module):
     def _features(self, text: str) -> Tensor:
         """[n, caption_dim] of a text; n at most the slots."""
         features = self.text.features(text, self.null)
-        if features.dim() != 2 or features.shape[1] != self.caption_dim or not len(features):
+        if features.shape[1] != self.caption_dim or not len(features):
             raise InputError(
                 f"the text encoder gives features of shape {tuple(features.shape)}; this model reads "
                 f"[1 to {self.slots}, {self.caption_dim}]: use the encoder it was trained with, google/flan-t5-xl"
             )
         return features[: self.slots]
-
-
-Condition = ClassCondition | TextCondition

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target, check_codes
-from lanternpp.models.conditions import ClassCondition, Condition, T5Text, TextCondition, text_of
+from lanternpp.models.conditions import ClassCondition, T5Text, TextCondition, text_of
 from lanternpp.models.vq.codes import Reader
 from lanternpp.models.vq.layouts import LLAMAGEN, find_tokenizer, read_vqgan, save_tokenizer
 from lanternpp.nn import checkpoints
@@ -71,14 +71,18 @@ class LlamaGenTarget(Target):
     about = "LlamaGen's .pt files (c2i and t2i), or their copies under Llama names"
     head_layer = "codes_out"
 
-    def __init__(self, config: LlamaGenConfig, rotary_table: Tensor, condition: Condition):
+    def __init__(self, config: LlamaGenConfig):
         super().__init__()
         self.config, self.vocab = config, config.vocab
         self.width, self.length, self.slots = config.grid, config.grid**2, config.slots
-        self.decoder = Decoder(config, rotary_table)
+        self.decoder = Decoder(config, rotary_table(config))
         self.codes_in = nn.Embedding(config.vocab, config.dim)
         self.codes_out = nn.Linear(config.dim, config.vocab, bias=False)
-        self.condition = condition
+        self.condition: ClassCondition | TextCondition
+        if config.caption_dim is None:
+            self.condition = ClassCondition(config.dim, config.classes or 1000)
+        else:
+            self.condition = TextCondition(config.dim, config.caption_dim, config.slots)
 
     @property
     def defaults(self) -> Mapping[str, Any]:  # type: ignore[override]
@@ -103,12 +107,13 @@ class LlamaGenTarget(Target):
         config = config_as(LlamaGenConfig, source.config, source.path) if ours else shape_of(source)
         beside = source.path if source.path.is_dir() and not ours else source.path.parent
         vq = find_tokenizer(beside, source.given.get("tokenizer"))
-        target = cls.made(config, source.path)
+        with blank(source.path):
+            target = cls(config)
         if isinstance(target.condition, TextCondition):
             target.condition.text = text_of(beside, source.config, source.given.get("text"))
         source.fill(target, [SAME] if ours else rules(config), dtype, () if ours else SKIP, device)
         # not as a part of the module
-        vars(target)["vq"] = read_vqgan(vq, dtype, LLAMAGEN, device=device, grid=config.grid)
+        vars(target)["vq"] = read_vqgan(vq, dtype, LLAMAGEN, grid=config.grid).to(device)
         check_codes(source.path, config.vocab, vq.path, len(target.vq.codebook))
         return target.to(device)
 
@@ -117,15 +122,6 @@ class LlamaGenTarget(Target):
         checkpoints.save(folder / "target", {"kind": KIND, **asdict(self.config)}, self.state_dict(), store)
         save_tokenizer(self.vq, folder / "tokenizer", store)
         return ["target", "tokenizer", *(self.text.save(folder) if self.text else ())]
-
-    @classmethod
-    def made(cls, config: LlamaGenConfig, config_of: Path | None = None) -> Self:
-        """A target without weights, on the meta device except its table of rotations. `config_of` as `blank` has it."""
-        table = rotary_table(config)
-        with blank(config_of):
-            if config.caption_dim is not None:
-                return cls(config, table, TextCondition(config.dim, config.caption_dim, config.slots))
-            return cls(config, table, ClassCondition(config.dim, config.classes or 1000))
 
     @property
     def text(self) -> T5Text | None:
@@ -139,7 +135,7 @@ class LlamaGenTarget(Target):
     def reader(self) -> Reader:
         """The published tokenizers read pictures too."""
         vq = self.vq
-        encoder = vq.encoder and vq.encoder()
+        encoder = vq.encoder and vq.encoder().to(vq.codebook.device)
         return Reader.of(
             encoder, vq.codebook, self.width * vq.config.down, self.length, lambda x: x.flatten(1)
         )
