@@ -19,13 +19,12 @@ from torch import Tensor, nn
 
 from lanternpp.errors import InputError
 from lanternpp.models.vq.codes import Reader, argmax, hashes
-from lanternpp.models.vq.vqgan import Attention, Residual, norm
+from lanternpp.models.vq.vqgan import Attention, Residual, channels_last, norm
 from lanternpp.nn import checkpoints
 from lanternpp.nn.checkpoints import Codes, StageBlocks, Stages, Width, config_as
 from lanternpp.nn.sources import SAME, Source, blank
 from lanternpp.util.schema import Between
 
-M = TypeVar("M", bound=nn.Module)
 A = TypeVar("A", bound="Autoencoder")
 KIND = "kl"  # a config's `kind`, where the tokenizer is one of latents
 MAX_LOG_VAR = 10.0  # of a latent, above and below 0
@@ -158,8 +157,8 @@ class Autoencoder(nn.Module):
         """The encoder for trainings, pictures to codes or to moments of latents; convolutions are laid out channels last."""
         key = hashes(channels_last(self).encoder)
         key += hashes(self.get_buffer("quantiser.codebook")) if self.vocab else ()
-        found = self.config.size, self.length, self.vocab, key, self.encode, next(self.parameters()).device
-        return Reader(*found) if self.vocab else Reader(*found, (2 * self.channels,))
+        device, each = next(self.parameters()).device, () if self.vocab else (2 * self.channels,)
+        return Reader(self.config.size, self.length, self.vocab, key, self.encode, device, each)
 
     def encoded(self, images: Tensor) -> Tensor:
         """Images [B, 3, H, W] -> the encoder's output at every place, [B, length, outputs]."""
@@ -275,12 +274,6 @@ def sampled(moments: Tensor, generator: torch.Generator | None = None) -> Tensor
     mean, log_var = moments.float().chunk(2, -1)
     noise = torch.randn(mean.shape, generator=generator).to(mean.device)
     return mean + (log_var / 2).exp() * noise
-
-
-def channels_last(module: M) -> M:
-    """The same module with its convolutions laid out channels last, as CPUs and tensor cores prefer."""
-    module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return module
 
 
 def read_tokenizer(folder: Path, dtype: torch.dtype = torch.float32, *, kind: type[A]) -> A:

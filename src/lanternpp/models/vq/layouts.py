@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lanternpp.errors import InputError
-from lanternpp.models.vq.vqgan import VQGAN, VQGANConfig, VQGANEncoder
+from lanternpp.models.vq.vqgan import VQGAN, VQGANConfig, VQGANEncoder, channels_last
 from lanternpp.nn.checkpoints import Store, config_as, save
 from lanternpp.nn.files import PICKLED, SAFE
 from lanternpp.nn.sources import SAME, Rename, Source, blank
@@ -54,7 +54,7 @@ MARKS = {
 
 def shape_of(source: Source, names: Names, prefix: str = "") -> dict[str, Any]:
     """Fields of a published tokenizer's `VQGANConfig`, from its tensors. InputError."""
-    shapes, body = source.shapes(), f"{prefix}decoder."
+    there, body = source.metas, f"{prefix}decoder."
     count = min(source.layers(re.escape(f"{body}{names.up}.")), MOST_STAGES + 1)
     stages = [f"{body}{stage}" for stage in names.stages(max(count, 1))]
     widths = [source.shape(f"{stage}.{names.block}.0.conv1.weight", 4)[0] for stage in reversed(stages)]
@@ -64,11 +64,11 @@ def shape_of(source: Source, names: Names, prefix: str = "") -> dict[str, Any]:
         "dim": dim,
         "channels": widths[0],
         "multiples": tuple(width // widths[0] for width in widths),
-        "blocks": sum(f"{stages[0]}.{names.block}.{i}.conv1.weight" in shapes for i in range(9)),
+        "blocks": sum(f"{stages[0]}.{names.block}.{i}.conv1.weight" in there for i in range(9)),
         "latent": source.shape(f"{prefix}post_quant_conv.weight", 4)[0],
-        "attention": f"{stages[0]}.attn.0.q.weight" in shapes,
+        "attention": f"{stages[0]}.attn.0.q.weight" in there,
         "unit": names.unit,
-        "spatial": f"{body}{names.middle[0]}.norm1.conv_y.weight" in shapes,
+        "spatial": f"{body}{names.middle[0]}.norm1.conv_y.weight" in there,
     }
 
 
@@ -112,12 +112,7 @@ def rules(config: VQGANConfig, names: Names, prefix: str = "", encoder: bool = F
 
 
 def read_vqgan(
-    source: Source,
-    dtype: torch.dtype,
-    names: Names = TAMING,
-    prefix: str = "",
-    device: torch.device | str = "cpu",
-    **fields: Any,
+    source: Source, dtype: torch.dtype, names: Names = TAMING, prefix: str = "", **fields: Any
 ) -> VQGAN:
     """The decoder in a checkpoint of a layout, below `prefix`, or in a folder of ours; its codebook in float32. InputError.
 
@@ -130,16 +125,14 @@ def read_vqgan(
         vq = VQGAN(config)
     below = re.escape(prefix)
     skip = [f"(?!{below}).*", f"{below}(?!{DRAWING}).*"]
-    source.fill(vq, [SAME] if ours else rules(config, names, below), dtype, () if ours else skip, device)
+    source.fill(vq, [SAME] if ours else rules(config, names, below), dtype, () if ours else skip)
     if not ours and not prefix:
         kind = dtype if names is LLAMAGEN else torch.float32
-        vq.encoder = partial(read_encoder, source, config, names, kind, device)
+        vq.encoder = partial(read_encoder, source, config, names, kind)
     return vq.prepare_for_inference()
 
 
-def read_encoder(
-    source: Source, config: VQGANConfig, names: Names, dtype: torch.dtype, device: torch.device | str
-) -> VQGANEncoder:
+def read_encoder(source: Source, config: VQGANConfig, names: Names, dtype: torch.dtype) -> VQGANEncoder:
     """The encoder in a checkpoint of such a layout. InputError where there is none."""
     if not any(name.startswith("encoder.mid.") for name in source.metas):
         raise InputError(
@@ -147,9 +140,8 @@ def read_encoder(
         )
     with blank(source.path):
         encoder = VQGANEncoder(config)
-    source.fill(encoder, rules(config, names, encoder=True), dtype, [f"(?!({READING})).*"], device)
-    encoder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return encoder.eval().requires_grad_(False)
+    source.fill(encoder, rules(config, names, encoder=True), dtype, [f"(?!({READING})).*"])
+    return channels_last(encoder).eval().requires_grad_(False)
 
 
 def find_tokenizer(folder: Path, given: Path | None = None) -> Source:

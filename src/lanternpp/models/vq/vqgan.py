@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from lanternpp.errors import InputError
 from lanternpp.nn.checkpoints import Blocks, Codes, Stages, Width
 from lanternpp.util.schema import Between
 
+M = TypeVar("M", bound=nn.Module)
 GROUPS = 32  # of every normalisation of published tokenizers
 
 
@@ -39,6 +40,12 @@ class VQGANConfig:
     def down(self) -> int:
         """Pixels of an image's side per code."""
         return 1 << (len(self.multiples) - 1)
+
+
+def channels_last(module: M) -> M:
+    """The same module with its convolutions laid out channels last, as CPUs and tensor cores prefer."""
+    module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return module
 
 
 def norm(channels: int, latent: int = 0, groups: int = GROUPS) -> nn.Module:
@@ -111,20 +118,14 @@ class Level(nn.Module):
     resize: "up", twice the size by repetition and a 3x3; "down", half of it by a 3x3 of stride 2; or "".
     """
 
-    up: nn.Module
-    down: nn.Module
-
     def __init__(self, inputs: int, outputs: int, blocks: int, attention: bool, resize: str, latent: int = 0):
         super().__init__()
         self.blocks = nn.ModuleList(
             Residual(outputs if i else inputs, outputs, latent) for i in range(blocks)
         )
         self.attention = nn.ModuleList(Attention(outputs, latent) for _ in range(blocks if attention else 0))
-        self.resize = resize
-        if resize:
-            up = resize == "up"
-            conv = nn.Conv2d(outputs, outputs, 3, stride=1 if up else 2, padding=int(up))
-            self.add_module(resize, conv)
+        self.up = nn.Conv2d(outputs, outputs, 3, padding=1) if resize == "up" else None
+        self.down = nn.Conv2d(outputs, outputs, 3, stride=2) if resize == "down" else None
 
     def forward(self, x: Tensor, *latents: Tensor) -> Tensor:
         """[B, inputs, H, W] -> [B, outputs, H', W']."""
@@ -132,9 +133,9 @@ class Level(nn.Module):
             x = block(x, *latents)
             if self.attention:
                 x = self.attention[i](x, *latents)
-        if self.resize == "up":
+        if self.up is not None:
             x = self.up(F.interpolate(x, scale_factor=2.0, mode="nearest"))
-        elif self.resize == "down":
+        if self.down is not None:
             # padded on the right and below, as it was trained
             x = self.down(F.pad(x, (0, 1, 0, 1)))
         return x
@@ -171,8 +172,7 @@ class VQGAN(nn.Module):
         """Call after loading weights: normalises the codebook and lays convolutions out channels last."""
         if self.config.unit:
             self.codebook = F.normalize(self.codebook, dim=-1)
-        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        return self.eval().requires_grad_(False)
+        return channels_last(self).eval().requires_grad_(False)
 
     @torch.no_grad()
     def decode(self, codes: Tensor) -> Tensor:
