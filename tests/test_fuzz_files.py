@@ -267,7 +267,7 @@ def test_an_index_of_shards(tmp_path: Path, document: Any) -> None:
     folder.mkdir(exist_ok=True)
     (folder / "model.safetensors.index.json").write_text(as_json(document))
     checkpoints.save_file({"weight": torch.zeros(4, 2)}, folder / "a.safetensors")
-    one_sentence(lambda: Source.open(folder).shapes())
+    one_sentence(lambda: Source.open(folder).metas)
 
 
 TENSORS = st.sampled_from(

@@ -141,7 +141,7 @@ def test_what_does_not_fit_is_named(change, said: str, tmp_path: Path) -> None:
 
 def test_what_is_no_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
     def refused(said: str, path: Path = tmp_path) -> None:
-        message = rejects(re.escape(said), lambda: Source.open(path).shapes())
+        message = rejects(re.escape(said), lambda: Source.open(path).metas)
         assert str(path) in message
 
     refused("is missing", tmp_path / "none")
@@ -181,7 +181,7 @@ def test_an_index_names_files_beside_it(files: object, said: str, tmp_path: Path
 
 def test_names_that_no_model_has_are_refused(tmp_path: Path) -> None:
     save_file({"n" * 600: torch.ones(1)}, tmp_path / "model.safetensors")
-    rejects("names of up to 600 characters", Source.open(tmp_path).shapes)
+    rejects("names of up to 600 characters", lambda: Source.open(tmp_path).metas)
 
 
 PEAK = """

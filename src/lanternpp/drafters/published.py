@@ -84,14 +84,14 @@ class PublishedDrafter(EagleDrafter):
 
 def norm_rows(source: Source) -> tuple[int, int] | None:
     """Rows of the norms of queries and keys, where a drafter of Chameleon's has them."""
-    if NORM not in source.shapes():
+    if NORM not in source.metas:
         return None
     return source.shape(NORM, 2)[0], source.shape(NORM.replace("q_norm", "k_norm"), 2)[0]
 
 
 def shape_of(source: Source, target: Target) -> EagleConfig:
     """The shape of a published drafter: from its tensors, and what they do not say from config.json or the target."""
-    shapes, published = source.shapes(), config_as(Published, source.config, source.path)
+    there, published = source.metas, config_as(Published, source.config, source.path)
     dim = source.shape("fc.weight", 2)[0]
     heads = published.num_attention_heads or target.decoder.config.heads
     config = {
@@ -99,11 +99,11 @@ def shape_of(source: Source, target: Target) -> EagleConfig:
         "heads": heads,
         "hidden": source.shape("layers.0.mlp.up_proj.weight", 2)[0],
         "layers": source.layers(),
-        "bias": "fc.bias" in shapes,
-        "first_norm": "layers.0.input_layernorm.weight" in shapes,
-        "final_norm": "norm.weight" in shapes,
+        "bias": "fc.bias" in there,
+        "first_norm": "layers.0.input_layernorm.weight" in there,
+        "final_norm": "norm.weight" in there,
         "kv_heads": source.shape("layers.0.self_attn.k_proj.weight", 2)[0] * heads // dim,
         "norm_eps": published.rms_norm_eps,
-        "qk_norm": NORM in shapes,
+        "qk_norm": NORM in there,
     }
     return EagleConfig.of(config, source.path)

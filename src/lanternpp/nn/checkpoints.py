@@ -160,7 +160,7 @@ def read_tensors(
             tensor, int8 = get(name), None
             if tensor.dtype in (torch.int8, torch.uint8) and name + SCALE in there:
                 int8 = unpack_int6(tensor) if tensor.dtype == torch.uint8 else tensor, get(name + SCALE)
-                tensor = dequantised(tensor, int8[1])
+                tensor = dequantised(*int8)
             check_finite(name, tensor, path)
             yield name, tensor, int8
 

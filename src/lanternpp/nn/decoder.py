@@ -183,15 +183,14 @@ class Norm(nn.Module):
 class HeadNorm(nn.Module):
     """LayerNorm over the channels of each head, with a weight and a bias of its own (ViT-22B, arXiv 2302.05442)."""
 
-    def __init__(self, heads: int, head_dim: int, eps: float = 1e-5):
+    def __init__(self, heads: int, head_dim: int):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(heads, head_dim))
         self.bias = nn.Parameter(torch.zeros(heads, head_dim))
-        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., H, d] -> the same shape."""
-        unit = F.layer_norm(x, x.shape[-1:], eps=self.eps)
+        unit = F.layer_norm(x, x.shape[-1:])
         return torch.addcmul(self.bias.to(x.dtype), unit, self.weight.to(x.dtype))
 
 

@@ -14,7 +14,7 @@ import pickle
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,18 +66,16 @@ def opened(path: Path) -> Iterator[tuple[list[str], Get]]:
             raise InputError(f"{path} holds no named tensors, at the top or under {', '.join(INSIDE)}.")
         yield list(found), found.__getitem__
         return
-    with wrong_file(f"{path} is truncated or no safetensors file"):
-        file = safe_open(path, framework="pt").__enter__()
-        names = list(file.keys())
+    with ExitStack() as stack:
+        with wrong_file(f"{path} is truncated or no safetensors file"):
+            file = stack.enter_context(safe_open(path, framework="pt"))
+            names = list(file.keys())
 
-    def get(name: str) -> Tensor:
-        with wrong_file(f"{path}: {name} cannot be read"):
-            return file.get_tensor(name)
+        def get(name: str) -> Tensor:
+            with wrong_file(f"{path}: {name} cannot be read"):
+                return file.get_tensor(name)
 
-    try:
         yield names, get
-    finally:
-        file.__exit__(None, None, None)
 
 
 def metas(path: Path, any_names: bool = False) -> dict[str, Tensor]:

@@ -29,12 +29,6 @@ from lanternpp.nn.files import files, listed, metas
 CHUNK = 1 << 26  # bytes read before a file is opened anew, which frees the pages that were read
 
 
-def halves(tensor: Tensor, head_dim: int) -> Tensor:
-    """Rows [heads * head_dim, ...] whose neighbours are rotary pairs, as half against half within each head."""
-    pairs = tensor.unflatten(0, (-1, head_dim // 2, 2))
-    return pairs.transpose(1, 2).reshape(tensor.shape)
-
-
 @dataclass(frozen=True)
 class Rename:
     """How a tensor of a checkpoint maps into one of ours; every rule that matches a name applies.
@@ -61,7 +55,10 @@ class Rename:
             tensor = tensor[self.rows.to(tensor.device)]
         elif self.rows is not None:
             tensor = tensor[self.rows[0] : self.rows[1]]
-        return halves(tensor, self.halves) if self.halves else tensor
+        if self.halves:  # half against half within each head
+            pairs = tensor.unflatten(0, (-1, self.halves // 2, 2))
+            tensor = pairs.transpose(1, 2).reshape(tensor.shape)
+        return tensor
 
     def place(self, own: Tensor) -> Tensor:
         """The rows of our tensor that are filled."""
@@ -202,15 +199,11 @@ class Source:
             {k: v for held in self._contents.values() for k, v in held.items()}, self.path
         )
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes, read from headers."""
-        return {name: tuple(meta.shape) for name, meta in self.metas.items()}
-
     def shape(self, name: str, dims: int) -> tuple[int, ...]:
         """The shape of a tensor that must be there, of so many dimensions, none of them empty. InputError."""
-        found = self.shapes().get(name)
-        if found is None:
+        if name not in self.metas:
             raise InputError(f"{self.path} lacks {name}: it is another model's, or a part of one.")
+        found = tuple(self.metas[name].shape)
         if len(found) != dims or 0 in found:
             raise InputError(f"{self.path}: {name} is {found} where {dims} dimensions are expected.")
         return found
