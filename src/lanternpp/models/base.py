@@ -71,9 +71,7 @@ class Target(nn.Module, ABC):
     """
 
     vocab: int  # V; 0 of latents
-    channels: int = (
-        0  # C, the numbers of a latent, where pictures are of continuous latents; 0: they are of codes
-    )
+    channels: int = 0  # C, numbers of a continuous latent; 0: pictures are of codes
     length: int  # codes of an image, in raster order
     width: int  # codes of one image row
     slots: int  # the most prompt slots T that a condition takes

@@ -571,7 +571,7 @@ def test_a_published_drafter_may_norm_queries_and_keys_as_its_target_does(
 def test_sizes_of_glm_image_and_how_its_checkpoint_samples(
     glm: tuple[Path, Any, Any], tmp_path: Path
 ) -> None:
-    sized = functools.partial(GlmImage.raster_of, None, None)  # type: ignore[arg-type]
+    sized = functools.partial(GlmImage.raster_of, GlmImage, None)  # type: ignore[arg-type]
     pictures = sized("1024")
     assert (pictures.rows, pictures.columns, pictures.small.rows, pictures.length) == (32, 32, 16, 1280)
     for wrong in ("100", "4096x2048", "32x16384"):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target, quoted
 from lanternpp.models.hub import quiet
-from lanternpp.models.transformers.call import MODE, Call, set_length
+from lanternpp.models.transformers.call import MODE, Call, set_length, token_rows
 from lanternpp.models.transformers.decoder import TransformersDecoder, replica
 from lanternpp.models.transformers.format import Format, Raster
 from lanternpp.models.transformers.opening import CORRECT, Text, adapted, opened
@@ -52,9 +52,11 @@ class TransformersTarget(Target):
     usual: ClassVar[str]  # the size in pixels where none is given
     largest: ClassVar[int]  # codes of the largest picture
     step: ClassVar[int] = 1  # codes of a step of the size
-    raster: Raster | None = None  # of a model that `read` opened
+    raster = Raster(0, 0)  # of no codes unless `read` opened the model
+    fixed_size = False  # whether the user gave a size
     text: Text
     packing: str | None = None  # the dtype in which `pack` gives weights to the kernels
+    stride = STRIDE  # prompts of texts are padded to a multiple of it
 
     def __init__(
         self, model: Any, body: Any, codes: Sequence[int], row_end: int | None = None, qk_norm: bool = False
@@ -78,20 +80,19 @@ class TransformersTarget(Target):
 
     @classmethod
     def read(cls, source: Source, dtype: torch.dtype, device: torch.device | str = "cpu") -> Self:
-        """The model in `source`, opened by its own class; its tokenizer lies beside it."""
-        target = cls.opened(source, dtype).to(device)
-        target.text = target.text_of(source.folder)
-        size = source.given.get("size") or source.config.get("size")
-        target.draw_size(source, None if size is None else str(size))
-        target.packing = source.packing
-        return target.eval().requires_grad_(False)
-
-    @classmethod
-    def opened(cls, source: Source, dtype: torch.dtype) -> Self:
-        """The adapter of the model in `source`."""
+        """The model in `source`, opened by its own class; its tokenizers lie beside it."""
         make: Callable[[Any], Self] = cls
         with wrong_file(f"{source.path} cannot be opened", CORRECT):
-            return adapted(make, cls.model_in(source, dtype, cls.lacking))
+            target = adapted(make, cls.model_in(source, dtype, cls.lacking))
+        target.read_vq(source, dtype)
+        target.to(device)
+        target.text = target.text_of(source.folder)
+        size = source.given.get("size") or source.config.get("size")
+        raster = target.raster_of(source, None if size is None else str(size))
+        target.fixed_size = "size" in source.given
+        target._lay_out(raster, target.room(raster))
+        target.packing = source.packing
+        return target.eval().requires_grad_(False)
 
     @classmethod
     def model_in(cls, source: Source, dtype: torch.dtype, lacking: tuple[str, ...]) -> Any:
@@ -103,16 +104,14 @@ class TransformersTarget(Target):
         """Fields of a config, whatever the checkpoint's config.json says. InputError."""
         return {}
 
+    def read_vq(self, source: Source, dtype: torch.dtype) -> None:
+        """Read the tokenizer of pictures, where it is not a part of the model."""
+        return
+
     @staticmethod
     def text_of(folder: Path) -> Text:
         """The tokenizer of prompts."""
         return Text(folder)
-
-    def draw_size(self, source: Source, size: str | None) -> None:
-        """Draw from texts, pictures of a size as `raster_of` has it. InputError where they do not fit."""
-        self.fixed_size = "size" in source.given
-        raster = self.raster_of(source, size)
-        self._lay_out(raster, self.room(raster))
 
     def room(self, raster: Raster, shown: int = 0) -> int:
         """The prompt slots beside a picture, where `shown` tokens of a prompt are pictures. InputError where it does not fit."""
@@ -206,11 +205,6 @@ class TransformersTarget(Target):
             self._kinds = torch.tensor(format.kinds, device=self.device)
         return before != (slots, self.length, self.width, ids)
 
-    @property
-    def stride(self) -> int:
-        """Prompts of texts are padded to a multiple of it."""
-        return STRIDE
-
     def positions(self, slot: Tensor) -> Tensor:
         """Slots [R, N] -> the model's `position_ids`, of the same shape or [3, R, N]."""
         return slot
@@ -220,7 +214,7 @@ class TransformersTarget(Target):
 
         InputError where a text is too long, or guidance is asked of a model that has none.
         """
-        if self.raster is None:
+        if not self.raster.length:
             (condition,) = conditions
             return self.prompts[int(condition or 0)]
         if branches > 1 and self.unguided:
@@ -289,7 +283,7 @@ class TransformersTarget(Target):
 
     def pixels(self, codes: Tensor) -> Tensor:
         """codes [B, length] -> images [B, 3, H, W] in [-1, 1]; InputError where the model itself or another draws them."""
-        if self.raster is None:
+        if not self.raster.length:
             raise InputError("pixels are made by the transformers model, from what generate returns")
         if self.without_pixels:
             raise InputError(self.without_pixels)
@@ -313,7 +307,7 @@ class TransformersTarget(Target):
         raster, latents = self.raster, self.latents
         if self.without_pixels:
             return super().reader()
-        if raster is None or latents is None or raster.rows != raster.columns:
+        if not raster.length or latents is None or raster.rows != raster.columns:
             raise InputError("only square pictures can be read for --data: use --self, or another size.")
         side = raster.rows * self.pixels_per_code
         lay = partial(raster.lay, end=len(self.codes))
@@ -345,7 +339,6 @@ class TransformersTarget(Target):
             return super().save(folder, store)
         if store not in ("float32", "bfloat16"):
             raise InputError(f"a {type(self).__name__} is written in float32 or bfloat16, not {store}")
-        assert self.raster is not None
         place, side = folder / "target", self.pixels_per_code
         self.model.config.size = f"{self.raster.columns * side}x{self.raster.rows * side}"
         with quiet():
@@ -379,8 +372,16 @@ class TransformersTarget(Target):
         return Format.probed(read.allowed, read.suppressed, call.ids, call.room, set(self.codes), call.ends)
 
     def unconditional_rows(self, call: Call) -> list[list[int]]:
-        """The unconditional rows of guidance: `negative_prompt_ids`, or the last token of each prompt."""
-        return call.unconditional_rows()
+        """The unconditional rows of guidance: `negative_prompt_ids`, or the last token of each prompt. InputError."""
+        ids, count = call.processors.unconditional, len(call.ids)
+        if ids is None:
+            return [[row[-1]] for row in call.ids.tolist()]
+        rows = token_rows(ids, call.processors.unconditional_mask)
+        if count % len(rows):
+            raise InputError(
+                f"{len(rows)} negative prompts do not go with {count} prompts; give one for each"
+            )
+        return [row for row in rows for _ in range(count // len(rows))]
 
     def sequences(self, codes: Tensor, format: Format, call: Call) -> Tensor:
         """What `generate` returns for codes [B, length]: the prompts, and the tokens after them."""

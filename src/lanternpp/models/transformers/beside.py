@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from lanternpp.models.vq.layouts import read_vqgan, save_tokenizer
 from lanternpp.models.vq.vqgan import VQGAN
 from lanternpp.nn.checkpoints import CONFIG, Store
 from lanternpp.nn.sources import Source
-from lanternpp.types import Depicted
 
 MOST = 1 << 14  # codes of a picture
 
@@ -31,7 +30,7 @@ class TokenizerBeside(TransformersTarget):
     """Codes are looked up and become pixels in a `VQGAN`, which a model of the user's comes without."""
 
     vq_files: ClassVar[tuple[str, ...]]  # in the folder of a checkpoint, or beside it
-    vq_hub: ClassVar[str | None] = None  # where its authors publish it
+    vq_hub: ClassVar[str] = ""  # where its authors publish it
     within: ClassVar[str] = ""  # the beginning of its tensors' names in a checkpoint that has them
     vqgan: VQGAN | None  # of a model that `read` opened
 
@@ -39,26 +38,16 @@ class TokenizerBeside(TransformersTarget):
         super().__init__(model, body, codes, **more)
         self.vqgan = None
 
-    @classmethod
-    def opened(cls, source: Source, dtype: torch.dtype) -> Self:
-        """The adapter with its tokenizer of pictures."""
-        target = super().opened(source, dtype)
-        target.read_vq(source, dtype)
-        return target
-
     def read_vq(self, source: Source, dtype: torch.dtype) -> None:
         """Read the tokenizer: given, from the checkpoint's tensors that begin with `within`, from a folder of ours, from a
         file beside the checkpoint, or from the hub. InputError where it is nowhere, or has other codes.
         """
-        within = self.within
-        folder, given = source.folder, source.given.get("tokenizer")
-        ours = folder.parent / "tokenizer"
+        within, given = self.within, source.given.get("tokenizer")
         if given is None and within and f"{within}decoder.conv_in.weight" in source.metas:
             self.vqgan = read_vqgan(source, dtype, prefix=within)
-        elif given is None and folder.name == "target" and (ours / CONFIG).is_file():
-            self.vqgan = self.tokenizer_in(Source.open(ours), dtype)
         else:
-            self.vqgan = self.tokenizer_in(Source.open(Path(given) if given else self._found(folder)), dtype)
+            place = Path(given) if given else self._found(source.folder)
+            self.vqgan = self.tokenizer_in(Source.open(place), dtype)
         check_codes(source.path, len(self.codes), source.path, self.vqgan.config.codes)
 
     def tokenizer_in(self, source: Source, dtype: torch.dtype) -> VQGAN:
@@ -67,12 +56,14 @@ class TokenizerBeside(TransformersTarget):
 
     def _found(self, folder: Path) -> Path:
         """The path of the tokenizer."""
-        found = next((path for name in self.vq_files if (path := folder / name).exists()), None)
-        hub = found or hub_id(self.vq_hub or "")
-        if isinstance(hub, Path):
-            return hub
+        ours = folder.parent / "tokenizer"
+        if folder.name == "target" and (ours / CONFIG).is_file():
+            return ours
+        for name in self.vq_files:
+            if (folder / name).exists():
+                return folder / name
         reason = ""
-        if hub is not None:
+        if hub := hub_id(self.vq_hub):
             try:
                 return fetch(hub)
             except InputError as error:
@@ -126,11 +117,6 @@ class TokenizerBeside(TransformersTarget):
         parts = super().save(folder, store)
         save_tokenizer(self.vq, folder / "tokenizer", store)
         return [*parts, "tokenizer"]
-
-
-def shown(prompt: str | None) -> Sequence[Tensor]:
-    """The pictures of a prompt."""
-    return prompt.pictures if isinstance(prompt, Depicted) else ()
 
 
 class LanguageModel(TokenizerBeside):

@@ -117,18 +117,6 @@ class Call:
         """The most new tokens."""
         return int(self.config.max_length) - self.ids.shape[1]
 
-    def unconditional_rows(self) -> list[list[int]]:
-        """The rows of `negative_prompt_ids`, one for each prompt, or the last token of each prompt. InputError."""
-        ids = self.processors.unconditional
-        if ids is None:
-            return [[row[-1]] for row in self.ids.tolist()]
-        rows = token_rows(ids, self.processors.unconditional_mask)
-        if len(self.ids) % len(rows):
-            raise InputError(
-                f"{len(rows)} negative prompts do not go with {len(self.ids)} prompts; give one for each"
-            )
-        return [row for row in rows for _ in range(len(self.ids) // len(rows))]
-
     def finished(self, tokens: Tensor, tail: Sequence[int]) -> Tensor:
         """Drawn tokens [B, n] -> what `generate` returns: the prompts, the tokens, and as much of `tail` as has room.
 

@@ -23,7 +23,7 @@ from transformers import AttentionInterface
 
 from lanternpp.errors import InputError
 from lanternpp.models.transformers.stack import rotary_table, stack_of
-from lanternpp.nn.backend import DecoderForward, backend
+from lanternpp.nn.backend import backend
 from lanternpp.nn.decoder import Decoder, DecoderConfig, Stack, line_table
 from lanternpp.util.devices import free_memory
 from lanternpp.util.registry import unknown
@@ -92,20 +92,14 @@ class TransformersDecoder(Decoder):
     """A decoder whose layers and final norm are those of a transformers model.
 
     body: the module that takes `inputs_embeds` and returns `last_hidden_state`. positions: from positions [R, N] to the
-    model's `position_ids`, where these are not the same. One thread at a time may use it.
+    model's `position_ids`. One thread at a time may use it.
     """
 
-    native: DecoderForward | None = None
     # of the running pass, with the number of a layer
     _attend: Callable[[int, Tensor, Tensor, Tensor], Tensor]
     packed_bytes = 0  # of the weights' copy
 
-    def __init__(
-        self,
-        body: Any,
-        qk_norm: bool = False,
-        positions: Callable[[Tensor], Tensor] = lambda position: position,
-    ):
+    def __init__(self, body: Any, qk_norm: bool, positions: Callable[[Tensor], Tensor]):
         nn.Module.__init__(self)
         self.body, self.positions = body, positions
         self.config, given = shape_of(body.config, qk_norm), body.config

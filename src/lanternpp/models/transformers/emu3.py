@@ -54,7 +54,6 @@ class Emu3(TransformersTarget):
 
     def _request(self, words: str) -> list[int]:
         text, raster = self.text, self.raster
-        assert raster is not None
         size = text.ids(f"{raster.rows}*{raster.columns}")
         return [text.id(BEGIN), *text.ids(words), text.id(IMAGE), *size, text.id(CODES)]
 

@@ -15,10 +15,11 @@ from typing import Any
 from torch import Tensor
 
 from lanternpp.errors import InputError
-from lanternpp.models.transformers.beside import Depicted, TokenizerBeside, shown
+from lanternpp.models.transformers.beside import TokenizerBeside
 from lanternpp.models.transformers.format import Raster
 from lanternpp.models.transformers.opening import Ranks, Text
 from lanternpp.nn.sources import Source
+from lanternpp.types import Depicted
 
 BEGIN, ANSWER = "<|extra_203|>", "<|extra_100|>"
 IMAGE, CODES, END = "<|image start|>", "<|image token|>", "<|image end|>"
@@ -72,7 +73,7 @@ class Emu35(TokenizerBeside):
 
     def conditional(self, text: str) -> list[int]:
         """The task with the pictures that the prompt shows and its text, and the size."""
-        task = TASK.format(task="x2i" if shown(text) else "t2i")
+        task = TASK.format(task="x2i" if isinstance(text, Depicted) else "t2i")
         return self._request(task, text, f"{text} {ANSWER_FROM}")
 
     def unconditional(self, text: str | None) -> list[int]:
@@ -80,13 +81,13 @@ class Emu35(TokenizerBeside):
         return self._request(NO_TASK, text, f" {ANSWER_FROM}")
 
     def _request(self, before: str, prompt: str | None, after: str) -> list[int]:
-        text, raster, pictures = self.text, self.raster, shown(prompt)
-        assert raster is not None
-        begin, drawn = [text.id(BEGIN)], self._sized(raster.rows, raster.columns)
-        if not pictures:
-            return [*begin, *text.ids(before + after), text.id(ANSWER), *drawn]
-        middle = [token for grid in pictures for token in self._picture(grid)]
-        return [*begin, *text.ids(before), *middle, *text.ids(after), text.id(ANSWER), *drawn]
+        text, raster = self.text, self.raster
+        if isinstance(prompt, Depicted):
+            shown = [token for grid in prompt.pictures for token in self._picture(grid)]
+            words = [*text.ids(before), *shown, *text.ids(after)]
+        else:
+            words = text.ids(before + after)
+        return [text.id(BEGIN), *words, text.id(ANSWER), *self._sized(raster.rows, raster.columns)]
 
     def _sized(self, rows: int, columns: int) -> list[int]:
         """The tokens before the codes of a picture."""
@@ -94,18 +95,16 @@ class Emu35(TokenizerBeside):
 
     def _picture(self, grid: Tensor) -> list[int]:
         """A picture of codes [rows, columns] in a prompt."""
-        laid = self._raster(grid).lay(grid[None], len(self.codes))
-        return [*self._sized(*grid.shape), *self.token_ids(laid[0]).tolist(), self.text.id(END)]
-
-    def _raster(self, grid: Tensor) -> Raster:
-        return Raster(grid.shape[0], grid.shape[1], True)
+        rows, columns = grid.shape
+        laid = Raster(rows, columns, True).lay(grid[None], len(self.codes))
+        return [*self._sized(rows, columns), *self.token_ids(laid[0]).tolist(), self.text.id(END)]
 
     def depicted(self, prompt: str, pictures: Sequence[Any], own_shape: bool = True) -> Depicted:
         """Pictures as codes, each of about as many as a picture from text, in its own shape."""
         raster, made = self.raster, Depicted(prompt)
-        assert raster is not None
         made.pictures = [self.read_picture(one, raster.rows * raster.columns) for one in pictures]
         if own_shape and not self.fixed_size:
-            raster = self._raster(made.pictures[-1])
+            rows, columns = made.pictures[-1].shape
+            raster = Raster(rows, columns, True)
         made.shape = raster, self.room(raster, sum(len(self._picture(grid)) for grid in made.pictures))
         return made

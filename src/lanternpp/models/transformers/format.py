@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import isqrt
-from typing import Any
+from math import isqrt, sqrt
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from lanternpp.errors import InputError
 
 Allowed = Callable[[int, Tensor], Any]
 """transformers' `prefix_allowed_tokens_fn`."""
+SMALL = 16  # codes of a square small picture's side
 REMEMBERED = 16  # returned lists of tokens that are recognised when they are returned again
 RESTORE = "leave it out, or undo the acceleration with lanternpp.restore(model)"
 
@@ -28,7 +29,7 @@ class Raster:
     ends: bool = False
 
     @classmethod
-    def of(cls, size: str, patch: int, ends: bool, most: int, step: int = 1) -> Raster:
+    def of(cls, size: str, patch: int, ends: bool, most: int, step: int = 1) -> Self:
         """A size such as "768x512" in pixels (width first) or "768", of codes `patch` pixels wide.
 
         Raises InputError unless both sides are multiples of `step` codes and the image has at most `most`.
@@ -90,9 +91,13 @@ class Raster:
 
 @dataclass(frozen=True)
 class TwoPictures(Raster):
-    """A small picture, then the large one, whose rows and columns these are."""
+    """A small picture of the same shape, then the large one, whose rows and columns these are."""
 
-    small: Raster = Raster(1, 1)
+    @property
+    def small(self) -> Raster:
+        """The small picture's, about as many codes as a square of `SMALL`."""
+        ratio = self.rows / self.columns
+        return Raster(int(sqrt(ratio) * SMALL), int(sqrt(1 / ratio) * SMALL))
 
     @property
     def length(self) -> int:

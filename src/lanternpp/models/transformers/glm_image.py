@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from math import sqrt
 from typing import Any
 
 import torch
@@ -26,9 +25,6 @@ from lanternpp.nn.files import wrong_file
 from lanternpp.nn.sources import Source
 from lanternpp.types import Depicted
 
-SIZE, MOST = "1024", 4096  # pixels of a square; codes of the largest picture
-PATCH, SMALL = 32, 16  # pixels of a code's side; codes of a square small picture's side
-
 
 class GlmImage(TransformersTarget):
     """Its `generate` draws any token anywhere until one ends the sequence, with positions on two grids.
@@ -39,8 +35,8 @@ class GlmImage(TransformersTarget):
 
     class_name, model_type = "GlmImageForConditionalGeneration", "glm_image"
     about = "the autoregressive part of GLM-Image in transformers' layout"
-    any_size = True
-    unit = True
+    any_size = unit = True
+    usual, largest, pixels_per_code = "1024", 4096, 32
     unguided = "GLM-Image draws codes without guidance, which its diffusion decoder has"
     without_pixels = (
         'GLM-Image\'s codes become a picture in its diffusion decoder: draw with output_type="codes", and give '
@@ -56,20 +52,6 @@ class GlmImage(TransformersTarget):
         found = {name: value for name in names if (value := getattr(config, name, None))}
         self.recommended = {"cfg": 1.0, **found}
 
-    def draw_size(self, source: Source, size: str | None) -> None:
-        """Codes are those of the codebook alone."""
-        self.codes = self.codes[: self.model.config.vq_config.num_embeddings]
-        pictures = self.raster_of(source, size)
-        grids = torch.tensor([[1, one.rows, one.columns] for one in (pictures, pictures.small)])
-        start = torch.full((1, 1), self.model.config.image_start_token_id)
-        _, self.table = self.places(start, grids)
-        super().draw_size(source, size)
-
-    @property
-    def stride(self) -> int:
-        """All slots."""
-        return self.slots
-
     def positions(self, slot: Tensor) -> Tensor:
         """Slots [R, N] -> [3, R, N]."""
         at, table = slot - self.slots + self.ahead, self.table.to(slot.device)
@@ -77,8 +59,14 @@ class GlmImage(TransformersTarget):
         return found.where((at >= 0)[..., None], slot[..., None]).permute(2, 0, 1)
 
     def _lay_out(self, raster: Raster, slots: int, table: bytes = b"") -> None:
-        if table:
-            self.table = torch.frombuffer(bytearray(table), dtype=torch.int64).view(-1, 3).to(self.device)
+        # codes of the codebook alone
+        self.codes, self.stride = self.codes[: self.model.config.vq_config.num_embeddings], slots
+        if isinstance(raster, TwoPictures):
+            grids = torch.tensor([[1, one.rows, one.columns] for one in (raster, raster.small)])
+            start = torch.full((1, 1), self.model.config.image_start_token_id)
+            _, self.table = self.places(start, grids)
+        else:
+            self.table = torch.frombuffer(bytearray(table), dtype=torch.int64).view(-1, 3)
             self.ahead = slots
         super()._lay_out(raster, slots)
 
@@ -95,17 +83,14 @@ class GlmImage(TransformersTarget):
 
     def raster_of(self, source: Source, size: str | None) -> TwoPictures:
         """A small picture and a large one of the same shape."""
-        large = Raster.of(size or SIZE, PATCH, False, MOST)
-        ratio = large.rows / large.columns
-        small = Raster(int(sqrt(ratio) * SMALL), int(sqrt(1 / ratio) * SMALL))
-        if not small.length:
+        pictures = TwoPictures.of(size or self.usual, self.pixels_per_code, False, self.largest)
+        if not pictures.small.length:
             raise InputError(f"size {size} is too narrow: its small picture would have no codes")
-        return TwoPictures(large.rows, large.columns, small=small)
+        return pictures
 
     @property
     def large(self) -> Raster:
         """The large picture's."""
-        assert self.raster is not None
         return Raster(self.raster.rows, self.raster.columns)
 
     def conditional(self, text: str) -> list[int]:
@@ -128,8 +113,9 @@ class GlmImage(TransformersTarget):
 
     def _request(self, text: str, pictures: Sequence[Any] = ()) -> Any:
         content = [{"type": "image", "image": one} for one in pictures] + [{"type": "text", "text": text}]
-        size = {"target_h": self.large.rows * PATCH, "target_w": self.large.columns * PATCH}
-        call = {"tokenize": True, "return_dict": True, "return_tensors": "pt", **size}
+        height, width = (n * self.pixels_per_code for n in (self.raster.rows, self.raster.columns))
+        call = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+        call |= {"target_h": height, "target_w": width}
         with quiet():
             return self._processor.apply_chat_template([{"role": "user", "content": content}], **call)
 

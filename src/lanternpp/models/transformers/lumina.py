@@ -72,13 +72,11 @@ class Lumina(Chameleon):
     def conditional(self, text: str) -> list[int]:
         """The first token, the request <reserved08706>, and the size."""
         raster, ids, side = self.raster, self.text, self.pixels_per_code
-        assert raster is not None
         text = REQUEST.format(size=f"{raster.columns * side}x{raster.rows * side}", prompt=text)
         begin = ids.begin if isinstance(ids, FirstToken) else BEGIN
         return [ids.id(begin), *ids.ids(text), ids.id(END_OF_TURN), *self.unconditional(None)]
 
     def unconditional(self, text: str | None) -> list[int]:
         """<racm3:break> and the size."""
-        assert self.raster is not None
         sides = (self.raster.rows, self.raster.columns)
         return [self.text.id(DRAW), *(self.text.id(f"<reserved{8800 + n // self.step:05d}>") for n in sides)]

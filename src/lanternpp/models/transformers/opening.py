@@ -143,7 +143,7 @@ def opened(
     check_sizes(source.config, source.path)
     left_out = ("dtype", "transformers_weights")  # the second names another file
     given = {name: value for name, value in source.config.items() if name not in left_out} | dict(fields)
-    with quiet(), wrong_file(f"{source.path} cannot be opened", CORRECT):
+    with quiet():
         config = made.config_class.from_dict(given)
         with blank():
             expected = sum(x.numel() for x in made(config).parameters())
@@ -155,14 +155,9 @@ def opened(
             f"{source.path}: config.json asks for {expected:,} weights and the files hold {held:,}."
         )
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False, "weights_only": True}
+    options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
     if source.given.get("tensor_parallel"):
         options["distributed_config"] = DistributedConfig(tp_plan="auto")
-    options |= {
-        "ignore_mismatched_sizes": True,
-        "output_loading_info": True,
-        "config": config,
-        "dtype": dtype,
-    }
     with quiet(), wrong_file(f"{source.path} cannot be opened"), ExitStack() as stack:
         first = next((path for name in USUAL if (path := source.folder / name).is_file()), None)
         place = source.folder if first and files(first) == source.files else None
@@ -171,7 +166,7 @@ def opened(
             options["state_dict"] = {name: get(name) for names, get in parts for name in names}
             if (source.folder / GENERATION).is_file():
                 options["generation_config"] = transformers.GenerationConfig.from_pretrained(source.folder)
-        model, found = made.from_pretrained(place, **options)
+        model, found = made.from_pretrained(place, config=config, dtype=dtype, **options)
     wrong = {name: f"missing {name}" for name in sorted(found["missing_keys"])}
     for name, theirs, ours in sorted(found["mismatched_keys"]):
         wrong[name] = f"{name} is {tuple(theirs)} where {tuple(ours)} is expected"
