@@ -89,23 +89,20 @@ def listing(source: HubId) -> list[str]:
     """The files of a repository. Raises InputError where there is no such repository, UnreachableError without an answer."""
     from huggingface_hub import HfApi, errors
 
-    terms = "asks for its terms to be accepted; accept them on its page, then log in: hf auth login"
-    sentences = {
-        errors.GatedRepoError: f"{source.repo} {terms}",
-        errors.RepositoryNotFoundError: f"model {str(source)!r} is neither here nor on the hub; check the id, or log in if it is "
-        "private: hf auth login",
-        errors.RevisionNotFoundError: f"{source.repo} has no revision {source.revision!r}; name a branch, tag or commit",
-    }
     try:
         info = HfApi().model_info(source.repo, revision=source.revision, timeout=TIMEOUT)
         return [file.rfilename for file in info.siblings or []]
     except errors.HFValidationError as error:
-        raise InputError(f"{source} is not an id of the hub: {reason(error)}") from None
+        why = f"{source} is not an id of the hub: {reason(error)}"
+    except errors.GatedRepoError:
+        why = f"{source.repo} asks for its terms to be accepted; accept them on its page, then log in: hf auth login"
+    except errors.RepositoryNotFoundError:
+        why = f"model {str(source)!r} is neither here nor on the hub; check the id, or log in if it is private: hf auth login"
+    except errors.RevisionNotFoundError:
+        why = f"{source.repo} has no revision {source.revision!r}; name a branch, tag or commit"
     except Exception as error:  # the errors of whichever HTTP client the hub's library uses
-        for kind, sentence in sentences.items():
-            if isinstance(error, kind):
-                raise InputError(sentence) from None
         raise UnreachableError(reason(error)) from None
+    raise InputError(why)
 
 
 def choose(source: HubId, files: Sequence[str]) -> list[str]:
