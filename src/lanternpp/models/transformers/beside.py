@@ -31,6 +31,7 @@ class TokenizerBeside(TransformersTarget):
 
     vq_files: ClassVar[tuple[str, ...]]  # in the folder of a checkpoint, or beside it
     vq_hub: ClassVar[str] = ""  # where its authors publish it
+    vq_hint: ClassVar[str] = ""  # more about the file, for the message that it is missing
     within: ClassVar[str] = ""  # the beginning of its tensors' names in a checkpoint that has them
     vqgan: VQGAN | None  # of a model that `read` opened
 
@@ -69,7 +70,7 @@ class TokenizerBeside(TransformersTarget):
             except InputError as error:
                 reason = f" ({error})"
         raise InputError(
-            f"{folder} has no VQ decoder: put {self.vq_files[0]} there, or use lanternpp models convert MODEL OUT --vq FILE{reason}"
+            f"{folder} has no VQ decoder: put {self.vq_files[0]} there, or use lanternpp models convert MODEL OUT --vq FILE{reason}{self.vq_hint}"
         )
 
     @property

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from lanternpp.errors import InputError
 from lanternpp.models.transformers.beside import LanguageModel
 from lanternpp.models.vq.cosmos import read_cosmos
 from lanternpp.models.vq.vqgan import VQGAN
@@ -45,16 +43,11 @@ class SimpleAR(LanguageModel):
     draws_after, text_tokens, levels = DRAW, 151_672, (8, 8, 8, 5, 5, 5)
     sizes = ("1024", "768", "512", "256")
     vq_files = ("vq_cosmos.safetensors",)
+    vq_hint = "; docs/models.md says how to make it of Cosmos' decoder.jit"
 
     def tokenizer_in(self, source: Source, dtype: torch.dtype) -> VQGAN:
         """The decoder of NVIDIA's weights, or of a folder of ours."""
         return read_cosmos(source, fsq_points(self.levels), dtype)
-
-    def _found(self, folder: Path) -> Path:
-        try:
-            return super()._found(folder)
-        except InputError as error:
-            raise InputError(f"{error}; docs/models.md says how to make it of Cosmos' decoder.jit") from None
 
     def conditional(self, text: str) -> list[int]:
         """The prompt, and the words that precede every prompt."""
