@@ -362,14 +362,13 @@ class TransformersTarget(Target):
 
     def format(self, call: Call) -> Format:
         """The places of the pictures of a call: a square of codes, unless it says otherwise. InputError where it has to."""
-        read = call.processors
-        if read.allowed is None and self.count:
-            return Format.plain(min(self.count, call.room))
-        if read.allowed is None:
+        if call.processors.allowed is not None:
+            return call.probed(set(self.codes))
+        if not self.count:
             raise InputError(
                 f"{type(self).__name__} needs prefix_allowed_tokens_fn, which says where codes and row ends stand"
             )
-        return Format.probed(read.allowed, read.suppressed, call.ids, call.room, set(self.codes), call.ends)
+        return Format.plain(min(self.count, call.room))
 
     def unconditional_rows(self, call: Call) -> list[list[int]]:
         """The unconditional rows of guidance: `negative_prompt_ids`, or the last token of each prompt. InputError."""
@@ -385,8 +384,7 @@ class TransformersTarget(Target):
 
     def sequences(self, codes: Tensor, format: Format, call: Call) -> Tensor:
         """What `generate` returns for codes [B, length]: the prompts, and the tokens after them."""
-        tokens, read = self.token_ids(codes).to(call.ids), call.processors
-        if read.allowed is not None:
-            whole = torch.cat((call.ids, tokens), 1)
-            format.check(read.allowed, read.suppressed, whole, call.ids.shape[1])
+        tokens = self.token_ids(codes).to(call.ids)
+        if call.processors.allowed is not None:
+            call.check(format, tokens)
         return call.finished(tokens, format.tail)

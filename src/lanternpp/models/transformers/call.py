@@ -6,7 +6,7 @@ Logits processors that are known here are read; any other is rejected.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,9 +16,13 @@ from transformers import generation
 from transformers.generation import logits_process
 
 from lanternpp.errors import InputError
-from lanternpp.models.transformers.format import RESTORE, Allowed
+from lanternpp.models.transformers.format import Format
 
+Allowed = Callable[[int, Tensor], Any]
+"""transformers' `prefix_allowed_tokens_fn`."""
 MODE = "generation_mode"
+RESTORE = "leave it out, or undo the acceleration with lanternpp.restore(model)"
+REMEMBERED = 16  # returned lists of tokens that are recognised when they are returned again
 HARMLESS = (logits_process.LogitNormalization, logits_process.InfNanRemoveLogitsProcessor)
 # in this order: the temperature before top-k before top-p
 WARPERS: tuple[tuple[type, str], ...] = (
@@ -117,6 +121,41 @@ class Call:
         """The most new tokens."""
         return int(self.config.max_length) - self.ids.shape[1]
 
+    def probed(self, codes: Collection[int]) -> Format:
+        """What `prefix_allowed_tokens_fn` allows after the prompts, called with every length up to `room` new tokens.
+
+        codes: the tokens of image codes. Raises InputError where none of them is allowed, or the prompts of a batch differ.
+        """
+        reading = _Reading(self.processors)
+        rows = [reading.places(row, prompt, self.room, self.ends) for row, prompt in enumerate(self.ids)]
+        if any(row != rows[0] for row in rows):
+            raise InputError(
+                "prefix_allowed_tokens_fn differs within the batch; draw pictures of one size at once"
+            )
+        places = rows[0]
+        free = [place for place, tokens in enumerate(places) if len(tokens) > 1]
+        if all(places[place].isdisjoint(codes) for place in free):
+            raise InputError(f"prefix_allowed_tokens_fn allows no choice of image tokens; {RESTORE}")
+        length = free[-1] + 1
+        drawn, tail = places[:length], tuple(min(tokens) for tokens in places[length:])
+        numbers = {tokens: number for number, tokens in enumerate(dict.fromkeys(drawn))}
+        extras = dict.fromkeys(token for tokens in numbers for token in sorted(tokens.difference(codes)))
+        end = next((place for place, tokens in enumerate(drawn) if len(tokens) == 1), None)
+        width = Format.plain(length).width if end is None else end + 1
+        kinds = tuple(numbers[tokens] for tokens in drawn)
+        return Format(length, width, tuple(extras), tuple(numbers), kinds, tail)
+
+    def check(self, format: Format, tokens: Tensor) -> None:
+        """InputError where `prefix_allowed_tokens_fn` allows something else after drawn tokens [B, n] than `format` has."""
+        reading, first = _Reading(self.processors, format.sets), self.ids.shape[1]
+        for row, sequence in enumerate(torch.cat((self.ids, tokens), 1)):
+            for place, kind in enumerate(format.kinds[: tokens.shape[1]]):
+                if reading.after(row, sequence[: first + place]) is not format.sets[kind]:
+                    raise InputError(
+                        "prefix_allowed_tokens_fn depends on the codes that were drawn, which drafts cannot follow; let it "
+                        f"depend on their number alone, or {RESTORE}"
+                    )
+
     def finished(self, tokens: Tensor, tail: Sequence[int]) -> Tensor:
         """Drawn tokens [B, n] -> what `generate` returns: the prompts, the tokens, and as much of `tail` as has room.
 
@@ -131,6 +170,42 @@ class Call:
             pad = self.ends[0] if self.config.pad_token_id is None else self.config.pad_token_id
             tokens = tokens.where(places < count[:, None], pad)[:, : int(count.max())]
         return torch.cat((self.ids, tokens), 1)
+
+
+class _Reading:
+    """Calls of `prefix_allowed_tokens_fn`; equal sets of tokens are one object."""
+
+    def __init__(self, processors: Processors, sets: Iterable[frozenset[int]] = ()):
+        assert processors.allowed is not None
+        self._allowed, self._suppressed = processors.allowed, processors.suppressed
+        self._sets = {tokens: tokens for tokens in sets}
+        # most functions return the same list again and again
+        self._objects: dict[int, tuple[Any, frozenset[int]]] = {}
+
+    def after(self, row: int, before: Tensor) -> frozenset[int]:
+        """The tokens that are allowed after these."""
+        given = self._allowed(row, before)
+        held = self._objects.get(id(given))
+        if held is None:
+            listed = given.flatten().tolist() if isinstance(given, Tensor) else given
+            found = frozenset(map(int, listed)) - self._suppressed
+            if not found:
+                raise InputError("prefix_allowed_tokens_fn allows no token at all at some place")
+            held = self._objects[id(given)] = given, self._sets.setdefault(found, found)
+            if len(self._objects) > REMEMBERED:
+                del self._objects[next(iter(self._objects))]
+        return held[1]
+
+    def places(self, row: int, prompt: Tensor, limit: int, ends: Collection[int]) -> list[frozenset[int]]:
+        """The tokens that are allowed at all places after a prompt [T], up to the end of the sequence or to `limit`."""
+        tokens = torch.cat((prompt, prompt.new_zeros(limit)))
+        found: list[frozenset[int]] = []
+        for place in range(len(prompt), len(tokens)):
+            found.append(self.after(row, tokens[:place]))
+            if found[-1] <= set(ends):
+                break
+            tokens[place] = next(iter(found[-1]))
+        return found
 
 
 def token_rows(ids: Tensor, mask: Tensor | None) -> list[list[int]]:

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import isqrt, sqrt
-from typing import Any, Self
+from typing import Self
 
-import torch
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
 
-Allowed = Callable[[int, Tensor], Any]
-"""transformers' `prefix_allowed_tokens_fn`."""
 SMALL = 16  # codes of a square small picture's side
-REMEMBERED = 16  # returned lists of tokens that are recognised when they are returned again
-RESTORE = "leave it out, or undo the acceleration with lanternpp.restore(model)"
 
 
 @dataclass(frozen=True)
@@ -131,89 +126,3 @@ class Format:
         if self.kinds or not suppressed:
             return self
         return replace(self, sets=(frozenset(tokens) - suppressed,), kinds=(0,) * self.length)
-
-    @classmethod
-    def probed(
-        cls,
-        allowed: Allowed,
-        suppressed: frozenset[int],
-        prompts: Tensor,
-        limit: int,
-        codes: Collection[int],
-        ends: Collection[int],
-    ) -> Format:
-        """What `prefix_allowed_tokens_fn` allows after prompts [B, T], called with every length up to `limit` new tokens.
-
-        codes: the tokens of image codes; ends: those that end a sequence. Raises InputError where no image code is
-        allowed, or the prompts of a batch differ.
-        """
-        reading = _Reading(allowed, suppressed)
-        rows = [reading.places(row, prompt, limit, ends) for row, prompt in enumerate(prompts)]
-        if any(row != rows[0] for row in rows):
-            raise InputError(
-                "prefix_allowed_tokens_fn differs within the batch; draw pictures of one size at once"
-            )
-        sets, kinds = reading.sets, rows[0]
-        free = [place for place, kind in enumerate(kinds) if len(sets[kind]) > 1]
-        if not any(not sets[kinds[place]].isdisjoint(codes) for place in free):
-            raise InputError(f"prefix_allowed_tokens_fn allows no choice of image tokens; {RESTORE}")
-        length = free[-1] + 1
-        drawn = dict.fromkeys(kinds[:length])
-        extras = dict.fromkeys(token for kind in drawn for token in sorted(sets[kind].difference(codes)))
-        end = next((place for place in range(length) if len(sets[kinds[place]]) == 1), None)
-        tail = tuple(min(sets[kind]) for kind in kinds[length:])
-        width = cls.plain(length).width if end is None else end + 1
-        return cls(length, width, tuple(extras), tuple(sets), tuple(kinds[:length]), tail)
-
-    def check(self, allowed: Allowed, suppressed: frozenset[int], sequences: Tensor, prompt: int) -> None:
-        """InputError where `prefix_allowed_tokens_fn` allows something else after the drawn codes than was assumed.
-
-        sequences [B, prompt + n]: with the codes drawn.
-        """
-        reading = _Reading(allowed, suppressed, self.sets)
-        for row, sequence in enumerate(sequences):
-            for place, kind in enumerate(self.kinds[: sequences.shape[1] - prompt]):
-                if reading.kind(row, sequence[: prompt + place]) != kind:
-                    raise InputError(
-                        "prefix_allowed_tokens_fn depends on the codes that were drawn, which drafts cannot follow; let it "
-                        f"depend on their number alone, or {RESTORE}"
-                    )
-
-
-class _Reading:
-    """Calls of `prefix_allowed_tokens_fn`; equal sets of tokens get one number."""
-
-    def __init__(self, allowed: Allowed, suppressed: frozenset[int], sets: Iterable[frozenset[int]] = ()):
-        self._allowed, self._suppressed = allowed, suppressed
-        self.sets = list(sets)
-        self._numbers = {tokens: number for number, tokens in enumerate(self.sets)}
-        self._objects: dict[int, tuple[Any, int]] = {}  # most functions return the same list again and again
-
-    def kind(self, row: int, tokens: Tensor) -> int:
-        """The number of the set that is allowed after these tokens."""
-        given = self._allowed(row, tokens)
-        held = self._objects.get(id(given))
-        if held is None:
-            listed = given.flatten().tolist() if isinstance(given, Tensor) else given
-            found = frozenset(map(int, listed)) - self._suppressed
-            if not found:
-                raise InputError("prefix_allowed_tokens_fn allows no token at all at some place")
-            if found not in self._numbers:
-                self._numbers[found] = len(self.sets)
-                self.sets.append(found)
-            held = self._objects[id(given)] = given, self._numbers[found]
-            if len(self._objects) > REMEMBERED:
-                del self._objects[next(iter(self._objects))]
-        return held[1]
-
-    def places(self, row: int, prompt: Tensor, limit: int, ends: Collection[int]) -> list[int]:
-        """The kinds of all places after a prompt [T], up to the end of the sequence or to `limit`."""
-        tokens = torch.cat((prompt, prompt.new_zeros(limit)))
-        kinds: list[int] = []
-        for place in range(len(prompt), len(tokens)):
-            kinds.append(self.kind(row, tokens[:place]))
-            allowed = self.sets[kinds[-1]]
-            if allowed <= set(ends):
-                break
-            tokens[place] = next(iter(allowed))
-        return kinds
