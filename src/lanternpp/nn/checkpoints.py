@@ -206,17 +206,16 @@ def quantised(tensor: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     8 bits span a row's whole range. 6 bits span the share of it with the least squared error; values beyond are clamped.
     """
     rows, most = tensor.flatten(1), 2 ** (bits - 1) - 1
-    full = rows.abs().amax(1).clamp_min(1e-12) / most
-    if bits == 8:
-        return (rows / full[:, None]).round().to(torch.int8).view(tensor.shape), full
+    scale = rows.abs().amax(1).clamp_min(1e-12) / most
 
-    def squared_error(scale: Tensor) -> Tensor:
-        near = (rows / scale[:, None]).round().clamp(-most, most) * scale[:, None]
-        return (near - rows).square().sum(1)
+    def nearest(scale: Tensor) -> Tensor:
+        return (rows / scale[:, None]).round().clamp(-most, most)
 
-    errors = torch.stack([squared_error(full * share) for share in SHRINK])
-    scale = full * torch.tensor(SHRINK)[errors.argmin(0)]
-    return (rows / scale[:, None]).round().clamp(-most, most).to(torch.int8).view(tensor.shape), scale
+    if bits < 8:
+        tried = [scale * share for share in SHRINK]
+        errors = [(nearest(one) * one[:, None] - rows).square().sum(1) for one in tried]
+        scale = scale * torch.tensor(SHRINK)[torch.stack(errors).argmin(0)]
+    return nearest(scale).to(torch.int8).view(tensor.shape), scale
 
 
 def pack_int6(numbers: Tensor) -> Tensor:
