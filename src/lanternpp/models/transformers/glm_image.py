@@ -43,6 +43,7 @@ class GlmImage(TransformersTarget):
         "pipe.target.prior(result.codes) to diffusers' GlmImagePipeline as prior_token_ids"
     )
 
+    large: Raster  # the large picture's
     table: Tensor  # [n, 3] the positions of codes, less that of the first
     ahead = 0  # entries of the table that are of the prompt's last slots
 
@@ -59,8 +60,9 @@ class GlmImage(TransformersTarget):
         return found.where((at >= 0)[..., None], slot[..., None]).permute(2, 0, 1)
 
     def _lay_out(self, raster: Raster, slots: int, table: bytes = b"") -> None:
-        # codes of the codebook alone
-        self.codes, self.stride = self.codes[: self.model.config.vq_config.num_embeddings], slots
+        self.large, self.stride = Raster(raster.rows, raster.columns), slots
+        # those of the codebook alone
+        self.codes = self.codes[: self.model.config.vq_config.num_embeddings]
         if isinstance(raster, TwoPictures):
             grids = torch.tensor([[1, one.rows, one.columns] for one in (raster, raster.small)])
             start = torch.full((1, 1), self.model.config.image_start_token_id)
@@ -88,11 +90,6 @@ class GlmImage(TransformersTarget):
             raise InputError(f"size {size} is too narrow: its small picture would have no codes")
         return pictures
 
-    @property
-    def large(self) -> Raster:
-        """The large picture's."""
-        return Raster(self.raster.rows, self.raster.columns)
-
     def conditional(self, text: str) -> list[int]:
         """The prompt and the sizes of both pictures; after pictures that it shows, of the large one."""
         ids = text.tokens if isinstance(text, Depicted) else self._request(text)["input_ids"][0].tolist()
@@ -113,9 +110,9 @@ class GlmImage(TransformersTarget):
 
     def _request(self, text: str, pictures: Sequence[Any] = ()) -> Any:
         content = [{"type": "image", "image": one} for one in pictures] + [{"type": "text", "text": text}]
-        height, width = (n * self.pixels_per_code for n in (self.raster.rows, self.raster.columns))
-        call = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
-        call |= {"target_h": height, "target_w": width}
+        side, large = self.pixels_per_code, self.large
+        size = {"target_h": large.rows * side, "target_w": large.columns * side}
+        call = {"tokenize": True, "return_dict": True, "return_tensors": "pt", **size}
         with quiet():
             return self._processor.apply_chat_template([{"role": "user", "content": content}], **call)
 
