@@ -1,4 +1,5 @@
-"""JSON that anyone may have written is read whole or refused in a sentence; values are what a schema says."""
+"""JSON that anyone may have written is read whole or refused in a sentence; values are what a schema says; a log is read to its
+last whole line."""
 
 from __future__ import annotations
 
@@ -13,8 +14,16 @@ from helpers.refusals import rejects
 
 from lanternpp.errors import MOST, InputError
 from lanternpp.util import jsonfile
-from lanternpp.util.jsonfile import DEEPEST, read_json, read_object
-from lanternpp.util.schema import Between, checked
+from lanternpp.util.jsonfile import (
+    DEEPEST,
+    Between,
+    append_row,
+    checked,
+    keep_rows,
+    read_json,
+    read_object,
+    read_rows,
+)
 
 
 @pytest.mark.parametrize(
@@ -98,3 +107,25 @@ def test_what_the_schema_takes_becomes_the_dataclass() -> None:
     given = {"width": 8, "rate": 2, "name": "abc", "stages": [1, 2], "inner": {"side": 4}}
     given |= {"unknown": 1, "loud": None}
     assert checked("", given, Outer) == Outer(8, 2, "abc", "one", (1, 2), Inner(4))
+
+
+def test_a_line_cut_short_is_taken_off_and_a_damaged_one_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    assert read_rows(path, int, "begin anew") == []
+    append_row(path, {"n": 1})
+    append_row(path, {"n": 2})
+    whole = path.read_text()
+    path.write_text(whole + '{"n": 3')
+    assert read_rows(path, lambda row: row["n"], "begin anew") == [1, 2]
+    assert path.read_text() == whole
+    rejects(
+        "log.jsonl, line 1, is damaged: begin anew", read_rows, path, lambda row: row["other"], "begin anew"
+    )
+
+
+def test_rows_that_are_not_wanted_are_removed_with_a_last_piece(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"step": 5, "loss": 1}\n{"step": 5, "validation": {}}\n{"step": 10, "loss": 2}\n{"ste')
+    for path in (log, tmp_path / "none"):
+        keep_rows(path, lambda row: row["step"] <= 5)
+    assert log.read_text() == '{"step": 5, "loss": 1}\n{"step": 5, "validation": {}}\n'

@@ -49,9 +49,8 @@ from lanternpp.models.base import Target
 from lanternpp.models.vq.codes import cache_folder
 from lanternpp.nn.sources import Source
 from lanternpp.trees import build_tree
-from lanternpp.util.jsonfile import read_object, write_json
+from lanternpp.util.jsonfile import checked, read_object, write_json
 from lanternpp.util.registry import unknown
-from lanternpp.util.schema import checked
 
 FILE = "tuned.json"
 CONDITIONS = ("device", "dtype", "batch_size", "compile", "proposer", "accept", "verify")

@@ -25,9 +25,8 @@ from lanternpp.nn.files import INDEX, NEIGHBOURS, PICKLED, SAFE
 from lanternpp.nn.int8 import Effect, compared, quantise, require, weight_bytes
 from lanternpp.nn.sources import Source
 from lanternpp.util.devices import INT8, pick_device, pick_dtype
-from lanternpp.util.jsonfile import read_object
+from lanternpp.util.jsonfile import checked, read_object
 from lanternpp.util.registry import find, import_extensions, unknown
-from lanternpp.util.schema import checked
 
 ASSETS = Path(__file__).parent.parent / "assets"
 MODELS = {

@@ -21,7 +21,7 @@ from lanternpp.nn.checkpoints import config_as
 from lanternpp.nn.decoder import AttentionCache, Decoder, DecoderConfig
 from lanternpp.nn.sources import SAME, Source, blank
 from lanternpp.types import Nodes
-from lanternpp.util.schema import Between
+from lanternpp.util.jsonfile import Between
 
 ALIKE = 0.98  # least cosine of a target's probe with that of the target a drafter was trained for
 

@@ -20,7 +20,7 @@ from lanternpp.nn.checkpoints import Width
 from lanternpp.nn.decoder import AttentionCache, Decoder
 from lanternpp.nn.sources import Source
 from lanternpp.types import Nodes
-from lanternpp.util.schema import Between
+from lanternpp.util.jsonfile import Between
 
 DIFFUSION_DRAFTER = "eagle-diffusion"  # the `kind` of a drafter with a diffusion head
 

@@ -28,7 +28,7 @@ from lanternpp.nn.checkpoints import Slots, Width
 from lanternpp.nn.decoder import AttentionCache, Decoder
 from lanternpp.nn.sources import Source
 from lanternpp.types import Nodes
-from lanternpp.util.schema import Between
+from lanternpp.util.jsonfile import Between
 
 AuxLayers = Annotated[tuple[Annotated[int, Between(0, 511)], ...], Len(0, 16)]
 

@@ -19,7 +19,7 @@ from lanternpp.nn import checkpoints
 from lanternpp.nn.checkpoints import StageBlocks, Stages, Width, Words, config_as
 from lanternpp.nn.sources import SAME, Source, blank
 from lanternpp.util import files
-from lanternpp.util.schema import Between
+from lanternpp.util.jsonfile import Between
 
 CLASSIFIER = "classifier"  # the part of a model folder
 REFERENCE = "reference.safetensors"

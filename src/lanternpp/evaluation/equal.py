@@ -14,7 +14,7 @@ from lanternpp.api.pipeline import Pipeline, versions
 from lanternpp.errors import InputError
 from lanternpp.evaluation.prompts import spread
 from lanternpp.evaluation.race import ELSEWHERE, Entry, check_run, machine
-from lanternpp.util.runlog import Journal
+from lanternpp.util.jsonfile import Journal
 
 STRENGTHS = {  # the dial of each rule, its exact value, and the greatest that is tried
     "lantern": ("delta", 0.0, 1.0),

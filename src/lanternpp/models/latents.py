@@ -27,7 +27,7 @@ from lanternpp.models.vq.autoencoder import KL, sampled
 from lanternpp.models.words import PromptedConfig, PromptedTarget
 from lanternpp.nn.checkpoints import Width
 from lanternpp.nn.sources import Source
-from lanternpp.util.schema import Between
+from lanternpp.util.jsonfile import Between
 
 CONTINUOUS, DIFFUSION = "continuous", "diffusion"  # a config's `kind`
 FREQUENCIES = 16  # of the time, from 1 to 256 radians

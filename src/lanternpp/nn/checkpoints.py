@@ -1,7 +1,7 @@
 """Model folders: `config.json` beside `model.safetensors`, replaced as a whole, read without trust; weights of 8 or 6 bits on disk.
 
 `x.scale` stands beside a quantised `x`: a scale for each output channel. A config's fields are a frozen dataclass, whose
-annotations are the schema (`lanternpp.util.schema`). Their ranges are far beyond any published model, and small enough that a bad
+annotations are the schema (`lanternpp.util.jsonfile`). Their ranges are far beyond any published model, and small enough that a bad
 file cannot exhaust the machine.
 """
 
@@ -22,8 +22,7 @@ from lanternpp.errors import InputError
 from lanternpp.nn.files import check_finite, metas, opened
 from lanternpp.nn.files import read_pt as read_pt
 from lanternpp.util.files import replacing, umask, write_text
-from lanternpp.util.jsonfile import read_object
-from lanternpp.util.schema import Between, checked
+from lanternpp.util.jsonfile import Between, checked, read_object
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"

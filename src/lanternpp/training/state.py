@@ -19,8 +19,8 @@ from lanternpp.errors import InputError
 from lanternpp.nn import checkpoints
 from lanternpp.nn.files import wrong_file
 from lanternpp.training.options import TrainingOptions
-from lanternpp.util import files, runlog
-from lanternpp.util.jsonfile import differences
+from lanternpp.util import files
+from lanternpp.util.jsonfile import append_row, differences, keep_rows
 from lanternpp.util.progress import Progress, progress_bar
 
 STATE, LOG = "state.pt", "log.jsonl"
@@ -138,7 +138,7 @@ def begin_or_resume(task: Task, options: TrainingOptions) -> State:
         state.checked = min(state.checked, due)
         state.sums = {name: value.to(task.device) for name, value in state.sums.items()}
     # Without the rows that a killed run wrote after its last saved step.
-    runlog.keep_rows(options.folder / LOG, lambda row: row.get("step", 0) <= state.step)
+    keep_rows(options.folder / LOG, lambda row: row.get("step", 0) <= state.step)
     return state
 
 
@@ -197,4 +197,4 @@ class Report:
     def write(self, row: Mapping[str, Any]) -> None:
         """Add a row to the log."""
         if not self.silent:
-            runlog.append(self.log, row)
+            append_row(self.log, row)

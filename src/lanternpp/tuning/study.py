@@ -33,8 +33,8 @@ from lanternpp.evaluation.race import ELSEWHERE, RUN, Entry, Race, check_run, ma
 from lanternpp.trees import static_shape
 from lanternpp.tuning.candidates import PlainEngine, Space, check, draw, has_window
 from lanternpp.tuning.options import TuningOptions
-from lanternpp.util import runlog
 from lanternpp.util.files import digest
+from lanternpp.util.jsonfile import read_rows
 from lanternpp.util.progress import Progress
 
 SHARED = names(EngineDials, SamplingDials)  # dials that every engine of a tuning shares, the plain one too
@@ -310,7 +310,7 @@ class Tuner:
 
     def _opened(self) -> Any:
         """The study of the folder. A trial that a stop ended is put in line again with what it had measured."""
-        runlog.read_rows(self.folder / LOG, dict, REMEDY)
+        read_rows(self.folder / LOG, dict, REMEDY)
         storages, log = self.optuna.storages, str(self.folder / LOG)
         # The system releases this lock when the process is killed; Optuna's own would be waited for.
         lock = FileLock(f"{log}.lock")

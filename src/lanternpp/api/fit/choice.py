@@ -26,9 +26,8 @@ from lanternpp.trees import static_shape
 from lanternpp.trees.static import Shape, chain, is_chain
 from lanternpp.util.devices import device_name
 from lanternpp.util.files import digest, user_cache
-from lanternpp.util.jsonfile import key_of, read_object, write_json
+from lanternpp.util.jsonfile import checked, key_of, read_object, write_json
 from lanternpp.util.registry import Given
-from lanternpp.util.schema import checked
 
 SWITCH = "LANTERNPP_FIT"  # in the environment; 0: nothing is fitted, as with --no-fit
 PLAIN = "plain"

@@ -22,8 +22,7 @@ from lanternpp.errors import InputError
 from lanternpp.trees.search import expected
 from lanternpp.trees.static import Shape
 from lanternpp.types import TargetOutput
-from lanternpp.util.jsonfile import key_of, read_object
-from lanternpp.util.schema import checked
+from lanternpp.util.jsonfile import checked, key_of, read_object
 
 FILE = "acceptance.json"
 EVERY = 32  # steps after which counts are saved, as a process may end with any picture

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.observers import TimedEngine
-from lanternpp.util.schema import Between
+from lanternpp.util.jsonfile import Between
 
 # The budget of a measurement: seconds, or a share of a picture by plain decoding where that is more.
 SECONDS, SHARE = 0.8, 0.05

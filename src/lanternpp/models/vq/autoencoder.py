@@ -23,7 +23,7 @@ from lanternpp.models.vq.vqgan import Attention, Residual, channels_last, norm
 from lanternpp.nn import checkpoints
 from lanternpp.nn.checkpoints import Codes, StageBlocks, Stages, Width, config_as
 from lanternpp.nn.sources import SAME, Source, blank
-from lanternpp.util.schema import Between
+from lanternpp.util.jsonfile import Between
 
 A = TypeVar("A", bound="Autoencoder")
 KIND = "kl"  # a config's `kind`, where the tokenizer is one of latents

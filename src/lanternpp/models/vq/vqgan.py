@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lanternpp.errors import InputError
 from lanternpp.nn.checkpoints import Blocks, Codes, Stages, Width
-from lanternpp.util.schema import Between
+from lanternpp.util.jsonfile import Between
 
 M = TypeVar("M", bound=nn.Module)
 GROUPS = 32  # of every normalisation of published tokenizers
