@@ -11,9 +11,9 @@ from helpers.models import contents
 from PIL import Image
 
 from lanternpp import Pipeline
-from lanternpp.api.fit import choice
-from lanternpp.api.fit.rates import FILE, Counts, strength
-from lanternpp.api.fit.steps import Step
+from lanternpp.api import fit
+from lanternpp.api.fit import Step
+from lanternpp.api.rates import FILE, Counts, strength
 
 PROMPT = "a red tulip"
 
@@ -31,7 +31,7 @@ def fitted(model: Path, monkeypatch: pytest.MonkeyPatch):
     def measure(drafts, length):
         return tuple(Step(name, 2, seconds.get(name, 9.0), 1.0, 1.0) for name, _ in drafts)
 
-    monkeypatch.setattr(choice, "measure", measure)
+    monkeypatch.setattr(fit, "measure", measure)
     yield seconds
     path.unlink()
 

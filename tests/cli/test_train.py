@@ -15,7 +15,7 @@ from helpers.photos import draw
 from safetensors.torch import save_file
 
 from lanternpp import Pipeline
-from lanternpp.api.fit.rates import FILE
+from lanternpp.api.rates import FILE
 from lanternpp.nn import checkpoints
 from lanternpp.training import codes, drafter
 

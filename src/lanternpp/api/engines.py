@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lanternpp.accept import RULES
 from lanternpp.accept.base import check_relax
-from lanternpp.api.fit.choice import Fit
+from lanternpp.api.fit import Fit
 from lanternpp.api.model import Model
 from lanternpp.api.options import Settings
 from lanternpp.api.settings import build_proposer, build_rule

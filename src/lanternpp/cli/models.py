@@ -309,7 +309,7 @@ def staged(out: Path) -> Iterator[Path]:
 
 def rewrite(source: Path, out: Path, store: Any, written: Sequence[str] = ()) -> list[str]:
     """Write the parts of a folder that lanternpp wrote, except those written already; returns the names of the parts."""
-    from lanternpp.api.fit.rates import FILE as RATES
+    from lanternpp.api.rates import FILE as RATES
     from lanternpp.evaluation.classifier import CLASSIFIER, REFERENCE, has_classifier
     from lanternpp.nn import checkpoints
 

@@ -61,8 +61,8 @@ def store_rates(
 
     prompts: those of the pictures that are drawn for it.
     """
-    from lanternpp.api.fit.rates import FILE
     from lanternpp.api.pipeline import Pipeline
+    from lanternpp.api.rates import FILE
     from lanternpp.models.base import PromptWarning
     from lanternpp.training.drafter import record_rates, strengths
     from lanternpp.training.loop import team

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from filelock import FileLock, Timeout
 
-from lanternpp.api.fit.choice import plain_settings
+from lanternpp.api.fit import plain_settings
 from lanternpp.api.options import BASELINE, Settings
 from lanternpp.api.picture import notes, png_notes
 from lanternpp.api.results import Stats

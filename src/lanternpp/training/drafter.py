@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lanternpp.api.fit.rates import FILE, Counts, strength
 from lanternpp.api.options import Settings
 from lanternpp.api.pipeline import Pipeline
+from lanternpp.api.rates import FILE, Counts, strength
 from lanternpp.drafters.base import mark
 from lanternpp.engine.batching import ContinuousBatch
 from lanternpp.engine.observers import AcceptanceByRank

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from lanternpp.api.fit.rates import FILE as RATES
+from lanternpp.api.rates import FILE as RATES
 from lanternpp.api.results import versions
 from lanternpp.errors import InputError
 from lanternpp.nn import checkpoints

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lanternpp.api.fit.steps import warm_step
+from lanternpp.api.fit import warm_step
 from lanternpp.api.options import Settings
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.api.settings import dials_read, greatest

@@ -20,9 +20,9 @@ import numpy as np
 from filelock import FileLock
 
 from lanternpp.api.defaults import CHOSEN
-from lanternpp.api.fit.rates import passes
 from lanternpp.api.options import BASELINE, EngineDials, SamplingDials, names
 from lanternpp.api.pipeline import Pipeline, versions
+from lanternpp.api.rates import passes
 from lanternpp.api.settings import dials_read
 from lanternpp.errors import InputError
 from lanternpp.evaluation import report

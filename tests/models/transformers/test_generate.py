@@ -42,11 +42,10 @@ from transformers.generation import (
 
 import lanternpp
 from lanternpp import InputError, Pipeline
+from lanternpp.api import fit
 from lanternpp.api.accelerate import adapter_of, held
-from lanternpp.api.fit import choice
-from lanternpp.api.fit import steps as fit_steps
-from lanternpp.api.fit.choice import Fit
-from lanternpp.api.fit.rates import Counts
+from lanternpp.api.fit import Fit
+from lanternpp.api.rates import Counts
 
 
 def test_a_sequence_ends_where_a_token_ends_it(made: Callable[[str], Case]) -> None:
@@ -278,9 +277,9 @@ def test_drafts_in_place_are_fitted_to_the_machine(
 ) -> None:
     case = made(name)
     monkeypatch.delenv("LANTERNPP_FIT")
-    monkeypatch.setattr(choice, "user_cache", lambda: tmp_path / "cache")
-    monkeypatch.setattr(fit_steps, "SECONDS", 60.0)  # a loaded machine has the time to measure every window
-    monkeypatch.setattr(choice, "disturbed", lambda steps: False)
+    monkeypatch.setattr(fit, "user_cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr(fit, "SECONDS", 60.0)  # a loaded machine has the time to measure every window
+    monkeypatch.setattr(fit, "disturbed", lambda steps: False)
     every = Counts(((8.0,) * 4,) * 16, ((8.0,) * 4,) * 16, 1000)  # every guess is accepted
     monkeypatch.setattr(Fit, "counts", lambda self, settings: every)
     given = case.inputs(2) | {"do_sample": True}

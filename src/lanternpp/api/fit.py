@@ -1,24 +1,29 @@
-"""The choice of a draft: the fastest one that was measured on this machine; the file of the measurements."""
+"""The draft that is fastest on this machine: the measurement of steps, the file of measurements, and the choice.
+
+How long a step takes with a draft is measured for at most a second, or 5 % of a picture's time.
+"""
 
 from __future__ import annotations
 
 import os
+import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from statistics import fmean, median
+from typing import Annotated, Any
 
 import torch
 
 import lanternpp
-from lanternpp.api.fit.rates import Counter, Counts, is_joint, passes, read_rates, strength
-from lanternpp.api.fit.steps import Step, bound, disturbed, measure
 from lanternpp.api.model import NETWORKS, Model
 from lanternpp.api.options import BASELINE, METHODS, MethodDials, Settings, names
+from lanternpp.api.rates import Counter, Counts, is_joint, passes, read_rates, strength
 from lanternpp.api.settings import NO_DRAFT, dials_read, with_tree
 from lanternpp.engine.decode import Engine
+from lanternpp.engine.observers import TimedEngine
 from lanternpp.errors import InputError
 from lanternpp.nn.backend import backend
 from lanternpp.nn.checkpoints import checksum
@@ -26,7 +31,7 @@ from lanternpp.trees import static_shape
 from lanternpp.trees.static import Shape, chain, is_chain
 from lanternpp.util.devices import device_name
 from lanternpp.util.files import digest, user_cache
-from lanternpp.util.jsonfile import checked, key_of, read_object, write_json
+from lanternpp.util.jsonfile import Between, checked, key_of, read_object, write_json
 from lanternpp.util.registry import Given
 
 SWITCH = "LANTERNPP_FIT"  # in the environment; 0: nothing is fitted, as with --no-fit
@@ -38,14 +43,91 @@ TREES = ("deep-8", "eagle-25")  # offered beside chains to a method whose own tr
 COSTED = ("proposer", "accept", "neighbours", "coupling", "init", "alternatives", "window_rows", "batch_size")
 CPUINFO = Path("/proc/cpuinfo")
 ENOUGH = 200  # passes after which counting ends: codes per pass are then known to about 5 %
-MOST = 256  # settings whose counts, or steps, the file keeps: those that were added to last
+KEPT = 256  # settings whose counts, or steps, the file keeps: those that were added to last
+# The budget of a measurement: seconds, or a share of a picture by plain decoding where that is more.
+SECONDS, SHARE = 0.8, 0.05
+# Timed steps of a draft: FEWEST, one less where a step takes SLOW seconds, and up to MOST until they have taken LONG seconds.
+FEWEST, MOST, LONG, SLOW = 3, 7, 0.04, 0.1
+NOISY = 1.15  # mean of the medians over minima from which on other work has disturbed a measurement; 1.06 on a quiet machine
+
+
+@dataclass(frozen=True)
+class Step:
+    """A measured step with one draft. Seconds are medians."""
+
+    draft: str  # a tree, "window-8", or "plain"
+    rows: Annotated[int, Between(1, 1 << 32)]  # of the target's pass
+    seconds: Annotated[float, Between(1e-9, 1e9)]
+    target: float  # seconds of the target's pass in it
+    spread: float  # median over minimum
+
+
+Span = tuple[float, float]  # seconds of a step, and of the target's pass in it
+
+
+def warm_step(timed: TimedEngine) -> Span:
+    """A step that follows one of the same engine, as in drawing: the caches hold what it reads. A slow step is taken as it is."""
+    span = timed.midway_step()
+    return span if span[0] > SLOW else timed.midway_step()
+
+
+def measure(drafts: Iterable[tuple[str, Callable[[], Engine]]], length: int) -> tuple[Step, ...]:
+    """Time the steps of some drafts until the budget is used up, each in an engine of its own that is freed after it.
+
+    drafts: their names, and functions that make the engine. The first is plain decoding, which is timed after every timed step of
+    another draft: a step's time relative to plain decoding's does not change when the machine becomes slower for a while. The second
+    is always measured too, the others as far as the budget allows. length: codes of a picture.
+    """
+    (plain_name, make_plain), *others = drafts
+    began, plain = time.perf_counter(), TimedEngine(make_plain())
+    plain.midway_step(first=True)  # with the set-up of a first use
+    beside = [warm_step(plain) for _ in range(FEWEST)]
+    budget = max(SECONDS, SHARE * length * beside[-1][0])
+    measured: list[tuple[str, int, list[tuple[Span, Span]]]] = []
+    for name, make in others:
+        used = time.perf_counter() - began
+        if measured and used + used / (1 + len(measured)) > budget:
+            break
+        drafted = TimedEngine(make())
+        fewest = FEWEST - (drafted.midway_step(first=True)[0] > SLOW)
+        pairs, since = list[tuple[Span, Span]](), time.perf_counter()
+        while len(pairs) < fewest or (len(pairs) < MOST and time.perf_counter() - since < LONG):
+            pairs.append((warm_step(drafted), warm_step(plain)))
+        measured.append((name, drafted.rows, pairs))
+        beside += [other for _, other in pairs]
+    usual = median(seconds for seconds, _ in beside)
+    steps = []
+    for name, rows, pairs in ((plain_name, plain.rows, [(span, span) for span in beside]), *measured):
+        seconds, target = (usual * median(span[i] / other[0] for span, other in pairs) for i in (0, 1))
+        taken = [span[0] for span, _ in pairs]
+        steps.append(Step(name, rows, seconds, target, median(taken) / min(taken)))
+    return tuple(steps)
+
+
+def disturbed(steps: Sequence[Step]) -> bool:
+    """Whether other work took the cores while the steps were measured."""
+    return fmean(step.spread for step in steps) > NOISY
+
+
+def bound(steps: Sequence[Step]) -> str | None:
+    """One sentence on what bounds passes on this machine; None where too little was measured to tell."""
+    rows = sorted({step.rows for step in steps})
+    if len(rows) < 3:
+        return None
+    fastest = min(step.target for step in steps if step.rows == rows[0])
+    cheap = max(step.rows for step in steps if step.target <= 2 * fastest)
+    if cheap == rows[0]:
+        return f"arithmetic bounds this machine: any draft more than doubles the time of a pass over {cheap} rows"
+    if cheap == rows[-1]:
+        return f"memory bounds this machine: a pass over {cheap} rows takes at most twice as long as one over {rows[0]}"
+    return f"memory bounds passes over up to {cheap} rows on this machine, arithmetic larger ones"
 
 
 @dataclass(frozen=True)
 class Store:
     """The content of the file: measured steps and counted acceptance, by the settings that they hold for, as text.
 
-    Of two measurements the one that was written first holds; of those of more than `MOST` settings the latest are kept. facts:
+    Of two measurements the one that was written first holds; of those of more than `KEPT` settings the latest are kept. facts:
     everything that the measurements depend on. Where the file is damaged, or nothing can be written, one warning says so, and
     measurements of this process serve it alone.
     """
@@ -92,7 +174,7 @@ class Store:
 
     def _write(self) -> None:
         for kept in (self.steps, self.counts):
-            for key in list(kept)[:-MOST]:
+            for key in list(kept)[:-KEPT]:
                 del kept[key]
         try:
             write_json(self.path, asdict(self))

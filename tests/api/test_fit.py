@@ -15,13 +15,12 @@ from helpers.refusals import rejects
 from helpers.served import put
 
 from lanternpp import Pipeline
+from lanternpp.api import fit
 from lanternpp.api.calls import Request
 from lanternpp.api.defaults import Defaults
-from lanternpp.api.fit import choice
-from lanternpp.api.fit.choice import ENOUGH, PLAIN, costed, plain_settings
-from lanternpp.api.fit.rates import FILE, Counts, read_rates, strength
-from lanternpp.api.fit.steps import Step, bound, disturbed, measure
+from lanternpp.api.fit import ENOUGH, PLAIN, Step, bound, costed, disturbed, measure, plain_settings
 from lanternpp.api.options import Settings
+from lanternpp.api.rates import FILE, Counts, read_rates, strength
 from lanternpp.engine.observers import AcceptanceByRank, TimedEngine
 from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.config import ServerConfig
@@ -39,7 +38,7 @@ STEPS = {PLAIN: 1.0, "chain-1": 1.2, "chain-2": 1.3, "chain-4": 2.0, "chain-8": 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache, and fits that are switched on."""
-    monkeypatch.setattr(choice, "user_cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr(fit, "user_cache", lambda: tmp_path / "cache")
     monkeypatch.delenv("LANTERNPP_FIT")
     return tmp_path / "cache"
 
@@ -80,7 +79,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
                 Step(name, 2 + i, seconds.get(name, 100.0), 1.0, spread) for i, name in enumerate(asked[-1])
             )
 
-        monkeypatch.setattr(choice, "measure", given)
+        monkeypatch.setattr(fit, "measure", given)
         return asked
 
     return time
@@ -245,11 +244,11 @@ def test_counts_of_processes_that_end_early_add_up(model: Path) -> None:
 
 def test_a_file_keeps_the_latest_settings_alone(own_cache: Path, monkeypatch) -> None:
     """A server's clients may ask for any number of temperatures."""
-    monkeypatch.setattr(choice, "MOST", 3)
+    monkeypatch.setattr(fit, "KEPT", 3)
     some = Counts(((1.0,),), ((1.0,),), 1)
     for name in ("a", "b", "c", "a", "d"):
-        choice.Store().add_counts(name, some)
-    later = choice.Store()
+        fit.Store().add_counts(name, some)
+    later = fit.Store()
     later.read()
     assert list(later.counts) == ["c", "a", "d"] and later.counts["a"].passes == 2
 
@@ -295,7 +294,7 @@ def test_every_method_with_a_fixed_shape_can_be_measured(model: Path, method: st
     monkeypatch.setattr(type(pipe._fit), "counts", lambda self, settings: sixteen)
     fitted = pipe.fit(settings)
     steps = {step.draft: step for step in pipe._fit._known(key_of(costed(settings)))}
-    assert choice.draft_name(fitted) in steps and len(steps) >= 2
+    assert fit.draft_name(fitted) in steps and len(steps) >= 2
     assert steps[PLAIN].rows == 2 * batch
     assert all(
         step.rows > 2 * batch and 0 < step.target < step.seconds
@@ -313,10 +312,10 @@ def test_a_measurement_ends_with_its_budget_but_knows_two_drafts(pipe: Pipeline,
         return pipe.new_engine(pipe.settings("parallel", tree=tree))
 
     drafts = [(f"chain-{n}", lambda n=n: engine(f"chain-{n}")) for n in (1, 2, 3, 4)]
-    monkeypatch.setattr("lanternpp.api.fit.steps.SECONDS", 0.0)
-    monkeypatch.setattr("lanternpp.api.fit.steps.SHARE", 0.0)
+    monkeypatch.setattr("lanternpp.api.fit.SECONDS", 0.0)
+    monkeypatch.setattr("lanternpp.api.fit.SHARE", 0.0)
     assert [step.draft for step in measure(drafts, 16)] == made == ["chain-1", "chain-2"]
-    monkeypatch.setattr("lanternpp.api.fit.steps.SECONDS", 1000.0)
+    monkeypatch.setattr("lanternpp.api.fit.SECONDS", 1000.0)
     assert len(measure(drafts, 16)) == 4
 
 
