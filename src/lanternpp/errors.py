@@ -39,10 +39,5 @@ def one_line(text: str, most: int = MOST) -> str:
     """
     if len(text) > most:
         text = f"{text[: most // 2]} ... {text[-most // 2 :]}"
-    text = " ".join(text.splitlines())
-    return text if text.isprintable() else "".join(c if c.isprintable() else escaped(c) for c in text)
-
-
-def escaped(character: str) -> str:
-    """A character that cannot be printed, as a Python string literal spells it; a tab is a space."""
-    return " " if character == "\t" else ascii(character)[1:-1]
+    text = " ".join(text.splitlines()).replace("\t", " ")
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -20,8 +20,8 @@ import torch
 import lanternpp
 from lanternpp.api.model import NETWORKS, Model
 from lanternpp.api.options import BASELINE, METHODS, MethodDials, Settings, names
-from lanternpp.api.rates import Counter, Counts, is_joint, passes, read_rates, strength
-from lanternpp.api.settings import NO_DRAFT, dials_read, with_tree
+from lanternpp.api.rates import Counter, Counts, passes, read_rates, strength
+from lanternpp.api.settings import NO_DRAFT, dials_read, is_joint, with_tree
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.observers import TimedEngine
 from lanternpp.errors import InputError

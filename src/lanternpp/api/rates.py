@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lanternpp.api.options import Settings
+from lanternpp.api.settings import is_joint
 from lanternpp.engine.observers import AcceptanceByRank
-from lanternpp.engine.verify.choose import TOKEN
 from lanternpp.errors import InputError
 from lanternpp.trees.search import expected
 from lanternpp.trees.static import Shape
@@ -116,11 +116,6 @@ def strength(settings: Settings) -> dict[str, Any]:
     """
     values = {name: getattr(settings, name) for name in (*DECIDING, *SAMPLED)}
     return {k: v for k, v in values.items() if v is not None} | {"joint": is_joint(settings)}
-
-
-def is_joint(settings: Settings) -> bool:
-    """Whether a draft is verified jointly and not token by token."""
-    return settings.verify not in (None, TOKEN)
 
 
 @dataclass(frozen=True)

@@ -221,9 +221,14 @@ def dials_read(proposer: str, accept: str) -> frozenset[str]:
     return frozenset().union(*(READ if dials is None else dials for dials in read))
 
 
+def is_joint(settings: Settings) -> bool:
+    """Whether a draft is verified jointly and not token by token."""
+    return settings.verify not in (None, TOKEN)
+
+
 def build_rule(settings: Settings, table: Callable[[int], Tensor]) -> Acceptance:
     """The acceptance rule; `table` gives the k nearest codes of every code. InputError where a dial is wrong."""
-    residual = settings.residual or ("optimal" if settings.verify not in (None, TOKEN) else None)
+    residual = settings.residual or ("optimal" if is_joint(settings) else None)
     entry = part("accept", settings.accept)
     dials = asdict(settings) | {"residual": residual}
     return entry if isinstance(entry, Acceptance) else entry.build(Dials(table, **dials))

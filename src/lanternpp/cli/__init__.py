@@ -9,7 +9,6 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 
 from cyclopts import App, CycloptsError, UnknownOptionError, UnusedCliTokensError
 
@@ -125,11 +124,7 @@ def run(args: Sequence[str]) -> object:
         suppress_keyboard_interrupt=False,
     )
     for verb, about in VERBS.items():
-        where = f"{__name__}.{verb}"
-        if verb == named:
-            app.command(getattr(import_module(where), verb), name=verb)
-        else:
-            app.command(f"{where}:{verb}", name=verb, help=about)
+        app.command(f"{__name__}.{verb}:{verb}", name=verb, help=None if verb == named else about)
     return app(args)
 
 

@@ -37,7 +37,7 @@ def compare(
     /,
     *,
     n: opt.Count = 1,
-    output: opt.Output = OUTPUT,
+    output: Annotated[Path, Option("Where to write.", names=("-o", "--output"), metavar="FILE.png")] = OUTPUT,
     overwrite: opt.Overwrite = False,
     runs: Annotated[int, Option("Timed runs of each side; medians are shown.", ge=1)] = 3,
     as_json: opt.Json = False,
@@ -49,7 +49,7 @@ def compare(
     The runs of the two sides take turns, each side after one untimed warm-up. Pictures are drawn one at a
     time, as in the papers, unless --batch-size says otherwise. --measure-tv draws them once more, untimed.
     """
-    path = opt.png_path(output or OUTPUT, overwrite)
+    path = opt.png_path(output, overwrite)
     opt.check(options)
 
     from lanternpp.api.picture import notes, save_png

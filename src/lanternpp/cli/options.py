@@ -1,4 +1,4 @@
-"""Options of the command line, and checks of their values. Options are made from annotations: `Annotated[int, Option("Pictures.", ge=1)]` is declared once, with its limits.
+"""Options of the command line, made from the annotations that declare them, and checks of their values.
 
 A verb is a function under `@verb`. Each of its parameters is an option; one that is a dataclass or a TypedDict is a group of options.
 The docstring of a verb or dataclass has the help of its options, a line `name: help` for each, unless `Option` has it.
@@ -135,7 +135,6 @@ Count = Annotated[int, Option("Pictures.", ge=1, le=10_000, names=("-n", "--n"))
 Seed = Annotated[
     int, Option("Of the first picture; the next has the next seed.", ge=0, le=2**62, group="Sampling")
 ]
-Output = Annotated[Path | None, Option("Where to write.", names=("-o", "--output"), metavar="FILE.png")]
 Folder = Option(names=("-o", "--output"), metavar="DIR")  # to write to
 Switch = Option(negative=True)  # with a --no- form
 Overwrite = Annotated[

@@ -22,7 +22,7 @@ from lanternpp.api.settings import typed, with_tree
 from lanternpp.engine.decode import FinishedSample
 from lanternpp.errors import InputError
 from lanternpp.util import jsonfile
-from lanternpp.util.files import picture_name, replacing, sweep
+from lanternpp.util.files import digest, replacing, slug, sweep
 
 LOCK = ".lanternpp.lock"
 SHOWN = 5  # warnings about prompts that are shown in full
@@ -38,8 +38,8 @@ class PlannedImage:
 
     @property
     def name(self) -> str:
-        """The name of its file."""
-        return picture_name(self.prompt, self.seed)
+        """SLUG-HASH-SEED.png: the same for the same prompt and seed, another for any other pair."""
+        return f"{slug(self.prompt)}-{digest([self.prompt])}-{self.seed}.png"
 
 
 @dataclass(frozen=True)

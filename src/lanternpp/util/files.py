@@ -136,8 +136,3 @@ def megabytes(count: int) -> str:
 def slug(prompt: str) -> str:
     """A prompt's words joined by hyphens, at most 50 characters of any script."""
     return "-".join(re.findall(r"[^\W_]+", prompt.lower()))[:50].strip("-") or "picture"
-
-
-def picture_name(prompt: str, seed: int) -> str:
-    """SLUG-HASH-SEED.png: the same for the same prompt and seed, another for any other pair."""
-    return f"{slug(prompt)}-{digest([prompt])}-{seed}.png"
