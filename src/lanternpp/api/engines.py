@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
@@ -28,7 +27,8 @@ from lanternpp.errors import InputError
 from lanternpp.models.vq.codes import cache_folder, neighbours
 from lanternpp.nn.backend import PYTORCH, backend
 from lanternpp.util.devices import device_name
-from lanternpp.util.files import digest, write_text
+from lanternpp.util.files import digest
+from lanternpp.util.jsonfile import write_json
 from lanternpp.util.registry import find
 
 BYTES = 1 << 30
@@ -138,7 +138,7 @@ class Engines:
         with self._lock:
             failed = warm_up(self.new_engine(replace(settings, compile=True)))
             if not failed:
-                write_text(self._mark(settings), json.dumps(asdict(settings), default=str) + "\n")
+                write_json(self._mark(settings), asdict(settings))
             return failed
 
     def is_warm(self, settings: Settings) -> bool:

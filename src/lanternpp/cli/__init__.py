@@ -139,6 +139,4 @@ def sentence(error: Exception) -> str:
     if isinstance(error, UnusedCliTokensError):
         words = " ".join(map(repr, error.unused_tokens or ()))
         return f"unexpected {words}: a value with spaces needs quotes, and a list has commas; see --help"
-    if isinstance(error, CycloptsError):
-        error.verbose = False
     return str(error)
