@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lanternpp.cli import sentence
 from lanternpp.cli.options import without, writable_folder
-from lanternpp.cli.terminal import one_line_warnings, say
 from lanternpp.errors import InputError
 from lanternpp.models.vq.autoencoder import Autoencoder, read_tokenizer
 from lanternpp.nn.checkpoints import CONFIG
@@ -22,6 +21,7 @@ from lanternpp.training.codes import Codes, PictureCodes
 from lanternpp.training.loop import compute_dtype
 from lanternpp.training.options import Stored, TrainingOptions
 from lanternpp.util.options import Option, declared
+from lanternpp.util.terminal import one_line_warnings, say
 
 Data = Annotated[Path, Option("Imagefolder with train/ and val/, each with metadata.jsonl.", metavar="DIR")]
 Model = Annotated[Path, Option("Model folder to write to.", metavar="DIR")]

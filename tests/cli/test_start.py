@@ -20,13 +20,13 @@ from lanternpp.accept import RULES
 from lanternpp.accept.base import RESIDUALS
 from lanternpp.api.options import DIALS, METHODS
 from lanternpp.cli import RENAMED, RETIRED, VERBS
-from lanternpp.cli.terminal import progress_bar
 from lanternpp.engine.verify.choose import VERIFIERS
 from lanternpp.models.hub import PUBLISHED
 from lanternpp.proposers import PROPOSERS
 from lanternpp.proposers.jacobi import COUPLINGS, INITS
 from lanternpp.training.state import Report
 from lanternpp.trees import TREES
+from lanternpp.util.terminal import progress_bar
 
 
 def test_help_loads_nothing_that_takes_long() -> None:

@@ -16,10 +16,10 @@ from lanternpp import __version__
 from lanternpp.api.options import DIALS
 from lanternpp.api.options import RENAMED as DIALS_RENAMED
 from lanternpp.cli.options import heading
-from lanternpp.cli.terminal import one_line_warnings, say
 from lanternpp.errors import InputError
 from lanternpp.util.files import is_full
 from lanternpp.util.registry import HERE
+from lanternpp.util.terminal import one_line_warnings, say
 
 VERBS = {
     "generate": "Draw pictures of a prompt, or of every line of a file.",

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from lanternpp.api.options import BASELINE, DIALS, DrawOptions, MeasureDials, MethodDials, names
 from lanternpp.cli import options as opt
-from lanternpp.cli.terminal import plots_enabled, progress_bar, say, show_table
 from lanternpp.errors import InputError
 from lanternpp.evaluation.papers import PAPERS, find_paper
 from lanternpp.util.files import write_text
 from lanternpp.util.jsonfile import write_json
 from lanternpp.util.options import Option
+from lanternpp.util.terminal import progress_bar, say, show_table
 
 if TYPE_CHECKING:
     from lanternpp import Pipeline
@@ -150,7 +150,7 @@ def bench(
     methods = paper.methods if paper and field.methods is None else field.methods
     named = None if methods is None else parse_methods(methods)
     prompts = prompts and fetched(prompts)
-    with_plots = plots_enabled(plots)
+    with_plots = opt.plots_enabled(plots)
     prompt_list = read_prompts(prompts, model_folder(options.model))
     pipe = opt.read(options)
     shared = dict(options.overrides)

@@ -22,8 +22,8 @@ from lanternpp.api.options import (
     with_rule,
 )
 from lanternpp.cli import options as opt
-from lanternpp.cli.terminal import Progress, progress_bar, say, show_table
 from lanternpp.util.options import Option
+from lanternpp.util.terminal import Progress, progress_bar, say, show_table
 
 if TYPE_CHECKING:
     from lanternpp.api.pipeline import Result, Stats

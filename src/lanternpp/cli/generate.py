@@ -12,10 +12,10 @@ from typing import Annotated, Any
 
 from lanternpp.api.options import DrawOptions, check_prompt, drawn_with, place_of
 from lanternpp.cli import options as opt
-from lanternpp.cli.terminal import progress_bar, say
 from lanternpp.errors import InputError
 from lanternpp.util.files import slug
 from lanternpp.util.options import Option
+from lanternpp.util.terminal import progress_bar, say
 
 
 @dataclass(frozen=True)

@@ -29,12 +29,12 @@ from lanternpp.api.options import (
 )
 from lanternpp.cli import VERBS
 from lanternpp.cli import options as opt
-from lanternpp.cli.terminal import say, show_table
 from lanternpp.errors import InputError
 from lanternpp.training.options import Stored
 from lanternpp.util import files
 from lanternpp.util.jsonfile import read_object, write_json
 from lanternpp.util.options import Option
+from lanternpp.util.terminal import say, show_table
 
 if TYPE_CHECKING:
     from lanternpp.api.defaults import Defaults
@@ -288,7 +288,7 @@ def convert(
 def staged(out: Path) -> Iterator[Path]:
     """An empty folder whose contents become those of OUT when the block ends; an older model in OUT is removed."""
     out = out.resolve()  # "." has no name, and a link may lead to nothing
-    place = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    place = next(path for path in (out, *out.parents) if path.exists())
     with TemporaryDirectory(prefix=f".{out.name}.", dir=place, ignore_cleanup_errors=True) as temporary:
         stage = Path(temporary) / out.name
         stage.mkdir()

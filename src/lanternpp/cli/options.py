@@ -11,15 +11,16 @@ import re
 import tempfile
 from collections.abc import Callable, Mapping
 from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, TypeVar, get_args, get_type_hints, is_typeddict
 
 from cyclopts import Group, Parameter
 
 from lanternpp.api.options import DIALS, METHODS, DrawOptions, Settings, check_prompt
-from lanternpp.cli.terminal import say
 from lanternpp.errors import InputError
 from lanternpp.util.options import Option, option_of
+from lanternpp.util.terminal import say
 
 if TYPE_CHECKING:
     from lanternpp.api.defaults import Defaults
@@ -199,6 +200,16 @@ def read_sizes(text: str | None) -> list[int]:
     """The batch sizes of --batch-sizes."""
     most = 1024  # pictures at once
     return read_numbers(text, int, "--batch-sizes", f"whole numbers from 1 to {most}", 1, most)
+
+
+def plots_enabled(plots: bool | None) -> bool:
+    """Whether to draw plots, which matplotlib alone is needed for. InputError where --plots is given and it is missing."""
+    found = find_spec("matplotlib") is not None
+    if plots and not found:
+        raise InputError("plots need matplotlib; install lanternpp[eval], or leave out --plots")
+    if plots is None and not found:
+        say("note", "no plots are drawn: they need matplotlib; install lanternpp[eval]")
+    return found and plots is not False
 
 
 def read(options: DrawOptions, pictures: bool = True) -> Pipeline:

@@ -10,10 +10,10 @@ from typing import Annotated
 
 from lanternpp.api.options import LONGEST, DrawOptions, drawn_with, place_of
 from lanternpp.cli import options as opt
-from lanternpp.cli.terminal import say
 from lanternpp.errors import InputError
 from lanternpp.serve.config import LOOPBACK, ServerConfig, check_proxies, gather_keys, require
 from lanternpp.util.options import Option
+from lanternpp.util.terminal import say
 
 
 @dataclass(frozen=True)

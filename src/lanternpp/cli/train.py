@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Annotated
 
 from lanternpp.cli import options as opt
-from lanternpp.cli.terminal import progress_bar
 from lanternpp.training.options import DrafterSettings, Kind, TrainingData, TrainingOptions
 from lanternpp.util.options import Option
+from lanternpp.util.terminal import progress_bar
 
 
 @opt.verb

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 from lanternpp.api.options import DIALS, DrawOptions, draft_of, drawn_with
 from lanternpp.cli import options as opt
-from lanternpp.cli.terminal import plots_enabled, progress_bar, say, show_table
 from lanternpp.tuning.options import TuningOptions
 from lanternpp.util.jsonfile import write_json
+from lanternpp.util.terminal import progress_bar, say, show_table
 
 SHOWN = 12  # candidates of the table
 
@@ -43,7 +43,7 @@ def tune(
     """
     search.check()
     settings = opt.check(options)
-    with_plots = plots_enabled(plots)
+    with_plots = opt.plots_enabled(plots)
 
     from lanternpp import Pipeline
     from lanternpp.evaluation.prompts import read_prompts

@@ -18,7 +18,7 @@ from lanternpp.evaluation.classifier import has_classifier, read_classifier
 from lanternpp.evaluation.pictures import square, to_pixels
 from lanternpp.models.hub import quiet
 from lanternpp.nn.files import wrong_file
-from lanternpp.util.progress import Progress
+from lanternpp.util.terminal import Progress
 
 CLIP_EXAMPLE = "openai/clip-vit-base-patch32"
 

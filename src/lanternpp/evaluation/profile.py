@@ -21,7 +21,7 @@ from lanternpp.engine.threads import AdaptiveThreads
 from lanternpp.evaluation.race import Race
 from lanternpp.evaluation.report import HEADINGS, cell
 from lanternpp.util.files import replacing, write_text
-from lanternpp.util.progress import Progress
+from lanternpp.util.terminal import Progress
 
 STEPS = 32  # the first ones of a picture; a whole one may have a million operations
 ROWS = 30  # of a table of operations

@@ -19,8 +19,8 @@ from lanternpp.evaluation.features import EXTRACTORS, ClassifierFeatures, Clip, 
 from lanternpp.evaluation.pictures import Gallery, reference_folder
 from lanternpp.nn.files import check_finite, wrong_file
 from lanternpp.util.devices import pick_device
-from lanternpp.util.progress import Progress
 from lanternpp.util.registry import find, importable
+from lanternpp.util.terminal import Progress
 
 NEAREST = 3  # k of precision and recall
 LEAST = NEAREST + 1  # pictures: precision and recall need that many neighbours of each, and itself

@@ -27,7 +27,7 @@ from lanternpp.errors import InputError
 from lanternpp.util.devices import device_name
 from lanternpp.util.files import digest
 from lanternpp.util.jsonfile import Journal, checked, differences, key_of, read_object, write_json
-from lanternpp.util.progress import Progress
+from lanternpp.util.terminal import Progress
 
 RUN, TURNS, PICTURES = "run.json", "turns.jsonl", "pictures"
 FITTED = "fitted"  # settings in `run.json` that a resumed run takes over, while others must be the same

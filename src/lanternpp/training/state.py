@@ -21,7 +21,7 @@ from lanternpp.nn.files import wrong_file
 from lanternpp.training.options import TrainingOptions
 from lanternpp.util import files
 from lanternpp.util.jsonfile import append_row, differences, keep_rows
-from lanternpp.util.progress import Progress, progress_bar
+from lanternpp.util.terminal import Progress, progress_bar
 
 STATE, LOG = "state.pt", "log.jsonl"
 MEANINGS = {

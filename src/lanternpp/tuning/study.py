@@ -35,7 +35,7 @@ from lanternpp.tuning.candidates import PlainEngine, Space, check, draw, has_win
 from lanternpp.tuning.options import TuningOptions
 from lanternpp.util.files import digest
 from lanternpp.util.jsonfile import read_rows
-from lanternpp.util.progress import Progress
+from lanternpp.util.terminal import Progress
 
 SHARED = names(EngineDials, SamplingDials)  # dials that every engine of a tuning shares, the plain one too
 TUNED, OWN = "tuned", "default"  # labels of the race: what was found, and the method's own draft

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from lanternpp.models.vq import codes as module
 from lanternpp.models.vq.codes import neighbours
 from lanternpp.nn.files import files
-from lanternpp.util.progress import progress_bar
+from lanternpp.util.terminal import progress_bar
 
 BOOK = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
 

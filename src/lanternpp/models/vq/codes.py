@@ -21,7 +21,7 @@ from lanternpp.errors import InputError
 from lanternpp.nn.checkpoints import checksum
 from lanternpp.nn.files import NEIGHBOURS
 from lanternpp.util.files import replacing, user_cache
-from lanternpp.util.progress import progress_bar
+from lanternpp.util.terminal import progress_bar
 
 ROWS = 64  # codes whose distances are computed at once: they stay in the L2 cache
 SHORT = 1 << 16  # codes that 16 bits can number

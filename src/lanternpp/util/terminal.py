@@ -6,17 +6,15 @@ import logging
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Any, Literal
-
-from lanternpp.errors import InputError
-from lanternpp.util.progress import Progress as Progress
-from lanternpp.util.progress import progress_bar as progress_bar
 
 TEXT = 24  # least width of a last column with prose
 NOISY = ("torchao", "torch.utils._pytree")  # transformers imports torchao where it is installed
+Progress = Callable[[int, int], None]
+"""Called with (done, total)."""
+_shown: list[Any] = []  # the rich.Progress that is on the screen
 
 
 def say(kind: str, message: object) -> None:
@@ -42,14 +40,35 @@ def one_line_warnings() -> Iterator[None]:
         yield
 
 
-def plots_enabled(plots: bool | None) -> bool:
-    """Whether to draw plots, which matplotlib alone is needed for. InputError where --plots is given and it is missing."""
-    found = find_spec("matplotlib") is not None
-    if plots and not found:
-        raise InputError("plots need matplotlib; install lanternpp[eval], or leave out --plots")
-    if plots is None and not found:
-        say("note", "no plots are drawn: they need matplotlib; install lanternpp[eval]")
-    return found and plots is not False
+@contextmanager
+def progress_bar(label: str) -> Iterator[Progress | None]:
+    """A callback that moves a bar with the time elapsed and left, or None where stderr is no terminal.
+
+    A bar that begins while another is shown stands below it.
+    """
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+
+    first = not _shown
+    if first:
+        share = (BarColumn(), "{task.percentage:>3.0f} %")
+        times = (TimeElapsedColumn(), "elapsed,", TimeRemainingColumn(), "left")
+        console = Console(stderr=True)
+        _shown.append(Progress("{task.description}", *share, *times, console=console, transient=True))
+        _shown[0].start()
+    bars = _shown[0]
+    task = bars.add_task(label, total=None)
+    try:
+        yield lambda done, total: bars.update(task, completed=done, total=total)
+    finally:
+        if first:
+            _shown.remove(bars)
+            bars.stop()
+        else:
+            bars.remove_task(task)
 
 
 def show_table(
