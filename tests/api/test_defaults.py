@@ -83,7 +83,9 @@ def test_a_drafter_that_is_given_decides_by_what_it_is(
     bare = without_a_default(write_model(tmp_path / "bare"))
     for kind in ("drafter", "parallel", "independent"):
         shutil.rmtree(bare / kind)
-    assert chosen(bare, folder / place).method == method
+    given = Defaults.read(bare, folder / place)
+    assert given.chosen().method == method
+    assert given.holds("independent") is (place == "independent") is not given.holds("parallel")
 
 
 def test_methods_of_the_papers_drafter_take_the_parallel_one_where_it_is_the_only_one(

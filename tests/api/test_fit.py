@@ -354,6 +354,8 @@ def test_what_bounds_a_machine_is_read_from_its_passes() -> None:
     assert bound(steps((2, 1.0), (8, 2.5), (26, 7.0))).startswith("arithmetic bounds this machine")
     assert disturbed([Step("a", 2, 1, 1, spread) for spread in (1.0, 1.1, 1.4)])
     assert not disturbed([Step("a", 2, 1, 1, spread) for spread in (1.0, 1.1, 1.3)])
+    assert disturbed([Step("a", rows, 1, target, 1.0) for rows, target in ((2, 1), (16, 3.2), (8, 4.2))])
+    assert not disturbed([Step("a", rows, 1, target, 1.0) for rows, target in ((2, 1), (16, 3.2), (8, 4.1))])
 
 
 def test_the_shipped_drafters_know_their_rates() -> None:

@@ -157,7 +157,7 @@ def test_what_means_a_number_a_name_or_a_tree_is_taken(pipe: Pipeline, model: Pa
     [
         ({"prompt": None}, "prompt None is no text"),
         ({"prompt": [PROMPT, 3]}, "prompt 3 is no text"),
-        ({"prompt": []}, "prompt '' is empty"),
+        ({"prompt": []}, "list of prompts is empty"),
         ({"prompt": "\udcff tulip"}, "is no text in UTF-8"),
         ({"n": "2"}, "n '2' is no whole number"),
         ({"seed": [1, 2]}, "2 seeds do not go with 1 prompts"),

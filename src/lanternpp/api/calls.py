@@ -60,7 +60,9 @@ def batch_size(given: int, pictures: int) -> int:
 def prompts(value: Any) -> list[str]:
     """One prompt or several as a list. Raises InputError."""
     found = [value] if isinstance(value, str) or not isinstance(value, Iterable) else list(value)
-    for one in found or [""]:
+    if not found:
+        raise InputError("the list of prompts is empty; give at least one")
+    for one in found:
         if not isinstance(one, str):
             raise InputError(f"prompt {one!r} is no text; give a text or a list of texts")
         check_prompt(one)

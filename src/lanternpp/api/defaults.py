@@ -95,7 +95,9 @@ class Defaults:
 
     def holds(self, kind: str | None) -> bool:
         """Whether there is a network of this kind to draft with, or none is needed."""
-        return kind is None or self.drafter is not None or (self.folder / kind).is_dir()
+        if kind is None or self.drafter is None:
+            return kind is None or (self.folder / kind).is_dir()
+        return (kind == "independent") == self._smaller_target
 
     def chosen(self, method: str | None = AUTO) -> Chosen:
         """The method that a name means on this model. Reads at most the headers of a drafter.
@@ -117,6 +119,10 @@ class Defaults:
             entry = next((entry for entry in self.tuned if key.items() <= entry.items()), None)
             own = with_tuned(own, chosen.method, entry["settings"]) if entry else own
         return resolve(chosen.method, own, overrides, auto)
+
+    @cached_property
+    def _smaller_target(self) -> bool:
+        return self.drafter is not None and network_of(self.drafter, True) == "independent"
 
     @cached_property
     def _auto(self) -> Chosen:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
+from itertools import combinations
 from pathlib import Path
 from statistics import fmean, median
 from typing import Annotated, Any
@@ -48,7 +49,9 @@ KEPT = 256  # settings whose counts, or steps, the file keeps: those that were a
 SECONDS, SHARE = 0.8, 0.05
 # Timed steps of a draft: FEWEST, one less where a step takes SLOW seconds, and up to MOST until they have taken LONG seconds.
 FEWEST, MOST, LONG, SLOW = 3, 7, 0.04, 0.1
-NOISY = 1.15  # mean of the medians over minima from which on other work has disturbed a measurement; 1.06 on a quiet machine
+# Other work has disturbed a measurement from this mean of the medians over minima on, 1.06 on a quiet machine, or where a pass
+# takes so many times as long as one over more rows.
+NOISY, FALL = 1.15, 1.3
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,10 @@ def measure(drafts: Iterable[tuple[str, Callable[[], Engine]]], length: int) -> 
 
 def disturbed(steps: Sequence[Step]) -> bool:
     """Whether other work took the cores while the steps were measured."""
-    return fmean(step.spread for step in steps) > NOISY
+    by_rows = combinations(sorted(steps, key=lambda step: step.rows), 2)
+    return fmean(step.spread for step in steps) > NOISY or any(
+        before.target > FALL * after.target and before.rows < after.rows for before, after in by_rows
+    )
 
 
 def bound(steps: Sequence[Step]) -> str | None:

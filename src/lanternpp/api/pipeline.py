@@ -179,12 +179,22 @@ class Pipeline(Engines):
 
     @overload
     def __call__(
-        self, prompt: Prompts, n: int = 1, *, output_type: Literal["np"], **options: Unpack[CallOptions]
+        self,
+        prompt: Prompts,
+        n: int | None = 1,
+        *,
+        output_type: Literal["np"],
+        **options: Unpack[CallOptions],
     ) -> Result[np.ndarray[Any, np.dtype[np.float32]]]: ...
 
     @overload
     def __call__(
-        self, prompt: Prompts, n: int = 1, *, output_type: Literal["pt"], **options: Unpack[CallOptions]
+        self,
+        prompt: Prompts,
+        n: int | None = 1,
+        *,
+        output_type: Literal["pt"],
+        **options: Unpack[CallOptions],
     ) -> Result[Tensor]: ...
 
     @overload
@@ -196,6 +206,11 @@ class Pipeline(Engines):
         output_type: Literal["pil", "codes"] = "pil",
         **options: Unpack[CallOptions],
     ) -> Result[list[Image.Image]]: ...
+
+    @overload
+    def __call__(
+        self, prompt: Prompts, n: int | None = 1, *, output_type: str, **options: Unpack[CallOptions]
+    ) -> Result[Any]: ...
 
     @listing(CallOptions)
     def __call__(

@@ -79,7 +79,7 @@ class Stats:
         return asdict(self)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Result(Generic[Pictures]):
     """Pictures, their codes, and statistics of the run."""
 
@@ -90,7 +90,7 @@ class Result(Generic[Pictures]):
     seeds: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Partial:
     """Pictures that are being drawn, after a prompt was read or a pass was made.
 
