@@ -120,6 +120,23 @@ def test_a_model_draws_a_square_where_it_is_asked_for_a_picture(
         assert case.model.generate(**relaxed).shape == expected.shape
 
 
+SQUARE = {"prefix_allowed_tokens_fn": None, "generation_mode": "image"}
+
+
+@pytest.mark.parametrize(
+    ("name", "more"), [("janus", {}), ("emu3", {}), ("glm-image", {}), ("liquid", {}), ("liquid", SQUARE)]
+)
+def test_the_one_code_that_is_not_suppressed_is_drawn_and_to_leave_none_is_a_mistake(
+    made: Callable[[str], Case], name: str, more: dict[str, Any]
+) -> None:
+    case = made(name)
+    codes = list(adapter_of(case.model).codes)
+    generate = functools.partial(lanternpp.accelerate(case.model).generate, **case.inputs(1) | more)
+    drawn = generate(suppress_tokens=codes[:5] + codes[6:], do_sample=True)
+    assert set(drawn[0, -16:].tolist()) & set(codes) == {codes[5]}
+    rejects("suppress_tokens allows no token at all at some place", generate, suppress_tokens=codes)
+
+
 def test_published_language_models_are_known_by_their_number_of_tokens() -> None:
     small = {**LANGUAGE, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     liquid = GemmaForCausalLM(GemmaConfig(vocab_size=264_192, head_dim=4, **small))
@@ -537,7 +554,11 @@ def test_what_drafts_do_not_support_is_refused_in_a_sentence(
             {"prefix_allowed_tokens_fn": None, "generation_mode": "image"},
             "needs prefix_allowed_tokens_fn, which says where",
         ),
-        ({"prefix_allowed_tokens_fn": lambda batch, tokens: [1, 2]}, "allows no choice of image tokens"),
+        ({"prefix_allowed_tokens_fn": lambda batch, tokens: [1, 2]}, "allows no image tokens;"),
+        (
+            {"prefix_allowed_tokens_fn": lambda b, t: range(40), "suppress_tokens": list(range(1, 99))},
+            "allows no image tokens beside suppress_tokens",
+        ),
         ({"prefix_allowed_tokens_fn": lambda batch, tokens: []}, "allows no token at all"),
         ({"prefix_allowed_tokens_fn": content, "max_new_tokens": 20}, "depends on the codes that were drawn"),
         (

@@ -16,7 +16,7 @@ from transformers import generation
 from transformers.generation import logits_process
 
 from lanternpp.errors import InputError
-from lanternpp.models.transformers.format import Format
+from lanternpp.models.transformers.format import NO_TOKEN, Format
 
 Allowed = Callable[[int, Tensor], Any]
 """transformers' `prefix_allowed_tokens_fn`."""
@@ -133,15 +133,15 @@ class Call:
                 "prefix_allowed_tokens_fn differs within the batch; draw pictures of one size at once"
             )
         places = rows[0]
-        free = [place for place, tokens in enumerate(places) if len(tokens) > 1]
-        if all(places[place].isdisjoint(codes) for place in free):
-            raise InputError(f"prefix_allowed_tokens_fn allows no choice of image tokens; {RESTORE}")
-        length = free[-1] + 1
+        coded = [not tokens.isdisjoint(codes) for tokens in places]
+        if not any(coded):
+            beside = " beside suppress_tokens" if self.processors.suppressed else ""
+            raise InputError(f"prefix_allowed_tokens_fn allows no image tokens{beside}; {RESTORE}")
+        length = max(n for n, tokens in enumerate(places, 1) if coded[n - 1] or len(tokens) > 1)
         drawn, tail = places[:length], tuple(min(tokens) for tokens in places[length:])
         numbers = {tokens: number for number, tokens in enumerate(dict.fromkeys(drawn))}
         extras = dict.fromkeys(token for tokens in numbers for token in sorted(tokens.difference(codes)))
-        end = next((place for place, tokens in enumerate(drawn) if len(tokens) == 1), None)
-        width = Format.plain(length).width if end is None else end + 1
+        width = Format.plain(length).width if all(coded[:length]) else coded.index(False) + 1
         kinds = tuple(numbers[tokens] for tokens in drawn)
         return Format(length, width, tuple(extras), tuple(numbers), kinds, tail)
 
@@ -188,9 +188,12 @@ class _Reading:
         held = self._objects.get(id(given))
         if held is None:
             listed = given.flatten().tolist() if isinstance(given, Tensor) else given
-            found = frozenset(map(int, listed)) - self._suppressed
+            allowed = frozenset(map(int, listed))
+            found = allowed - self._suppressed
             if not found:
-                raise InputError("prefix_allowed_tokens_fn allows no token at all at some place")
+                raise InputError(
+                    NO_TOKEN.format("suppress_tokens" if allowed else "prefix_allowed_tokens_fn")
+                )
             held = self._objects[id(given)] = given, self._sets.setdefault(found, found)
             if len(self._objects) > REMEMBERED:
                 del self._objects[next(iter(self._objects))]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lanternpp.errors import InputError
 
 SMALL = 16  # codes of a square small picture's side
+NO_TOKEN = "{} allows no token at all at some place"
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,10 @@ class Format:
         return cls(length, width or (side if side * side == length else length))
 
     def without(self, suppressed: frozenset[int], tokens: Iterable[int]) -> Format:
-        """The format with some tokens suppressed at every place."""
+        """The format with some tokens suppressed at every place. InputError where none is left."""
         if self.kinds or not suppressed:
             return self
-        return replace(self, sets=(frozenset(tokens) - suppressed,), kinds=(0,) * self.length)
+        left = frozenset(tokens) - suppressed
+        if not left:
+            raise InputError(NO_TOKEN.format("suppress_tokens"))
+        return replace(self, sets=(left,), kinds=(0,) * self.length)
