@@ -82,7 +82,7 @@ class Held(Pipeline):
     def codes(
         self,
         call: Call,
-        scale: float,
+        guidance: Guidance,
         seeds: list[int],
         method: str,
         dials: Mapping[str, Any],
@@ -95,11 +95,10 @@ class Held(Pipeline):
                 raise InputError("generate was called while it draws; call it again once it has returned")
             target.decoder.replicate()  # a `forward` may have been replaced since the last call
             format = target.format(call).without(processors.suppressed, target.codes)
-            branches = Guidance(scale).branches
             tokens = token_rows(call.ids, call.mask)
-            if branches == 2:
+            if guidance.branches == 2:
                 tokens += target.unconditional_rows(call)
-            prompts, slots = target.encode(tokens, branches)
+            prompts, slots = target.encode(tokens, guidance.branches)
             if slots + format.length > target.most:
                 raise InputError(
                     f"prompt and picture take {slots + format.length} positions and the model has {target.most}"
@@ -110,7 +109,7 @@ class Held(Pipeline):
                 target.decoder.prepare(slots + format.length)
                 top_k = min(processors.top_k, target.vocab)
                 sampling = {"temperature": processors.temperature, "top_k": top_k, "top_p": processors.top_p}
-                checked = self.checked(method, dials, cfg=scale, batch_size=len(seeds), **sampling)
+                checked = self.checked(method, dials, cfg=guidance.scale, batch_size=len(seeds), **sampling)
                 request = Request([str(row) for row in range(len(seeds))], seeds, self.fit(checked))
                 with self._taken(request.settings) as engine:
                     return self.draw(engine, request, callback=callback, output_type="codes"), format
@@ -200,11 +199,12 @@ def custom_generate(
     configs = (generation_config, model.generation_config)
     scales = (cfg, processors.guidance, *(config.guidance_scale for config in configs))
     scale = next((float(scale) for scale in scales if scale is not None), state.target.guidance)
+    guidance = Guidance(scale, name="guidance_scale" if cfg is None else "cfg")
     count = len(input_ids)
     seeds = [0] * count if processors.temperature == 0 else calls.random_seeds(count, generator)
     if state.target.decoder.ranks > 1:
         torch.distributed.broadcast_object_list(seeds)
-    result, format = state.codes(call, scale, seeds, method, dials, callback)
+    result, format = state.codes(call, guidance, seeds, method, dials, callback)
     sequences = state.target.sequences(result.codes, format, call)
     if isinstance(made := vars(model).get("generate"), Generate):
         made.codes_per_pass = result.stats.codes_per_pass

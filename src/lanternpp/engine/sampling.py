@@ -5,7 +5,7 @@ Here alone samples B become rows R and back, and here alone stochastic and greed
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 import torch
 from torch import Tensor
@@ -26,10 +26,11 @@ class Guidance:
     """Scale 1 is the conditional model alone, in one row per sample; above it every sample has two."""
 
     scale: float = 1.0
+    name: InitVar[str] = field(default="cfg", kw_only=True)  # in messages
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, name: str) -> None:
         if not 1 <= self.scale <= MOST:
-            raise InputError(f"cfg {self.scale} is out of range; use 1 (no guidance) to {MOST:g}")
+            raise InputError(f"{name} {self.scale} is out of range; use 1 (no guidance) to {MOST:g}")
 
     @property
     def branches(self) -> int:

@@ -565,7 +565,8 @@ def test_what_drafts_do_not_support_is_refused_in_a_sentence(
             {"prefix_allowed_tokens_fn": lambda batch, tokens: range(20 + batch, 40), "max_new_tokens": 9},
             "differs within the batch",
         ),
-        ({"guidance_scale": 0.5}, "cfg 0.5 is out of range"),
+        ({"guidance_scale": 0.5}, "guidance_scale 0.5 is out of range"),
+        ({"cfg": 0.5}, "cfg 0.5 is out of range"),
         ({"attention_mask": given["attention_mask"].flip(1)}, "padded on the left"),
         (
             {"max_new_tokens": 500, "prefix_allowed_tokens_fn": lambda b, t: range(20, 40)},
