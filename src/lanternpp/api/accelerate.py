@@ -24,7 +24,7 @@ from lanternpp.api.model import Model, model_folder
 from lanternpp.api.options import AUTO, MethodDials, Settings, listing
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.api.results import Partial, Result
-from lanternpp.api.settings import network_needed
+from lanternpp.api.settings import for_target, network_needed
 from lanternpp.engine.sampling import Guidance
 from lanternpp.errors import InputError
 from lanternpp.models.transformers import CLASSES
@@ -110,6 +110,8 @@ class Held(Pipeline):
                 top_k = min(processors.top_k, target.vocab)
                 sampling = {"temperature": processors.temperature, "top_k": top_k, "top_p": processors.top_p}
                 checked = self.checked(method, dials, cfg=guidance.scale, batch_size=len(seeds), **sampling)
+                # a call may draw less than the pictures that accelerate's dials are for
+                checked = for_target(checked, target, self.name, {**dials, "window_rows": None})
                 request = Request([str(row) for row in range(len(seeds))], seeds, self.fit(checked))
                 with self._taken(request.settings) as engine:
                     return self.draw(engine, request, callback=callback, output_type="codes"), format

@@ -137,6 +137,14 @@ def test_the_one_code_that_is_not_suppressed_is_drawn_and_to_leave_none_is_a_mis
     rejects("suppress_tokens allows no token at all at some place", generate, suppress_tokens=codes)
 
 
+def test_a_dial_for_whole_pictures_is_lowered_for_a_shorter_call(made: Callable[[str], Case]) -> None:
+    case = made("chameleon")
+    given = case.inputs(1) | {"do_sample": False, "max_new_tokens": 7}
+    expected = case.model.generate(**given)
+    lanternpp.accelerate(case.model, method="jacobi-coupled", window=2, window_rows=2)
+    assert torch.equal(case.model.generate(**given), expected)
+
+
 def test_published_language_models_are_known_by_their_number_of_tokens() -> None:
     small = {**LANGUAGE, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     liquid = GemmaForCausalLM(GemmaConfig(vocab_size=264_192, head_dim=4, **small))
