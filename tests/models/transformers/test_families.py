@@ -415,6 +415,11 @@ def test_a_folder_called_tokenizer_beside_a_published_model_is_not_read(models: 
     read_target(edited(models / "liquid", tmp_path / "liquid"), torch.float32)
 
 
+def test_a_tokenizer_of_another_model_is_named(models: Path, tmp_path: Path) -> None:
+    other = edited(models / "liquid", tmp_path / "liquid", levels=[4])
+    rejects("liquid has 4 codes and the tokenizer .*liquid/vq", read_target, other, torch.float32)
+
+
 def test_what_is_missing_beside_a_checkpoint_is_named(models: Path, tmp_path: Path) -> None:
     def refused(said: str, folder: Path, **given: Path) -> None:
         rejects(said, read_target, folder, torch.float32, given=given)

@@ -45,11 +45,11 @@ class TokenizerBeside(TransformersTarget):
         """
         within, given = self.within, source.given.get("tokenizer")
         if given is None and within and f"{within}decoder.conv_in.weight" in source.metas:
-            self.vqgan = read_vqgan(source, dtype, prefix=within)
+            place, self.vqgan = source.path, read_vqgan(source, dtype, prefix=within)
         else:
             place = Path(given) if given else self._found(source.folder)
             self.vqgan = self.tokenizer_in(Source.open(place), dtype)
-        check_codes(source.path, len(self.codes), source.path, self.vqgan.config.codes)
+        check_codes(source.path, len(self.codes), place, self.vqgan.config.codes)
 
     def tokenizer_in(self, source: Source, dtype: torch.dtype) -> VQGAN:
         """The tokenizer in a checkpoint of taming-transformers' layout, or in a folder of ours. InputError."""
