@@ -63,9 +63,9 @@ class ContinuousBatch:
         """Finished samples with their names; the slot of each is free when the sample is yielded."""
         length = self.engine.target.length
         for slot in [slot for slot in sorted(self.running) if self.counts[slot] >= length]:
-            name = self.running.pop(slot)
+            sample = self.engine.collect(slot)
             self.finished += 1
-            yield name, self.engine.collect(slot)
+            yield self.running.pop(slot), sample
 
     def step(self) -> None:
         """One step of the engine, and the one host read of the loop."""

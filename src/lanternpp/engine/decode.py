@@ -139,10 +139,7 @@ class Engine:
         self.tv_cost[slot] = 0
         self.passes[slot] = 0
         logits = self._guided_logits(features[:, -1:])
-        if not math.isfinite(logits.max()):
-            dtype = str(embeds.dtype).removeprefix("torch.")
-            wider = "bfloat16 or float32" if dtype == "float16" else "float64"
-            raise ModelError(f"the model's logits are no finite numbers in {dtype}; use the dtype {wider}")
+        self._check_finite(logits)
         logits = self.target.constrain(logits, torch.zeros(1, 1, dtype=torch.int64, device=device))
         noise = Noise(self.noise.seed[slot : slot + 1], self.noise.step[slot : slot + 1])
         root = self.sampling.draw(self.sampling.probs(logits[:, 0]), noise)
@@ -154,6 +151,13 @@ class Engine:
         self._enter("rest")
         for observer in self.observers:
             observer.admitted(new)
+
+    def _check_finite(self, numbers: Tensor) -> None:
+        """ModelError where the model has overflowed; a host read."""
+        if not math.isfinite(numbers.max()):
+            dtype = str(self.cache.kv.dtype).removeprefix("torch.")
+            wider = "bfloat16 or float32" if dtype == "float16" else "float64"
+            raise ModelError(f"the model's logits are no finite numbers in {dtype}; use the dtype {wider}")
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -240,7 +244,10 @@ class Engine:
         self.count[slot] = self.target.length
 
     def collect(self, slot: int) -> FinishedSample:
-        """The codes of a finished sample."""
+        """The codes of a finished sample. Raises ModelError where a layer before the last has overflowed."""
+        used = int(self.cache.used[slot])
+        # the last layer's keys of the codes: what overflows before is no number there
+        self._check_finite(self.cache.kv[-1, 0, slot :: self.batch, :, used - self.target.length : used])
         accepted = self.accepted[slot, : int(self.passes[slot])].tolist()
         cost = 0.0 if self.rule.lossless else float(self.tv_cost[slot]) if self.measure_tv else None
         return FinishedSample(slot, self.codes[slot, : self.target.length].clone(), accepted, cost)

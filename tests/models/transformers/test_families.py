@@ -557,6 +557,19 @@ def test_a_model_that_overflows_in_float16_names_another_dtype(models: Path, tmp
     assert pipeline(folder, "bfloat16")(PROMPT, method="ar").codes.unique().numel() > 3
 
 
+def test_codes_that_overflow_in_float16_are_not_drawn_in_silence(models: Path, tmp_path: Path) -> None:
+    """The prompt does not."""
+    folder = shutil.copytree(models / "anole", tmp_path / "anole")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.weight"] *= 1e3
+    codes = read_target(folder, torch.float32).codes  # type: ignore[attr-defined]
+    tensors["model.embed_tokens.weight"][list(codes)] = 65504
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    for method in ("ar", "jacobi-coupled"):
+        rejects("in float16; use the dtype", pipeline(folder, "float16"), PROMPT, method=method)
+    assert pipeline(folder, "bfloat16")(PROMPT, method="ar").codes.unique().numel() > 3
+
+
 @pytest.mark.parametrize("norms", [1, 4], ids=["one norm", "a norm a head"])
 def test_a_published_drafter_may_norm_queries_and_keys_as_its_target_does(
     models: Path, tmp_path: Path, norms: int
