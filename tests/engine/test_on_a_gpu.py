@@ -21,6 +21,7 @@ from lanternpp.accept.exact import Cspd, Exact
 from lanternpp.api.options import METHODS
 from lanternpp.engine.batching import ContinuousBatch
 from lanternpp.engine.decode import Engine, engine_class
+from lanternpp.engine.noise import STEPS
 from lanternpp.engine.observers import AcceptanceByRank
 
 OnGpu = Callable[..., Engine]
@@ -84,6 +85,13 @@ def test_a_step_reads_nothing_back_and_makes_nothing_elsewhere(
 )
 def test_joint_verification_reads_nothing_back(on_gpu: OnGpu, drafts: str, verify: str, rule: str) -> None:
     assert not watched(on_gpu(*parts(drafts, rule, "warped", measure_tv=True, verify=verify)))
+
+
+@pytest.mark.parametrize("drafts", ["none", "parallel"])
+def test_noise_is_computed_on_the_device(on_gpu: OnGpu, drafts: str) -> None:
+    made = on_gpu(*parts(drafts))
+    for _ in range(STEPS + 1):
+        assert not watched(made)
 
 
 @pytest.mark.parametrize("drafted", [False, True])
@@ -164,6 +172,9 @@ FAULTS: dict[str, Callable[[Tensor], Any]] = {
     "a tensor of the host": lambda p: p + torch.zeros(p.shape[-1]),
     "a table that is made anew": lambda p: p + torch.tensor([0.0] * p.shape[-1], device=p.device),
     "an index of the host": lambda p: p[torch.arange(len(p))],
+    "a mask that is written": lambda p: p.clone().index_put_((p > 0,), p[0, 0]),
+    "a number that is copied": lambda p: p * p.max().cpu(),
+    "a number that is copied into another": lambda p: torch.empty(()).copy_(p.max()),
 }
 
 

@@ -24,6 +24,8 @@ CUDA, META = 1, 14  # of c10::DeviceType
 PACKAGE = str(Path(lanternpp.__file__).parent)
 # Operations whose result the host must wait for, as their value or their size goes to it.
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "multinomial", "unique", "is_nonzero", "equal")
+# Operations with indices; the number of places that a mask has goes to the host.
+INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_")
 # Operations that make a tensor and compute nothing.
 FREE = ("empty", "empty_like", "new_empty", "empty_strided", "lift_fresh", "_unsafe_view", "_reshape_alias")
 # Functions that are one kernel on a GPU and have no kernel here.
@@ -104,12 +106,15 @@ class Watch(TorchDispatchMode):
                 if (parts := func.decompose(*args, **kwargs)) is not NotImplemented:
                     return parts
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if name.startswith(READS) or (name == "index" and any(x.dtype == torch.bool for x in given[1:])):
+        masks = name in INDEXED and any(x.dtype == torch.bool for x in tree_leaves(args[1]) if x is not None)
+        if name.startswith(READS) or masks:
             return self._read(name, args)
         out = func(*args, **kwargs)
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        # Numbers without dimensions are arguments of a kernel.
-        if self.strict and any(x.device != DEVICE for x in (*given, *made) if x.dim()):
+        # Numbers of the host without dimensions are arguments of a kernel; made of others, they are copies.
+        copies = made if any(x.device == DEVICE for x in given) else []
+        host = [x for x in (*given, *made) if x.dim()] + copies
+        if self.strict and any(x.device != DEVICE for x in host):
             raise HostReadError(f"{name} of a tensor that is not on the device")
         if not func.is_view and name not in FREE:
             self.launched[name] += 1

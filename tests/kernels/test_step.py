@@ -11,6 +11,7 @@ import torch
 from helpers.models import SMALLER, VOCAB, save_words, write_model
 
 from lanternpp import Pipeline
+from lanternpp.accept.exact import Exact
 from lanternpp.engine.batching import generate
 from lanternpp.engine.decode import Engine, FinishedSample
 from lanternpp.engine.observers import AcceptanceByRank, TimedEngine
@@ -19,6 +20,8 @@ from lanternpp.kernels.binding import structs
 from lanternpp.kernels.step import KernelStep
 from lanternpp.models.vq.autoencoder import VQ, VQConfig
 from lanternpp.models.words import WordsConfig, WordsTarget
+from lanternpp.proposers.no_draft import NoDraft
+from lanternpp.proposers.parallel import Parallel
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
 
@@ -155,6 +158,34 @@ def test_what_is_unknown_in_c_is_drawn_by_parts(
     engine.admit(0, PROMPTS[0], 1)
     engine.step()
     assert engine.decided()[0] > 1
+
+
+class OwnExact(Exact):
+    pass
+
+
+class OwnParallel(Parallel):
+    pass
+
+
+class OwnNoDraft(NoDraft):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("method", "dials"),
+    [
+        ("parallel", {"proposer": OwnParallel}),
+        ("ar", {"proposer": OwnNoDraft}),
+        ("parallel", {"accept": OwnExact}),
+    ],
+)
+def test_classes_that_derive_from_known_ones_are_asked_in_every_step(
+    nature: Pipeline, method: str, dials: dict[str, object]
+) -> None:
+    """They may override any part."""
+    engine = engine_of(nature, method, 1, **dials)
+    assert engine.fused is None and ("proposer" in dials or engine.rule.as_numbers(1) is None)
 
 
 @pytest.mark.parametrize("part", ["target", "drafter"])

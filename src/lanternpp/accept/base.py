@@ -62,8 +62,7 @@ class Acceptance(ABC):
 
     def as_numbers(self, levels: int) -> NeighbourBudget | None:
         """The rule as numbers, for kernels and drafts of so many levels; None where it is another function."""
-        plain = self.lossless and type(self).residual is Acceptance.residual
-        return NeighbourBudget(None, ((0.0, 0.0),) * levels, False) if plain else None
+        return None
 
     def relax_with_draft(self, p: Tensor, q: Tensor, code: Tensor) -> Tensor:
         """The relaxed distribution for a candidate drawn from q: `relax`, unless a rule needs q; p, q [..., V]."""

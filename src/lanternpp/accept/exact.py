@@ -7,6 +7,7 @@ from typing import Self
 from torch import Tensor
 
 from lanternpp.accept.base import Acceptance, Dials
+from lanternpp.types import NeighbourBudget
 
 
 class Exact(Acceptance):
@@ -19,6 +20,10 @@ class Exact(Acceptance):
     def build(cls, dials: Dials) -> Self:
         """It has no dials."""
         return cls()
+
+    def as_numbers(self, levels: int) -> NeighbourBudget | None:
+        """No budget; None for a class that derives from this."""
+        return NeighbourBudget(None, ((0.0, 0.0),) * levels, False) if type(self) is Exact else None
 
     def relax(self, p: Tensor, code: Tensor) -> Tensor:
         """p unchanged."""

@@ -66,8 +66,8 @@ class Noise:
         number, as launching an operation costs more than computing it. For a larger batch fewer steps are computed, and
         for a large one none: the noise is returned as it is.
         """
-        level = torch.arange(levels, device=self.seed.device) + self.DRAFT
-        purpose = torch.cat((torch.tensor([self.ACCEPT, self.BONUS], device=level.device), level))
+        place = torch.arange(2 + levels, device=self.seed.device)
+        purpose = (place + self.ACCEPT).where(place < 2, place - 2 + self.DRAFT)
         count = min(most, PRECOMPUTED // (len(self.seed) * len(purpose)))
         if not count:
             return [self]

@@ -61,8 +61,8 @@ class Proposer(ABC):
         64  # random numbers of a level, and of every other purpose, that are computed in advance
     )
     whole_steps: bool = False
-    """Whether a backend may propose and observe for it, as for `NoDraft`, or as `Parallel` does for a chain of all levels; known once
-    it is open."""
+    """Whether a backend may propose and observe for it, as for `NoDraft`, or as `Parallel` does for a chain of all levels, but not for
+    classes that derive from them; known once it is open."""
     size: int
     depth: int
     root: Tensor  # [B] the code each draft starts from

@@ -37,10 +37,10 @@ class NetworkProposer(Proposer):
 
     @classmethod
     def build(cls, parts: Parts) -> Self:
-        """From a network and a tree builder; the class is the drafter's `proposer`, or this one for a smaller target."""
+        """From a network and a tree builder; the class is the drafter's `proposer`, or this one if it derives from that."""
         network = parts.network
         kind = imported("proposer", network.proposer) if isinstance(network, Drafter) else cls
-        made: Self = kind(network, parts.tree)
+        made: Self = (cls if issubclass(cls, kind) else kind)(network, parts.tree)
         return made
 
     @classmethod

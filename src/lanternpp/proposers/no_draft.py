@@ -18,7 +18,6 @@ class NoDraft(Proposer):
     dials = frozenset()
     size = 1
     depth = 0
-    whole_steps = True
 
     @classmethod
     def build(cls, parts: Parts) -> Self:
@@ -32,6 +31,7 @@ class NoDraft(Proposer):
         """Allocate the state of a batch."""
         super().open(target, sampling, guidance, batch)
         self._tree = chain_tree(batch, 0, self.root.device)
+        self.whole_steps = type(self) is NoDraft
 
     def propose(self, noise: Noise) -> Draft:
         """The root."""

@@ -72,7 +72,7 @@ class Parallel(NetworkProposer):
         # [V, H], what `combine` reads of every code
         self.prev_code_table = self.drafter.before(target.embed(every).to(like.dtype))
         self._whole_chain = self.builder.chain and self.builder.fixed and self.builder.drawn
-        self.whole_steps = self._whole_chain and not self.min_survival
+        self.whole_steps = type(self) is Parallel and self._whole_chain and not self.min_survival
         if self._whole_chain:
             dtype = like.dtype if like.element_size() == 8 else torch.float32
             self.probs_of_nodes = torch.zeros(batch, depth + 1, target.vocab, dtype=dtype, device=like.device)
