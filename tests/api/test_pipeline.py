@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from itertools import product
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.models import write_model
 from helpers.processes import SECONDS
 from helpers.refusals import rejects
 
@@ -249,3 +251,26 @@ def test_a_rule_may_be_a_class_or_an_object(pipe: Pipeline) -> None:
 def test_the_package_has_what_it_names() -> None:
     assert all(hasattr(lanternpp, name) for name in lanternpp.__all__)
     assert {"chain-4", "deep-8", "eagle-25", "lantern-57", "eagle2", "ddd"} <= set(lanternpp.TREES)
+
+
+@pytest.fixture
+def default_dtype() -> Iterator[Callable[[torch.dtype], None]]:
+    """Sets PyTorch's default dtype for a test."""
+    yield torch.set_default_dtype
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("other", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("method", ["ar", "eagle", "parallel", "lantern++", "jacobi-coupled"])
+def test_the_default_dtype_of_pytorch_changes_nothing(
+    default_dtype: Callable[[torch.dtype], None], method: str, other: torch.dtype, tmp_path: Path
+) -> None:
+    """Transformers sets it for the whole process while it reads a model, maybe in another thread."""
+    folder, drawn = write_model(tmp_path / "model"), []
+    for dtype in (torch.float32, other):
+        default_dtype(dtype)
+        pipe = Pipeline.from_pretrained(folder, device="cpu", dtype="int8", tuned=False)
+        drawn.append(pipe(PROMPT, seed=3, method=method, measure_tv=method == "lantern++"))
+    assert torch.equal(*(result.codes for result in drawn))
+    assert drawn[0].images[0].tobytes() == drawn[1].images[0].tobytes()
+    assert drawn[0].stats.tv_cost == drawn[1].stats.tv_cost

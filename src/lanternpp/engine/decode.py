@@ -99,7 +99,7 @@ class Engine:
         self.count = torch.full((batch,), target.length, device=like.device)
         self.passes = torch.zeros_like(self.count)
         self.accepted = torch.zeros_like(self.codes)
-        self.tv_cost = torch.zeros(batch, device=like.device)
+        self.tv_cost = torch.zeros(batch, dtype=torch.float32, device=like.device)
         self.noise = Noise(seed=torch.zeros_like(self.count), step=self.passes)
         self._next_noise: list[Noise] = []  # of the next steps, in reverse order
         self._row = torch.arange(batch, device=like.device)[:, None]

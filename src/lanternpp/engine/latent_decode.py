@@ -25,7 +25,7 @@ class LatentEngine(Engine):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.codes = torch.zeros(*self.codes.shape, self.target.channels, device=self.codes.device)
+        self.codes = self.codes.new_zeros(*self.codes.shape, self.target.channels, dtype=torch.float32)
         self.proposer.root = self.codes[:, 0].clone()
 
     def check(self, target: Target, rule: Acceptance, verifier: Verifier) -> None:

@@ -70,7 +70,7 @@ class Kernels(Backend):
         """float32 on a CPU."""
         if not _in_float32(logits):
             return None
-        out, vocab = torch.empty(logits.shape), logits.shape[-1]
+        out, vocab = torch.empty_like(logits, dtype=torch.float32), logits.shape[-1]
         structs.Rows(logits.numel() // vocab, vocab, structs.Sampling(*warp), logits, out).run(self.library)
         return out
 

@@ -17,33 +17,43 @@ LANES = 16  # floats of a vector; gate and up alternate by so many outputs
 
 # A structure, the kernel that takes it, and its fields in the order of C: `x` is an integer, `x:f` a float, `x:d` a double,
 # `x:Linear` a structure, `x*` a pointer to what is read, of a tensor a contiguous copy where it is not, and `x&` one to the
-# tensor itself, which is written, or read again in later calls.
+# tensor itself, which is written, or read again in later calls; `x*:h` names the dtype that a tensor must have.
 DECLARED = """
 Scratch: memory& bytes
-Linear: weight& scale& bias& inputs outputs
-Packing pack_linear: row* given* weight& scale& blocks inputs width
-LinearCall linear: layer* x* out& rows pitch branches out_is_float guidance:d
-Layer: attention_norm* ffn_norm* attention_out_norm* ffn_out_norm* qk_norm* qk_bias* wqkv:Linear wo:Linear w13:Linear w2:Linear
-Shape: layers dim heads kv_heads head_dim qk_kind gate_kind norm* eps:f qk_eps:f scale:f
-Pass decode: shape* layers* rows nodes slots x* rotation* slot* mask* kv& out& parts part*
+Linear: weight& scale&:f bias&:f inputs outputs
+Packing pack_linear: row*:i given*:f weight& scale&:f blocks inputs width
+LinearCall linear: layer* x*:h out& rows pitch branches out_is_float guidance:d
+Layer: attention_norm*:f ffn_norm*:f attention_out_norm*:f ffn_out_norm*:f qk_norm*:f qk_bias*:f wqkv:Linear wo:Linear w13:Linear
+ w2:Linear
+Shape: layers dim heads kv_heads head_dim qk_kind gate_kind norm*:f eps:f qk_eps:f scale:f
+Pass decode: shape* layers* rows nodes slots x*:h rotation*:f slot*:i mask*:b kv&:h out&:h parts part*
 Sampling: temperature:d top_k top_p:d
-Rows row_probs: rows codes sampling:Sampling logits* probs&
-Children draw_children: rows codes each count q* u* drawn&
-DraftLayers: fc:Linear hint:Linear down:Linear head_up:Linear head:Linear queries* confidence* confidence_up* query_count dim aux
- confidence_bias:d eps:f
-Chain sample_chain: layers* batch levels codes sampling:Sampling features* query* prev* bias* u* probs& drawn& survival&
- min_survival:d
+Rows row_probs: rows codes sampling:Sampling logits*:f probs&:f
+Children draw_children: rows codes each count q*:f u*:d drawn&:i
+DraftLayers: fc:Linear hint:Linear down:Linear head_up:Linear head:Linear queries*:h confidence*:h confidence_up*:f query_count dim
+ aux confidence_bias:d eps:f
+Chain sample_chain: layers* batch levels codes sampling:Sampling features*:h query*:h prev*:h bias*:f u*:d probs&:f drawn&:i
+ survival&:f min_survival:d
 Node: begin:d end:d tail:d parent depth
-Verification verify: joint batch nodes codes ranks levels near optimal sampling:Sampling logits* q* drawn* children* order* u*
- last* limit* table* node& distribution& path& following& kept& bonus&
-QueryInputs drafter_inputs: layers* batch known queries stride next_embeds* features* hints* out&
-Network: shape* layers* rotary& positions slots kv& start& used& rotation& slot& mask&
-Drafter: decoder:Network layers* waiting& next_embeds& features& hints& prev& all_hints& x& out& level_features& query& u&
-Step run_step: first last batch branches levels length width guidance:d target:Network head* embed& parts part* seed& passes& count&
- decided& accepted& root& root_count& x& features& guided& drafter* verification:Verification
+Verification verify: joint batch nodes codes ranks levels near optimal sampling:Sampling logits*:f q*:f drawn*:i children*:i order*:i
+ u*:d last*:d limit*:d table*:n node&:d distribution&:f path&:i following&:i kept&:i bonus&:i
+QueryInputs drafter_inputs: layers* batch known queries stride next_embeds*:h features*:h hints*:h out&:h
+Network: shape* layers* rotary&:f positions slots kv&:h start&:i used&:i rotation&:f slot&:i mask&:b
+Drafter: decoder:Network layers* waiting&:i next_embeds&:h features&:h hints&:h prev&:h all_hints&:h x&:h out&:h level_features&:h
+ query&:h u&:d
+Step run_step: first last batch branches levels length width guidance:d target:Network head* embed&:h parts part* seed&:i passes&:i
+ count&:i decided&:i accepted&:i root&:i root_count&:i x&:h features&:h guided&:h drafter* verification:Verification
 """
 
 
+DTYPES = {
+    "h": (torch.bfloat16,),
+    "f": (torch.float32,),
+    "d": (torch.float64,),
+    "n": (torch.int32,),
+    "i": (torch.int64,),
+    "b": (torch.bool, torch.uint8),
+}
 _own = threading.local()  # scratch memory of each thread
 
 
@@ -52,7 +62,7 @@ class Struct(Structure):
 
     _fields_: ClassVar[Any] = ()
     kernel: ClassVar[str] = ""
-    marks: ClassVar[dict[str, str]] = {}
+    marks: ClassVar[dict[str, tuple[str, str]]] = {}  # of every field its mark, and what follows the colon
 
     def __init__(self, *values: Any, **fields: Any):
         super().__init__()
@@ -61,10 +71,11 @@ class Struct(Structure):
             setattr(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        mark = self.marks[name]
+        mark, kind = self.marks[name]
         if isinstance(value, Tensor):
             value = value.contiguous() if mark == "*" else value
             assert value.is_contiguous() and value.device.type == "cpu", name
+            assert not kind or value.dtype in DTYPES[kind], (name, value.dtype)
         self.alive[name] = value
         if isinstance(value, Tensor):
             value = value.data_ptr()
@@ -88,7 +99,7 @@ def _declared() -> SimpleNamespace:
             "_fields_": [(x, c_void_p if mark else kinds[kind]) for x, mark, kind in found],
             "kernel": kernel,
         }
-        kinds[name] = type(name, (Struct,), content | {"marks": {x: mark for x, mark, _ in found}})
+        kinds[name] = type(name, (Struct,), content | {"marks": {x: (mark, kind) for x, mark, kind in found}})
     return SimpleNamespace(**{name: kind for name, kind in kinds.items() if len(name) > 1})
 
 

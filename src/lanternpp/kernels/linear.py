@@ -90,14 +90,14 @@ class KernelLinear(nn.Module):
         together = 4 if int8 else 2
         shape = blocks, width // together, BLOCK_N, together
         self.packed = PAGES.empty(shape, torch.int8 if int8 else torch.bfloat16)
-        self.scale = torch.zeros(len(padded)) if int8 else None
+        self.scale = torch.zeros(len(padded), dtype=torch.float32) if int8 else None
         row = arranged(x.data_ptr() + torch.arange(len(x)) * x[0].nbytes for x in rows)
         given = arranged(scale.float() for _, scale in kept) if exact else None
         structs.Packing(row, given, self.packed, self.scale, blocks, self.in_features, width).run(library)
         bias = None
         if any(bias is not None for _, bias in layers):
-            parts = (torch.zeros(len(w)) if b is None else b.detach().float() for w, b in layers)
-            bias = arranged(parts)
+            parts = (w.new_zeros(len(w)) if b is None else b.detach() for w, b in layers)
+            bias = arranged(part.float() for part in parts)
         self.library = library
         self.struct = structs.Linear(self.packed, self.scale, bias, self.in_features, len(order))
 

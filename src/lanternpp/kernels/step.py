@@ -39,7 +39,7 @@ def verification(
         work.near, work.table = table.shape[1], by_lanes(table) if joint else table
     if joint:
         work.node = torch.empty(batch, nodes, 5, dtype=torch.float64)
-        work.distribution = torch.empty(batch, nodes, vocab)
+        work.distribution = torch.empty(batch, nodes, vocab, dtype=torch.float32)
     return work
 
 
@@ -89,7 +89,10 @@ class KernelStep:
         sizes = batch, branches, levels, target.length, engine.codes.shape[1]
         state = engine.noise.seed, engine.passes, engine.count, engine.codes, engine.accepted
         new, doubles = engine.cache.kv.new_empty, partial(torch.empty, dtype=torch.float64)
-        tree, logits = chain_tree(batch, levels, engine.codes.device), torch.empty(batch, nodes, target.vocab)
+        tree, logits = (
+            chain_tree(batch, levels, engine.codes.device),
+            torch.empty(batch, nodes, target.vocab, dtype=torch.float32),
+        )
         verify = verification(tree, logits, engine.sampling.warp, budget, joint)
         verify.drawn, verify.u = torch.empty(batch, nodes, dtype=torch.int64), doubles(batch, nodes)
         verify.last, verify.q = doubles(batch), proposer.probs_of_nodes if drafts else None
@@ -112,7 +115,10 @@ class KernelStep:
 
 def _network(decoder: KernelDecoder, cache: Cache, rows: int, nodes: int) -> Any:
     table, slots, state = decoder.rotary_table, cache.kv.shape[4], (cache.kv, cache.start, cache.used)
-    rotation, slot = torch.empty(rows, nodes, *table.shape[1:]), torch.empty(rows, nodes, dtype=torch.int64)
+    rotation, slot = (
+        table.new_empty(rows, nodes, *table.shape[1:]),
+        torch.empty(rows, nodes, dtype=torch.int64),
+    )
     # A vector of the last mask may be read to its end.
     room = rotation, slot, torch.empty(rows * nodes * slots + 64, dtype=torch.uint8)
     return structs.Network(decoder.shape, decoder.layers, table, len(table), slots, *state, *room)

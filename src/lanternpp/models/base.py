@@ -123,8 +123,8 @@ class Target(nn.Module, ABC):
 
     def examples(self, count: int) -> Tensor:
         """Some codes, at most `count`, evenly over all: [n]. A drafter's file tells its target by their embeddings."""
-        device = self.decoder.rotary_table.device
-        return torch.linspace(0, self.vocab - 1, min(self.vocab, count), device=device).long()
+        device, count = self.decoder.rotary_table.device, min(self.vocab, count)
+        return torch.linspace(0, self.vocab - 1, count, dtype=torch.float32, device=device).long()
 
     def head(self, features: Tensor) -> Tensor:
         """features [..., D] -> logits [..., V]."""

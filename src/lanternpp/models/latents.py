@@ -162,7 +162,7 @@ class LatentTarget(PromptedTarget):
 
     def examples(self, count: int) -> Tensor:
         """Some latents along a line, [count, C]."""
-        line = torch.linspace(-1, 1, count, device=self.latent_mean.device)
+        line = torch.linspace(-1, 1, count, dtype=torch.float32, device=self.latent_mean.device)
         return line[:, None].expand(-1, self.channels)
 
     def embed(self, codes: Tensor) -> Tensor:

@@ -145,7 +145,7 @@ class CodesTask(Task):
 
 def evenly_spaced(count: int, most: int) -> Tensor:
     """At most `most` indices, evenly over `count`."""
-    return torch.linspace(0, count - 1, min(count, most)).round().long()
+    return torch.linspace(0, count - 1, min(count, most), dtype=torch.float32).round().long()
 
 
 class PictureCodes:
