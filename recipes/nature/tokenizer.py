@@ -327,9 +327,11 @@ def main(
             "vq: codes of a codebook; kl: continuous latents, for a target with a mixture or diffusion head."
         ),
     ] = "vq",
-    size: Annotated[int | None, Option("Pixels of a side. [default: 128, or that of --codes-of]")] = None,
+    size: Annotated[
+        int | None, Option("Pixels of a side. [default: 128, or that of --codes-of]", ge=1)
+    ] = None,
     down: Annotated[int | None, Option("Pixels of a side per code: 4, 8 or 16. [default: 8]")] = None,
-    codes: Annotated[int | None, Option("vq: entries of the codebook. [default: 4096]")] = None,
+    codes: Annotated[int | None, Option("vq: entries of the codebook. [default: 4096]", ge=1)] = None,
     channels: Annotated[int | None, Option("kl: numbers of a latent. [default: 16]")] = None,
     codes_of: Annotated[
         str | None, Option("A model whose codes are kept: only its decoder is trained further.")

@@ -114,6 +114,8 @@ def test_latents_from_photos_to_a_comparison(head: tuple[object, ...], done, rej
     [
         ("tokenizer", ("--down", 5), "5 pixels a code: a tokenizer has 4, 8, 16"),
         ("tokenizer", ("--size", 30, "--down", 4), "size 30 is not a multiple of 4"),
+        ("tokenizer", ("--size", 0), "--size 0 is out of range"),
+        ("tokenizer", ("--codes", 0), "--codes 0 is out of range"),
         ("tokenizer", ("--codes-of", "nature-128", "--down", 4), "--down and --codes are those of"),
         ("tokenizer", ("--channels", 4), "--channels 4 is of tokenizers of --kind kl"),
         ("tokenizer", ("--lr", 2), "--lr 2.0 is out of range"),
