@@ -108,22 +108,23 @@ def test_a_second_round_reads_the_drafters_own_features(ready: Path) -> None:
     rejects("--rounds 16 is too many for pictures of 16 codes: use at most 15", *check)
 
 
+@pytest.mark.parametrize(("loss", "cfg", "share"), [("paper", 3.0, 0.1), ("guided", 1.0, 0.0)])
 def test_a_tenth_of_the_captions_is_dropped_under_the_papers_loss(
-    ready: Path, monkeypatch: pytest.MonkeyPatch
+    loss: str, cfg: float, share: float, ready: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = task(ready, count=60, loss="paper")
+    made = task(ready, count=60, loss=loss, cfg=cfg)
     shares, null = [], made.target.prompt([None], 1).embeds
 
-    def loss(prompts: Tensor, start: Tensor | None, codes: Tensor, known: None) -> tuple[Tensor, Tensor]:
+    def seen(prompts: Tensor, start: Tensor | None, codes: Tensor, known: None) -> tuple[Tensor, Tensor]:
         shares.append((prompts == null).flatten(1).all(1).double().mean().item())
         nothing = sum(p.sum() for p in made.model.parameters()) * 0
         return nothing, nothing
 
-    monkeypatch.setattr(made, "training_loss", loss)
+    monkeypatch.setattr(made, "training_loss", seen)
     for step in range(60):
         made.step(step, 0.0)
     silent = 1 / 3  # "a photo" names no subject: the null prompt, dropped or not
-    assert sum(shares) / 60 == pytest.approx(silent + 0.1 * (1 - silent), abs=0.02)
+    assert sum(shares) / 60 == pytest.approx(silent + share * (1 - silent), abs=0.02)
 
 
 def test_captions_in_two_branches_are_beside_the_null_prompt(ready: Path) -> None:

@@ -207,10 +207,12 @@ class EagleTask(CodesTask, DrafterTask):
 
     def losses(self, index: Tensor, variant: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """`loss` and its two parts, `feature` and `distribution`."""
-        drop = team().share(torch.rand(self.sampler.batch, generator=generator) < self.hparams.drop_captions)
+        dropped = None
+        if self.hparams.loss == "paper":  # as the drafter then drafts under the unconditional prompt too
+            drawn = torch.rand(self.sampler.batch, generator=generator)
+            dropped = team().share(drawn < self.hparams.drop_captions)
         codes = self.target.from_cache(self.codes.train.pick(index, variant).to(self.device))
         branches = self.guidance.branches
-        dropped = drop if branches == 1 else None
         known = None
         if self.cached is not None:
             known = self.cached(index, variant, branches, dropped).to(self.device)
