@@ -66,6 +66,7 @@ def test_a_draft_that_the_race_finds_slower_is_not_saved(run, own, raced, speedu
     said = f"nothing was saved, as {fastest} measured {max(speedups):.2f}x and the found draft {speedups[2]:.2f}x"
     assert outcome.code == 0 and said in outcome.err and "now the default" not in outcome.out
     assert not (own / "tuned.json").exists() and Path("t/tune.json").exists()
+    assert "a chain of " in outcome.out
 
 
 def test_under_a_budget_the_race_is_against_plain_decoding(run, own, raced):

@@ -352,7 +352,8 @@ def draft_of(settings: Mapping[str, Any]) -> str | None:
     if tree is None:
         return None
     if tree.startswith("["):
-        return f"a tree of {tree.count('[') - 1}"
+        kind = "tree" if set(tree) & set("123456789") else "chain"  # of the likeliest code at each place
+        return f"a {kind} of {tree.count('[') - 1}"
     return f"a chain of {tree.removeprefix('chain-')}" if tree.startswith("chain-") else f"the tree {tree}"
 
 
