@@ -63,7 +63,7 @@ def ended(process: Any) -> int:
 def process_of(rank: int, port: int) -> dict[str, str]:
     """The environment of one of two processes that train together."""
     team = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    return team | {"MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+    return team | {"MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
 
 
 def obey(name: str, folder: str, life: float | None = None, env: Mapping[str, str] = {}) -> None:

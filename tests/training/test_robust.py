@@ -6,6 +6,7 @@ import socket
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from lanternpp.drafters.base import DrafterWarning, mark
 from lanternpp.errors import InputError
 from lanternpp.nn import checkpoints
 from lanternpp.training import material
+from lanternpp.training.loop import Team
 
 CPU = torch.device("cpu")
 
@@ -42,8 +44,17 @@ def test_two_processes_learn_what_one_does_from_the_same_batches(tmp_path: Path)
     gaps = torch.cat([(tensor - together[name]).abs().flatten() for name, tensor in alone.items()])
     assert gaps.max() < 2e-3  # where a gradient is next to nothing, Adam's step has the sign of its rounding
     assert (gaps > 1e-4).double().mean() < 1e-3
+    assert len(log(models[0], "drafter")) == len(log(models[1], "drafter")), "one process alone writes"
     losses = [[row["loss"] for row in log(model, "drafter") if "loss" in row] for model in models]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_processes_that_do_not_know_each_other_do_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("accelerate")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    alone = SimpleNamespace(num_processes=1, process_index=0, mixed_precision="no", end_training=int)
+    monkeypatch.setattr("accelerate.Accelerator", lambda **_: alone)
+    rejects("WORLD_SIZE is 2, but no such team was started", Team)
 
 
 WRITERS: dict[str, Callable[[Path], None]] = {

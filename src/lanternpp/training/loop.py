@@ -43,7 +43,7 @@ class Team:
     def __init__(self) -> None:
         self.size, self.rank = 1, 0
         self.accelerator: Any = None
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        if (count := int(os.environ.get("WORLD_SIZE", "1"))) == 1:
             return
         try:
             from accelerate import Accelerator
@@ -52,10 +52,16 @@ class Team:
             raise InputError(
                 "training in several processes needs Accelerate: pip install 'lanternpp[train]'."
             ) from None
-        self.accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=TIMEOUT)])
+        # unless it is told to use a CPU, it finds no other processes there
+        waiting = [InitProcessGroupKwargs(timeout=TIMEOUT)]
+        self.accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=waiting)
         # a thread of gloo that wants the interpreter while this ends would abort the process
         atexit.register(self.accelerator.end_training)
         self.size, self.rank = self.accelerator.num_processes, self.accelerator.process_index
+        if self.size != count:
+            raise InputError(
+                f"WORLD_SIZE is {count}, but no such team was started: use accelerate launch or torchrun."
+            )
         if self.accelerator.mixed_precision not in ("no", "bf16"):
             raise InputError(
                 f"mixed precision {self.accelerator.mixed_precision} is not supported: use bf16 or no."
