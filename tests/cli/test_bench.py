@@ -17,6 +17,7 @@ from PIL import Image
 from lanternpp import Pipeline
 from lanternpp.api.picture import save_png
 from lanternpp.evaluation import profile
+from lanternpp.util.files import locked
 
 TWO = ("--prompts", "prompts.txt")
 
@@ -61,6 +62,8 @@ def test_a_bench_writes_figures_plots_and_pictures_and_is_told_again_by_resume(b
         with Image.open(f"b/{plot}") as image:
             assert image.width > 400 and len(image.convert("L").getcolors()) > 8
     bench(*requested).refused("--resume")
+    with locked(Path("b")):
+        bench(*requested, "--resume").refused("b is being filled by another process")
     assert bench(*requested, "--resume", "--json").json == reported
     assert "table.md" in bench(*requested, "--resume").out
 

@@ -17,8 +17,8 @@ from PIL import Image
 
 from lanternpp.cli import with_values
 from lanternpp.jobs import cluster
-from lanternpp.jobs.job import LOCK, locked
 from lanternpp.jobs.renderer import Renderer
+from lanternpp.util.files import LOCK, locked
 
 PROMPTS = ["red tulip", "a tulip", "a photo of a red tulip", "a photo of a tulip", "the red, red tulip"]
 

@@ -11,9 +11,9 @@ import torch
 from helpers.classifiers import write_classifier
 from PIL import Image
 
-from lanternpp.jobs.job import locked
 from lanternpp.nn import checkpoints
 from lanternpp.tuning.study import Tuner
+from lanternpp.util.files import locked
 
 SMALL = ("--prompts", "p.txt", "--nodes", 5, "--depth", 3, "--rounds", 1, "-n", 1, "--dtype", "float32")
 FEW = (*SMALL, "--trials", 4)

@@ -1,5 +1,6 @@
 """What a training survives: kills at any moment, a full disk; and what it rejects before work is lost."""
 
+import errno
 import os
 import shutil
 import socket
@@ -59,6 +60,7 @@ def test_processes_that_do_not_know_each_other_do_not_train(monkeypatch: pytest.
 
 WRITERS: dict[str, Callable[[Path], None]] = {
     "state": lambda path: checkpoints.write_pt(path, {"x": torch.zeros(1 << 18)}),
+    "end of a state": lambda path: checkpoints.write_pt(path, {"x": torch.zeros(1 << 18)}),
     "weights": lambda path: checkpoints.save(path.parent, {}, {"x": torch.zeros(1 << 18)}),
 }
 
@@ -76,10 +78,17 @@ def test_a_full_disk_is_one_sentence_and_the_old_file_stays(
         Path(path).write_bytes(b"a piece")  # safetensors puts its file in the place of the link
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    if name != "weights":
+    def no_end(content: object, file: object) -> None:
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError:
+            raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 1152 vs 1046")  # noqa: B904
+
+    if name == "state":
         (tmp_path / f".state.pt.{os.getpid()}.tmp").symlink_to("/dev/full")
-    else:
-        monkeypatch.setattr(checkpoints, "save_file", no_room)
+    monkeypatch.setattr(checkpoints, "save_file", no_room)
+    if name == "end of a state":
+        monkeypatch.setattr(torch, "save", no_end)
     rejects("could not be written, the disk is full: free some room", write, tmp_path / "state.pt")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 

@@ -14,7 +14,7 @@ from lanternpp.api.options import BASELINE, DIALS, DrawOptions, MeasureDials, Me
 from lanternpp.cli import options as opt
 from lanternpp.errors import InputError
 from lanternpp.evaluation.papers import PAPERS, find_paper
-from lanternpp.util.files import write_text
+from lanternpp.util.files import locked, write_text
 from lanternpp.util.jsonfile import write_json
 from lanternpp.util.options import Option
 from lanternpp.util.terminal import progress_bar, say, show_table
@@ -145,38 +145,41 @@ def bench(
     from lanternpp.evaluation.prompts import GENEVAL, fetched, read_prompts, read_rows, spread
     from lanternpp.evaluation.race import Race, parse_methods
 
-    check_folder(output, bool(sizes), resume)
-    paper = find_paper(field.paper) if field.paper else None
-    methods = paper.methods if paper and field.methods is None else field.methods
-    named = None if methods is None else parse_methods(methods)
-    prompts = prompts and fetched(prompts)
-    with_plots = opt.plots_enabled(plots)
-    prompt_list = read_prompts(prompts, model_folder(options.model))
-    pipe = opt.read(options)
-    shared = dict(options.overrides)
-    if paper and named:
-        named, shared = [paper.entry(entry) for entry in named], {"fit": False, **paper.sampling, **shared}
-    entries = named or parse_methods(", ".join(relaxed_methods(pipe) if limits else default_methods(pipe)))
-    measurer = make_measurer(pipe, 2 * n * sizes[0] if sizes else n * len(prompt_list), measured)
-    if limits:
-        chosen = (prompt_list, field.equal_pictures, seed, shared)
-        search = StrengthSearch(pipe, entries, *chosen, output / "strengths")
-        entries = at_equal_tv(search, entries, limits)
-    rows_of = read_rows(prompts) if prompts and prompts.suffix == ".jsonl" and not sizes else []
-    geneval = rows_of if all(row.keys() >= GENEVAL for row in rows_of) else []
-    table: list[dict[str, Any]] = []
-    profiles: list[list[str]] = []
-    for size in sizes or (0,):
-        drawn, turn = (spread(prompt_list, n), 2 * size) if size else (prompt_list, None)
-        own = shared | ({"batch_size": size} if size else {})
-        race = Race(pipe, entries, drawn, turn or n, seed, own, field.measure_tv, turn)
-        where = output / f"batch-{size}" if size else output
-        rows = run(race, measurer, where, with_plots, geneval)
-        table += rows
-        if field.profile:
-            with progress_bar("profiling") as progress:
-                profiles += profile_race(race, rows, where, progress)
-    result = written(race, table, output, with_plots, paper.source if paper else None)
+    with locked(output):
+        check_folder(output, bool(sizes), resume)
+        paper = find_paper(field.paper) if field.paper else None
+        methods = paper.methods if paper and field.methods is None else field.methods
+        named = None if methods is None else parse_methods(methods)
+        prompts = prompts and fetched(prompts)
+        with_plots = opt.plots_enabled(plots)
+        prompt_list = read_prompts(prompts, model_folder(options.model))
+        pipe = opt.read(options)
+        shared = dict(options.overrides)
+        if paper and named:
+            named = [paper.entry(entry) for entry in named]
+            shared = {"fit": False, **paper.sampling, **shared}
+        usual_methods = relaxed_methods if limits else default_methods
+        entries = named or parse_methods(", ".join(usual_methods(pipe)))
+        measurer = make_measurer(pipe, 2 * n * sizes[0] if sizes else n * len(prompt_list), measured)
+        if limits:
+            chosen = (prompt_list, field.equal_pictures, seed, shared)
+            search = StrengthSearch(pipe, entries, *chosen, output / "strengths")
+            entries = at_equal_tv(search, entries, limits)
+        rows_of = read_rows(prompts) if prompts and prompts.suffix == ".jsonl" and not sizes else []
+        geneval = rows_of if all(row.keys() >= GENEVAL for row in rows_of) else []
+        table: list[dict[str, Any]] = []
+        profiles: list[list[str]] = []
+        for size in sizes or (0,):
+            drawn, turn = (spread(prompt_list, n), 2 * size) if size else (prompt_list, None)
+            own = shared | ({"batch_size": size} if size else {})
+            race = Race(pipe, entries, drawn, turn or n, seed, own, field.measure_tv, turn)
+            where = output / f"batch-{size}" if size else output
+            rows = run(race, measurer, where, with_plots, geneval)
+            table += rows
+            if field.profile:
+                with progress_bar("profiling") as progress:
+                    profiles += profile_race(race, rows, where, progress)
+        result = written(race, table, output, with_plots, paper.source if paper else None)
     if as_json:
         print(json.dumps(result))
         return

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from lanternpp.api.options import DrawOptions, check_prompt, drawn_with, place_of
 from lanternpp.cli import options as opt
 from lanternpp.errors import InputError
-from lanternpp.util.files import slug
+from lanternpp.util.files import locked, slug
 from lanternpp.util.options import Option
 from lanternpp.util.terminal import progress_bar, say
 
@@ -128,7 +128,7 @@ def draw_job(given: JobOptions, n: int, seed: int, as_json: bool, options: DrawO
     """Do the job and print its summary. Raises InputError."""
     assert given.prompts and given.output
     from lanternpp.evaluation.prompts import read_prompts
-    from lanternpp.jobs.job import begun, locked, plan_images, run
+    from lanternpp.jobs.job import begun, plan_images, run
     from lanternpp.jobs.renderer import Renderer
     from lanternpp.jobs.workers import worker_pool
 

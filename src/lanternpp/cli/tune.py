@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from lanternpp.api.options import DIALS, DrawOptions, draft_of, drawn_with
 from lanternpp.cli import options as opt
 from lanternpp.tuning.options import TuningOptions
+from lanternpp.util.files import locked
 from lanternpp.util.jsonfile import write_json
 from lanternpp.util.terminal import progress_bar, say, show_table
 
@@ -48,7 +49,6 @@ def tune(
     from lanternpp import Pipeline
     from lanternpp.evaluation.prompts import read_prompts
     from lanternpp.evaluation.quality import Quality
-    from lanternpp.jobs.job import locked
     from lanternpp.tuning.candidates import check
     from lanternpp.tuning.study import Tuner
 

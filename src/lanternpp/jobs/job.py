@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
-
-from filelock import FileLock, Timeout
 
 from lanternpp.api.fit import plain_settings
 from lanternpp.api.options import BASELINE, Settings
@@ -24,7 +20,6 @@ from lanternpp.errors import InputError
 from lanternpp.util import jsonfile
 from lanternpp.util.files import digest, replacing, slug, sweep
 
-LOCK = ".lanternpp.lock"
 SHOWN = 5  # warnings about prompts that are shown in full
 NOT_DECIDING = ("int8", "tuned")  # noted among the settings; pictures do not depend on them
 
@@ -146,39 +141,6 @@ def _deciding(notes: Mapping[str, str]) -> dict[str, Any]:
         settings = None
     given = settings if isinstance(settings, dict) else {}
     return found | {key: value for key, value in given.items() if key not in NOT_DECIDING}
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Lock a folder while the block runs, so that only one job at a time writes to it.
-
-    The folder is made where it is missing, and then removed if it is left empty. The kernel releases the lock of a process
-    that was killed. Raises InputError, which names the process that has the lock, or where the folder cannot be written.
-    """
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    path = folder / LOCK
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(path).acquire(blocking=False)
-        path.write_text(f"{os.getpid()} on {platform.node()}", encoding="utf-8")
-    except Timeout:
-        holder = ""
-        with suppress(OSError):  # it ends now, and has removed the file
-            holder = path.read_text(encoding="utf-8")
-        raise InputError(
-            f"{folder} is being filled by another process ({holder or 'just started'}); wait for it to end, or choose "
-            "another folder"
-        ) from None
-    except OSError as error:
-        raise InputError(f"{folder} cannot be written: {error.strerror}") from None
-    with lock:
-        try:
-            yield
-        finally:
-            with suppress(OSError):
-                path.unlink()
-                for each in made:
-                    each.rmdir()
 
 
 def run(

@@ -29,6 +29,7 @@ from lanternpp.nn import checkpoints
 from lanternpp.training.options import TrainingOptions
 from lanternpp.training.state import Report, State, Task, begin_or_resume
 from lanternpp.util.devices import device_name, half_width, pick_device
+from lanternpp.util.files import locked
 from lanternpp.util.jsonfile import write_json
 
 TIMEOUT = timedelta(days=1)  # the others wait while the first process draws, validates and saves
@@ -129,7 +130,12 @@ def team() -> Team:
 
 def run(task: Task, options: TrainingOptions) -> bool:
     """Train `task` to the end of its budget, with checked options. False if interrupted; the state is saved and resumes. InputError."""
-    options.folder.mkdir(parents=True, exist_ok=True)
+    with locked(options.folder) if team().leads else nullcontext():
+        return _run(task, options)
+
+
+def _run(task: Task, options: TrainingOptions) -> bool:
+    """As `run`, in a folder that no other command writes to."""
     state, leads = begin_or_resume(task, options), team().leads
     if options.compile:
         task.speed_up()

@@ -1,10 +1,11 @@
-"""Files: replaced as a whole, swept after a kill; their names; the user's cache."""
+"""Files: replaced as a whole, swept after a kill; locked folders; names; the user's cache."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
 import os
+import platform
 import re
 import stat
 import time
@@ -17,6 +18,7 @@ from tempfile import TemporaryDirectory
 
 from lanternpp.errors import InputError
 
+LOCK = ".lanternpp.lock"
 STALE = 600  # seconds after which the files that a killed process was writing are removed
 
 
@@ -60,9 +62,45 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether an error says that a disk, or a user's share of it, is full."""
+    """Whether an error, or one before it that a library met, says that a disk, or a user's share of it, is full."""
     full = (errno.ENOSPC, errno.EDQUOT)
-    return getattr(error, "errno", None) in full or any(os.strerror(code) in str(error) for code in full)
+    said = getattr(error, "errno", None) in full or any(os.strerror(code) in str(error) for code in full)
+    return said or (error.__context__ is not None and is_full(error.__context__))
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Lock a folder while the block runs, so that only one command at a time writes to it.
+
+    The folder is made where it is missing, and then removed if it is left empty. The kernel releases the lock of a process
+    that was killed. Raises InputError, which names the process that has the lock, or where the folder cannot be written.
+    """
+    from filelock import FileLock, Timeout  # not needed to show help
+
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    path = folder / LOCK
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path).acquire(blocking=False)
+        path.write_text(f"{os.getpid()} on {platform.node()}", encoding="utf-8")
+    except Timeout:
+        holder = ""
+        with suppress(OSError):  # it ends now, and has removed the file
+            holder = path.read_text(encoding="utf-8")
+        raise InputError(
+            f"{folder} is being filled by another process ({holder or 'just started'}); wait for it to end, or choose "
+            "another folder"
+        ) from None
+    except OSError as error:
+        raise InputError(f"{folder} cannot be written: {error.strerror}") from None
+    with lock:
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                path.unlink()
+                for each in made:
+                    each.rmdir()
 
 
 def sweep(folder: Path, stale: float = STALE) -> None:
