@@ -18,6 +18,7 @@ from lanternpp import Pipeline
 from lanternpp.api.rates import FILE
 from lanternpp.nn import checkpoints
 from lanternpp.training import codes, drafter
+from lanternpp.util.files import locked
 
 PROMPT = {"c2i": "7", "t2i": "a red tulip", "janus": "a photo of the red tulip"}
 SMALL = ("--steps", 2, "--checks", 1, "--batch-size", 4)
@@ -111,6 +112,12 @@ def test_other_settings_are_named_before_anything_is_drawn_or_encoded(
     run(*train[:5], 9, *train[6:]).refused("(data '", "the training data")
     run(*train[:3], "--data", "photos", *SMALL).refused("(data '")
     assert contents(shelf) == before
+    with locked(shelf / "janus/parallel"):
+        run(*train[:5], 6, *train[6:]).refused("janus/parallel is being filled by another process")
+    for content in ({"settings": [1]}, {}, None):
+        path = shelf / "janus/parallel/state.pt"
+        path.write_bytes(b"PK") if content is None else checkpoints.write_pt(path, content)
+        run(*train).refused("state.pt is no state of this training: pass --restart to start over")
 
 
 def test_a_drafter_goes_on_from_recorded_runs_in_another_folder(run, shelf: Path) -> None:

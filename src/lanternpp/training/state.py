@@ -7,7 +7,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ from lanternpp.util.jsonfile import append_row, differences, keep_rows
 from lanternpp.util.terminal import Progress, progress_bar
 
 STATE, LOG = "state.pt", "log.jsonl"
+WRONG, RESTART = "is no state of this training", "pass --restart to start over"
 MEANINGS = {
     "data": ", which stands for the training data",
     "target": ", which stands for the target's weights",
@@ -125,10 +126,8 @@ def begin_or_resume(task: Task, options: TrainingOptions) -> State:
         for left in (path, options.folder / LOG):
             left.unlink(missing_ok=True)
         return State()
-    with wrong_file(f"{path} is no state of this training", "pass --restart to start over"):
-        content = checkpoints.read_pt(path)
-        old = content.get("settings", {})
-        check_settings(path, old, dict.fromkeys(old) | task.settings)
+    content = read_state(path, task.settings)
+    with wrong_file(f"{path} {WRONG}", RESTART):
         for part, named in task.parts().items():
             for name, x in named.items():
                 x.load_state_dict(content[part][name])
@@ -146,18 +145,26 @@ def check_resumable(options: TrainingOptions, known: Mapping[str, Any]) -> None:
     """InputError where the folder's state was trained with other settings than those known so far."""
     path = options.folder / STATE
     if not options.restart and path.exists():
-        # Memory-mapped: the tensors, which are not needed here, are not read.
-        check_settings(path, checkpoints.read_pt(path, mmap=True).get("settings", {}), known)
+        read_state(path, known, partly=True)
 
 
-def check_settings(path: Path, old: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """InputError that says which of the settings known differ from the old ones."""
-    found = differences({name: old.get(name) for name in known}, dict(known))
+def read_state(path: Path, known: Mapping[str, Any], partly: bool = False) -> dict[str, Any]:
+    """The content of a state. InputError where it is damaged, or its settings differ from those known, which it names.
+
+    partly: not all settings are known yet, and the tensors, memory-mapped, are not read.
+    """
+    content = dict[str, Any]()
+    with suppress(InputError):
+        content = checkpoints.read_pt(path, mmap=partly)
+    if not isinstance(old := content.get("settings"), dict):
+        raise InputError(f"{path} {WRONG}: {RESTART}.")
+    found = differences({name: old.get(name) for name in known} if partly else old, dict(known))
     if changed := [said + MEANINGS.get(said.partition(" ")[0], "") for said in sorted(found)]:
         raise InputError(
             f"{path} was trained with other settings ({'; '.join(changed)}): "
-            "repeat its settings to resume, or pass --restart to start over."
+            f"repeat its settings to resume, or {RESTART}."
         )
+    return content
 
 
 class Report:
