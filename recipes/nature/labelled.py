@@ -116,7 +116,7 @@ def redrawn(
         what = f"{split} pictures drawn again with the tokenizer"
         paths = build_shards(folder, len(chosen), PART, compute, what, 3 * size**2)
         empty = torch.empty(0, 3, size, size, dtype=torch.uint8)
-        pixels = torch.cat([empty, *(tensors["pixels"] for tensors, _ in map(read_file, paths))])
+        pixels = torch.cat([empty, *(read_file(path, "pixels")[0]["pixels"] for path in paths)])
         return Pictures(pixels, torch.tensor([size, size]).expand(len(pixels), 2), size, key)
 
     return index, draw("train", train, index), draw("val", val, torch.arange(len(val)))

@@ -83,7 +83,9 @@ def test_a_newcomers_drafter_works_in_compare(name: str, run, shelf: Path) -> No
     assert draft() == ("tree", "lantern-57")
 
 
-def test_a_corrupt_photo_is_named_once_and_left_out(run, shelf: Path, photos: Path) -> None:
+def test_a_corrupt_photo_is_named_once_and_left_out(
+    run, shelf: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     train = ("train", "--model", "janus", "--data", "photos", "--crops", 1, *SMALL)
     (photos / "train/red/004.png").write_bytes(b"\x89PNG\r\n\x1a\nnothing")
     done = run(*train)
@@ -95,7 +97,21 @@ def test_a_corrupt_photo_is_named_once_and_left_out(run, shelf: Path, photos: Pa
     facts = json.loads((shelf / "janus/parallel/provenance.json").read_text())["data"]
     assert (facts["train"], facts["skipped"]) == (99, ["red/004.png"])
     (photos / "train/blue/005.png").unlink()
-    run(*train, "-o", "other").refused("2 of 100 pictures in photos/train are unreadable")
+    monkeypatch.setattr(codes, "PART", 50)  # each in a shard of its own
+    for _ in range(2):  # the second time one shard is there
+        again = run(*train, "-o", "other")
+        assert again.code == 2 and "2 of 100 pictures in photos/train are unreadable" in again.err
+
+
+def test_a_file_of_the_cache_that_is_broken_or_something_else_is_named(
+    run, shelf: Path, photos: Path
+) -> None:
+    train = ("train", "--model", "janus", "--kind", "eagle", "--data", "photos", "--crops", 1, *SMALL)
+    assert run(*train, "--cache-features").code == 0
+    for name, content in (("features-", b"{}"), ("features-", None), ("train-", b"{}"), ("train-", None)):
+        (path,) = shelf.rglob(f"{name}*/00000.safetensors")
+        path.write_bytes(content) if content else save_file({"codes": torch.zeros(1)}, path)
+        run(*train, "--cache-features").refused(str(path.relative_to(shelf)), "delete it to make it again")
 
 
 def test_other_settings_are_named_before_anything_is_drawn_or_encoded(

@@ -171,8 +171,8 @@ class PictureCodes:
             where, compute = self.store / f"{split}-{self.key}", partial(self._encode, rows, variants)
             contents = f"codes of the {split} pictures"
             paths = build_shards(where, len(rows.files), PART, compute, contents, size)
-            shards = list(map(read_file, paths))
-            rows.bad.update(pair for _, facts in shards for pair in facts["skipped"])
+            shards = [read_file(path, "codes", "texts", "skipped") for path in paths]
+            rows.leave_out(dict(pair for _, facts in shards for pair in facts["skipped"]))
             splits[split] = Split.of(shards)
             skipped += rows.bad
             rows.warn()
@@ -279,7 +279,8 @@ class OwnCodes:
         contents = f"codes of the target's own pictures, {self.held_out} of them to validate"
         size = numbers * stored_as(target.vocab).itemsize
         paths = build_shards(folder, count, DRAWN, self._draw, contents, size)
-        drawn, last = Split.of(list(map(read_file, paths))), count - self.held_out
+        drawn = Split.of([read_file(path, "codes", "texts") for path in paths])
+        last = count - self.held_out
         facts: dict[str, Any] = {"self": True, "prompts": self.prompts, "cfg": self.teacher.cfg}
         facts["sampling"] = asdict(self.teacher.sampling)
         return Codes.of(drawn.at(range(last)), drawn.at(range(last, count)), self.key, **facts)
@@ -324,7 +325,7 @@ def folder_codes(folder: Path, target: Target) -> Codes:
     # latents are kept as they were drawn, or as moments
     shapes = [(target.length, *width) for width in ([(channels,), (2 * channels,)] if channels else [()])]
     for path in sorted(folder.glob("*.safetensors")):
-        tensors, facts = read_file(path, "write it again as safetensors with facts in JSON")
+        tensors, facts = read_file(path, remedy="write it again as safetensors with facts in JSON")
         codes = tensors.get("codes", torch.empty(0))
         texts: Any = facts.get("texts") if isinstance(facts, dict) else None
         fits = codes.shape[1:] in shapes and len(codes) > 0 and isinstance(texts, list)

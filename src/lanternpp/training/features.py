@@ -13,9 +13,10 @@ from torch import Tensor
 
 from lanternpp.errors import InputError
 from lanternpp.models.base import PromptWarning, Target
+from lanternpp.nn.files import wrong_file
 from lanternpp.training.codes import Split
 from lanternpp.training.loop import team
-from lanternpp.training.material import Done, Shard, build_shards
+from lanternpp.training.material import REMEDY, Done, Shard, build_shards
 from lanternpp.training.teacher import Teacher
 from lanternpp.util.files import digest
 
@@ -128,15 +129,17 @@ class FeatureCache:
         )
         where, contents = teacher.store / f"features-{key}", "the features of all pictures"
         paths = build_shards(where, len(split), self.each, self._compute, contents, size)
-        self.files = [safe_open(path, framework="pt") for path in paths]
+        self.pieces = []
+        for path in paths:
+            with wrong_file(f"{path} cannot be read", REMEDY):
+                self.pieces.append(safe_open(path, framework="pt").get_slice("features"))
 
     def __call__(self, index: Tensor, variant: Tensor, branches: int, drop: Tensor | None = None) -> Tensor:
         """Of pictures index [B] in variants [B]: [branches * B, S, D] on the CPU; unconditional where drop [B]."""
         rows = []
         for i, v in zip(index.tolist(), variant.tolist(), strict=True):
             number, place = divmod(i, self.each)
-            piece = self.files[number].get_slice("features")
-            rows.append(piece[place : place + 1, v : v + 1][0, 0])
+            rows.append(self.pieces[number][place : place + 1, v : v + 1][0, 0])
         one, other = torch.stack(rows, 1)  # [B, S, D] twice
         if drop is not None:
             one = torch.where(drop[:, None, None], other, one)

@@ -23,6 +23,7 @@ from lanternpp.training.loop import team
 from lanternpp.training.state import Report
 from lanternpp.util.files import megabytes, replacing, sweep
 
+REMEDY = "delete it to make it again"
 SPARE = 1 << 28  # bytes of a disk that stay free
 Shard = tuple[dict[str, Tensor], dict[str, Any]]
 """Tensors, and facts for the header of the file."""
@@ -76,10 +77,12 @@ def write_file(path: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) ->
         save_file(on_host, temporary, metadata={"facts": json.dumps(facts)})
 
 
-def read_file(path: Path, remedy: str = "delete it to make it again") -> Shard:
-    """The tensors and the facts of such a file. InputError where the file is broken, which ends with the remedy."""
+def read_file(path: Path, *names: str, remedy: str = REMEDY) -> Shard:
+    """The tensors and the facts of such a file. InputError, which ends with the remedy, where it is broken, or lacks one of these names."""
     with wrong_file(f"{path} cannot be read", remedy), safe_open(path, "pt") as file:
         facts = json.loads((file.metadata() or {}).get("facts", "{}"))
+        if lacking := set(names).difference(file.keys(), facts):
+            raise ValueError(f"it has no {', '.join(sorted(lacking))}")
         return {name: file.get_tensor(name) for name in file.keys()}, facts  # noqa: SIM118
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,13 +50,17 @@ class Rows:
         with ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as pool:
             found = pool.map(lambda i: shrunk(open_image(self.root / self.files[i]), size), part)
         images = dict(zip(part, found, strict=True))
-        self.bad.update((self.files[i], why) for i, why in images.items() if isinstance(why, str))
+        self.leave_out({self.files[i]: why for i, why in images.items() if isinstance(why, str)})
+        return {i: image for i, image in images.items() if not isinstance(image, str)}
+
+    def leave_out(self, bad: Mapping[str, str]) -> None:
+        """Add to `bad` why files cannot be read. InputError where those are too many."""
+        self.bad.update(bad)
         if len(self.bad) > CORRUPT * len(self.files):
             raise InputError(
                 f"{len(self.bad)} of {len(self.files)} pictures in {self.root} are unreadable, e.g. {self._faults()}: "
                 "repair them or take their lines out of metadata.jsonl."
             )
-        return {i: image for i, image in images.items() if not isinstance(image, str)}
 
     def warn(self) -> None:
         """Name the pictures that are left out, if there are any."""

@@ -152,7 +152,7 @@ class Runs(OwnCodes):
         place = dict.fromkeys(("features", "prompt") if fits else (), device)
         runs = [
             Rollout(text, **{name: tensors[f"{i} {name}"].to(place.get(name, "cpu")) for name in PARTS})
-            for tensors, facts in map(read_file, paths)
+            for tensors, facts in (read_file(path, "texts", "0 codes") for path in paths)
             for i, text in enumerate(facts["texts"])
         ]
         facts = self.facts | {"prompts": self.prompts}
