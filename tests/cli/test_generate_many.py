@@ -174,6 +174,15 @@ def test_a_full_disk_leaves_whole_pictures(job, elsewhere: Path, monkeypatch) ->
     assert "7 pictures, 3 were there already" in job("-o", elsewhere / "out").out
 
 
+def test_a_disk_that_is_full_already_keeps_no_folder(job, elsewhere: Path, monkeypatch) -> None:
+    def full(self: Path, *given: object, **more: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    job("-o", "out").failed("the disk is full")
+    assert not (elsewhere / "out").exists()
+
+
 def test_the_figures_of_a_job(job) -> None:
     figures = json.loads(job("-o", "out", "--json", "--measure-tv", "--lambda", 20).out)
     assert figures["images"] == 10 and figures["codes"] == sum(figures["accepted_per_pass"]) == 160

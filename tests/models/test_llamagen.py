@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import checkpoints
 from helpers.checkpoints import CODES, PARENTS, TREE_CODES
+from helpers.refusals import rejects
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -72,3 +73,10 @@ def test_pixels_are_the_authors(tmp_path: Path) -> None:
     assert pixels.shape == (2, 3, 32, 32)
     assert expected.std() > 0.1
     assert (pixels[:, :, ::2] - expected).abs().max() < 1e-3
+
+
+def test_a_damaged_tokenizer_is_not_taken_for_a_missing_one(tmp_path: Path) -> None:
+    folder = checkpoints.write_llamagen(tmp_path / "model")
+    whole = (folder / "vq_ds16.pt").read_bytes()
+    (folder / "vq_ds16.pt").write_bytes(whole[: len(whole) // 2])
+    rejects(r"vq_ds16\.pt is truncated", read_target, folder, torch.float32)

@@ -82,7 +82,6 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(path).acquire(blocking=False)
-        path.write_text(f"{os.getpid()} on {platform.node()}", encoding="utf-8")
     except Timeout:
         holder = ""
         with suppress(OSError):  # it ends now, and has removed the file
@@ -95,6 +94,7 @@ def locked(folder: Path) -> Iterator[None]:
         raise InputError(f"{folder} cannot be written: {error.strerror}") from None
     with lock:
         try:
+            path.write_text(f"{os.getpid()} on {platform.node()}", encoding="utf-8")
             yield
         finally:
             with suppress(OSError):

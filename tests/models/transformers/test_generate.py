@@ -137,6 +137,13 @@ def test_the_one_code_that_is_not_suppressed_is_drawn_and_to_leave_none_is_a_mis
     rejects("suppress_tokens allows no token at all at some place", generate, suppress_tokens=codes)
 
 
+def test_a_length_of_zero_is_refused_as_by_transformers(made: Callable[[str], Case]) -> None:
+    case = made("chameleon")
+    lanternpp.accelerate(case.model)
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        case.model.generate(**case.inputs(1) | {"max_new_tokens": 0})
+
+
 def test_a_dial_for_whole_pictures_is_lowered_for_a_shorter_call(made: Callable[[str], Case]) -> None:
     case = made("chameleon")
     given = case.inputs(1) | {"do_sample": False, "max_new_tokens": 7}

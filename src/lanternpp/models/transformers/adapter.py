@@ -357,7 +357,7 @@ class TransformersTarget(Target):
         """Change arguments of `generate` before transformers prepares them: a whole picture where they name no length."""
         given = (arguments, vars(arguments.get("generation_config") or object))
         lengths = [one.get(name) for one in given for name in ("max_length", "max_new_tokens")]
-        if self.count and not any(lengths):
+        if self.count and all(length is None for length in lengths):
             set_length(arguments, self.count)
 
     def format(self, call: Call) -> Format:

@@ -152,14 +152,16 @@ def find_tokenizer(folder: Path, given: Path | None = None) -> Source:
     sure = given or folder / "tokenizer"
     files = (path for path in folder.iterdir() if path.suffix in (SAFE, *PICKLED))
     named_first = sorted(files, key=lambda path: ("vq" not in path.name.lower(), path.name))
+    fault = None
     for path in [sure] if given or sure.is_dir() else named_first:
         try:
             source = Source.open(path)
             if source.config.get("kind") == VQGAN.kind or source.metas.keys() >= MARKS:
                 return source
-        except InputError:
-            if path == sure:
-                raise
+        except InputError as error:
+            fault = fault or (error if path == sure or "vq" in path.name.lower() else None)
+    if fault:
+        raise fault
     if given:
         raise InputError(
             f"{given} is no image tokenizer of LlamaGen's; name vq_ds16_c2i.pt or vq_ds16_t2i.pt"
