@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import checkpoints as published
 from helpers.classifiers import write_classifier
+from helpers.families import with_drafters
 from helpers.models import contents, write_model
 from PIL import Image
 
@@ -122,6 +123,29 @@ def test_published_files_become_a_folder_that_draws_the_same(run, tmp_path: Path
     assert (small / "text" / "config.json").is_file()
     sizes = [(folder / "target/model.safetensors").stat().st_size for folder in (small, out)]
     assert sizes[0] < sizes[1] / 3
+
+
+def test_networks_and_settings_in_a_published_folder_come_along(run, tmp_path: Path) -> None:
+    files, out = with_drafters(published.write_llamagen(tmp_path / "files", text=True)), tmp_path / "out"
+    shutil.rmtree(files / "drafter")
+    published.write_drafter(files / "drafter", text=True)
+    published.write_llamagen(files / "independent", text=True)
+    kept = {"defaults.json": '{"methods": {"eagle": {"cfg": 2.0}}}'}
+    kept |= dict.fromkeys(("acceptance.json", "parallel/acceptance.json"), '{"acceptance": []}')
+    for name, text in kept.items():
+        (files / name).write_text(text)
+    (files / "drafter" / "state.pt").write_bytes(b"of its training")
+    done = run("models", "convert", files, out, "--store", "int8")
+    assert (done.code, done.err) == (0, "") and "text, parallel, drafter, independent" in done.out
+    for name in (*kept, "drafter/config.json", "drafter/pytorch_model.bin", "independent/t2i_XL_tiny.pt"):
+        assert (out / name).read_bytes() == (files / name).read_bytes(), name
+    assert not (out / "drafter" / "state.pt").exists()
+    sizes = [(folder / "parallel/model.safetensors").stat().st_size for folder in (out, files)]
+    assert sizes[0] < sizes[1] / 2
+    for method in ("eagle", "parallel", "independent"):
+        assert (
+            run("generate", "a tulip", "--model", out, "--method", method, "-o", tmp_path / "a.png").code == 0
+        )
 
 
 def in_half(folder: Path) -> None:

@@ -279,8 +279,9 @@ def convert(
     called = source.resolve().name if Path(model).exists() else model
     with staged(out) as stage:
         parts = [] if ours else adopt(source, stage, store, given, called)
-        if (source / "target").is_dir():
-            parts += rewrite(source, stage, store, parts)
+        # a folder called tokenizer or text beside a published model is another program's
+        theirs = () if (source / "target").is_dir() else ("tokenizer", "text")
+        parts += rewrite(source, stage, store, (*parts, *theirs))
     print(f"{out}: {', '.join(parts)}; {files.megabytes(files.size(out))} in {store}")
 
 
@@ -313,7 +314,10 @@ def rewrite(source: Path, out: Path, store: Any, written: Sequence[str] = ()) ->
     from lanternpp.evaluation.classifier import CLASSIFIER, REFERENCE, has_classifier
     from lanternpp.nn import checkpoints
 
-    parts = [part for part in PARTS if part not in written and (source / part).is_dir()]
+    there = [
+        part for part in (*PARTS, "independent", "text") if part not in written and (source / part).is_dir()
+    ]
+    parts = [part for part in PARTS if part in there and "kind" in checkpoints.load_config(source / part)]
     for part in parts:
         config, tensors = checkpoints.load(source / part)
         keep = [name for name in tensors if name.endswith("codebook")]
@@ -329,8 +333,8 @@ def rewrite(source: Path, out: Path, store: Any, written: Sequence[str] = ()) ->
         if (source / name).is_file():
             (out / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / name, out / name)
-    for part in ("independent", "text"):
-        if part not in written and (source / part).is_dir():
+    for part in there:
+        if part not in parts:  # others' drafters stay in their layout
             shutil.copytree(source / part, out / part, ignore=shutil.ignore_patterns("state.pt"))
             parts.append(part)
     return parts
