@@ -102,6 +102,19 @@ def test_a_damaged_bin_is_one_sentence(encoder: Path, tmp_path: Path) -> None:
         assert "weights_only" not in str(caught.value) and str(caught.value).isprintable()
 
 
+def test_an_encoder_without_its_tokenizer_or_some_weights_is_refused(encoder: Path, tmp_path: Path) -> None:
+    """transformers makes up what is missing: an empty tokenizer, random weights."""
+    folder = Path(shutil.copytree(encoder, tmp_path / "t5"))
+    path, name = folder / "model.safetensors", "encoder.final_layer_norm.weight"
+    tensors = load_file(path)
+    weight = tensors.pop(name)
+    for changed, said in (({}, f"missing {name}"), ({name: weight * float("nan")}, f"{name} holds NaN")):
+        save_file(tensors | changed, path, metadata={"format": "pt"})
+        rejects(said, T5Text(folder).features, "a tulip", torch.empty(0))
+    (folder / "tokenizer.json").unlink()
+    rejects("no tokenizer.json and no spiece.model", T5Text(folder).features, "a tulip", torch.empty(0))
+
+
 def test_stored_features_are_rows_of_numbers(encoder: Path, tmp_path: Path) -> None:
     for rows in (torch.ones(4, 24, dtype=torch.int64), torch.ones(24), torch.tensor(1.0)):
         save_file({"a tulip": rows}, tmp_path / FEATURES)

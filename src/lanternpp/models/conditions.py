@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from lanternpp.errors import InputError, reason
 from lanternpp.models.base import quoted, warn_of_prompt
 from lanternpp.models.hub import quiet
+from lanternpp.models.transformers.opening import TOKENIZER, check_loaded
 from lanternpp.nn.checkpoints import CONFIG, read_safetensors
 from lanternpp.types import Prompt
 from lanternpp.util.jsonfile import read_object
@@ -145,16 +146,25 @@ class T5Text:
             return
         from transformers import AutoTokenizer, T5EncoderModel
 
+        place = Path(self.where)
+        if place.is_dir() and not any((place / name).is_file() for name in (TOKENIZER, "spiece.model")):
+            raise InputError(
+                f"the text encoder {self.where!r} has no {TOKENIZER} and no spiece.model: copy one there from {ENCODER}"
+            )
         try:
             with quiet():
                 self._tokenizer = AutoTokenizer.from_pretrained(self.where, trust_remote_code=False)
                 kind = RUNS_IN.get(like.dtype, like.dtype)
-                encoder = T5EncoderModel.from_pretrained(self.where, dtype=kind, trust_remote_code=False)
+                loaded: Any = T5EncoderModel.from_pretrained(
+                    self.where, dtype=kind, trust_remote_code=False, output_loading_info=True
+                )
         except Exception as error:  # a damaged file makes the library raise anything
             raise InputError(
                 f"the text encoder {self.where!r} cannot be loaded ({reason(error)}); put the folder of {ENCODER} "
                 f"beside the model as text/, or the features of your prompts as {FEATURES}"
             ) from None
+        encoder, found = loaded
+        check_loaded(encoder, found, self.where)
         self._encoder = encoder.eval().requires_grad_(False).to(like.device)
 
 

@@ -167,14 +167,7 @@ def opened(
             if (source.folder / GENERATION).is_file():
                 options["generation_config"] = transformers.GenerationConfig.from_pretrained(source.folder)
         model, found = made.from_pretrained(place, config=config, dtype=dtype, **options)
-    wrong = {name: f"missing {name}" for name in sorted(found["missing_keys"])}
-    for name, theirs, ours in sorted(found["mismatched_keys"]):
-        wrong[name] = f"{name} is {tuple(theirs)} where {tuple(ours)} is expected"
-    faults = [
-        fault for name, fault in wrong.items() if not any(re.match(pattern, name) for pattern in lacking)
-    ]
-    if faults:
-        raise InputError(f"{source.path} does not fit {kind}: {listed(faults)}.")
+    check_loaded(model, found, source.path, lacking)
     body = model.get_decoder()
     inside = next(name for name, part in model.named_modules() if part is body)
     numbers = (re.match(rf"{re.escape(inside)}\.layers\.(\d+)\.", name) for name in found["unexpected_keys"])
@@ -183,11 +176,25 @@ def opened(
         raise InputError(
             f"{source.path}: config.json asks for {len(body.layers)} layers and the files hold {layers}."
         )
+    return model.eval().requires_grad_(False)
+
+
+def check_loaded(
+    model: Any, found: Mapping[str, Any], where: str | Path, lacking: tuple[str, ...] = ()
+) -> None:
+    """InputError where a model lacks weights, has them in other shapes or as no finite numbers; found: transformers' loading info."""
+    wrong = {name: f"missing {name}" for name in sorted(found["missing_keys"])}
+    for name, theirs, ours in sorted(found["mismatched_keys"]):
+        wrong[name] = f"{name} is {tuple(theirs)} where {tuple(ours)} is expected"
+    faults = [
+        fault for name, fault in wrong.items() if not any(re.match(pattern, name) for pattern in lacking)
+    ]
+    if faults:
+        raise InputError(f"{where} does not fit {type(model).__name__}: {listed(faults)}.")
     kept = model.state_dict()  # with buffers such as the moving averages of a norm
     for name, weight in (*model.named_parameters(), *model.named_buffers()):
         if name in kept and type(weight.data) is torch.Tensor:
-            check_finite(name, weight, source.path)
-    return model.eval().requires_grad_(False)
+            check_finite(name, weight, where)
 
 
 def adapted(make: Callable[[Any], A], model: Any) -> A:
