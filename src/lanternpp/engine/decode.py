@@ -156,8 +156,9 @@ class Engine:
         """ModelError where the model has overflowed; a host read."""
         if not math.isfinite(numbers.max()):
             dtype = str(self.cache.kv.dtype).removeprefix("torch.")
-            wider = "bfloat16 or float32" if dtype == "float16" else "float64"
-            raise ModelError(f"the model's logits are no finite numbers in {dtype}; use the dtype {wider}")
+            cure = "correct its weights, or numbers of its config.json such as rope_theta"
+            cure = "use the dtype bfloat16 or float32" if dtype == "float16" else cure
+            raise ModelError(f"the model's logits are no finite numbers in {dtype}; {cure}")
 
     @torch.inference_mode()
     def step(self) -> None:

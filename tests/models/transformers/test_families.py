@@ -35,6 +35,7 @@ from lanternpp import Pipeline
 from lanternpp.api.model import read_target
 from lanternpp.api.options import METHODS
 from lanternpp.drafters.published import PublishedDrafter
+from lanternpp.errors import ModelError
 from lanternpp.kernels.loading import library
 from lanternpp.models.hub import HubId, choose
 from lanternpp.models.transformers.format import Raster
@@ -361,6 +362,8 @@ def edited(folder: Path, to: Path, *removed: str, **changes: Any) -> Path:
         ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000 is out of range"),
         ({"max_position_embeddings": 16}, "4x4 codes.*16 positions"),
         ({"model_type": "llava", "architectures": ["Llava"]}, "no model family.*Anole-7B"),
+        ({"model_type": ["chameleon"]}, "unhashable.*correct its config"),
+        ({"quantization_config": {"quant_method": "own"}}, "knows no quantization_config.*own"),
         ({"vocabulary_map": {"IMGIMGAZ": 4, "IMGIMGBZ": 5}}, "has 2 codes and the tokenizer"),
     ],
 )
@@ -399,6 +402,24 @@ def test_the_named_file_of_a_folder_is_read_and_a_damaged_one_blamed(
     rejects(r"/model\.safetensors is truncated", read_target, folder, torch.float32)
     (folder / "config.json").unlink()
     rejects(r"config\.json is missing", read_target, folder / "ema.safetensors", torch.float32)
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
+def test_weights_in_8_bits_are_refused_unless_the_config_says_how(
+    kind: torch.dtype, models: Path, tmp_path: Path
+) -> None:
+    path = edited(models / "anole", tmp_path / "anole") / "model.safetensors"
+    tensors, name = load_file(path), "model.layers.0.mlp.up_proj.weight"
+    tensors |= {name: tensors[name].to(kind), f"{name}_scale": torch.ones(48, 1)}
+    save_file(tensors, path, metadata={"format": "pt"})
+    rejects("up_proj.weight holds (int8|float8_e4m3fn) where weights", read_target, path, torch.float32)
+
+
+def test_logits_that_are_no_numbers_in_float32_are_a_fault_of_the_files(models: Path, tmp_path: Path) -> None:
+    wrong = {"rope_theta": 0, "rope_type": "default"}
+    pipe = pipeline(edited(models / "anole", tmp_path / "anole", rope_parameters=wrong), "float32")
+    with pytest.raises(ModelError, match="in float32; correct its weights, or numbers of its config"):
+        pipe(PROMPT, method="ar")
 
 
 def test_buffers_that_are_no_numbers_are_refused(models: Path, tmp_path: Path) -> None:
@@ -605,6 +626,9 @@ def test_what_glm_image_cannot_do_is_said_in_a_sentence(glm_pipe: Pipeline, tmp_
     rejects("without guidance", glm_pipe, "red sea", cfg=2.0, output_type="codes")
     rejects("cannot be converted", glm_pipe.target.save, tmp_path, "float32")
     rejects("use --self", glm_pipe.target.reader)
+    write_glm_image(tmp_path / "narrow", positions=256)
+    said = "16x16 and 1x1 codes do not fit the model's 256 positions"
+    rejects(said, read_target, tmp_path / "narrow", torch.float32, given={"size": "32"})
     write_glm_image(tmp_path / "alone", positions=1024)
     alone = Pipeline.from_pretrained(tmp_path / "alone", device="cpu", dtype="float32", size="32")
     rejects("copy the folder `processor`", alone, "red sea", output_type="codes")

@@ -17,7 +17,7 @@ from lanternpp.models.base import Target, quoted
 from lanternpp.models.hub import quiet
 from lanternpp.models.transformers.call import MODE, Call, set_length, token_rows
 from lanternpp.models.transformers.decoder import TransformersDecoder, replica
-from lanternpp.models.transformers.format import Format, Raster
+from lanternpp.models.transformers.format import Format, Raster, TwoPictures
 from lanternpp.models.transformers.opening import CORRECT, Text, adapted, opened
 from lanternpp.models.vq.codes import Reader
 from lanternpp.nn.backend import backend
@@ -118,8 +118,11 @@ class TransformersTarget(Target):
         room = self.most - raster.length - shown
         if room < 1:
             more = f" and {shown} of the pictures shown" if shown else ""
-            codes = f"{raster.columns}x{raster.rows} codes{more}"
-            raise InputError(f"{codes} do not fit the model's {self.most} positions; choose a smaller size")
+            pictures = (raster.small, raster) if isinstance(raster, TwoPictures) else (raster,)
+            codes = " and ".join(f"{one.columns}x{one.rows}" for one in pictures)
+            raise InputError(
+                f"{codes} codes{more} do not fit the model's {self.most} positions; choose a smaller size"
+            )
         return shown + min(SLOTS, room)
 
     def _lay_out(self, raster: Raster, slots: int) -> None:
@@ -338,7 +341,7 @@ class TransformersTarget(Target):
         if self.without_pixels:
             return super().save(folder, store)
         if store not in ("float32", "bfloat16"):
-            raise InputError(f"a {type(self).__name__} is written in float32 or bfloat16, not {store}")
+            raise InputError(f"{type(self).__name__} is written in float32 or bfloat16, not {store}")
         place, side = folder / "target", self.pixels_per_code
         self.model.config.size = f"{self.raster.columns * side}x{self.raster.rows * side}"
         with quiet():

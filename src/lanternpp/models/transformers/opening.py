@@ -138,6 +138,7 @@ def opened(
     """
     import transformers
     from transformers.distributed import DistributedConfig
+    from transformers.quantizers import AutoHfQuantizer
 
     made = getattr(transformers, kind)
     check_sizes(source.config, source.path)
@@ -147,9 +148,22 @@ def opened(
         config = made.config_class.from_dict(given)
         with blank():
             expected = sum(x.numel() for x in made(config).parameters())
+        quantised = source.config.get("quantization_config")
+        unknown = quantised and not AutoHfQuantizer.supports_quant_method(quantised)
     held = sum(meta.numel() for meta in source.metas.values())
+    if unknown:
+        raise InputError(
+            f"{source.path}: config.json: transformers knows no quantization_config such as {quantised}"
+        )
+    for name, meta in () if quantised else source.metas.items():
+        scaled = source.metas.keys() & {f"{name}_scale", f"{name}_scale_inv"}
+        if name.endswith((".weight", ".bias")) and (scaled or not meta.is_floating_point()):
+            raise InputError(
+                f"{source.path}: {name} holds {str(meta.dtype).removeprefix('torch.')} where weights are expected, and "
+                "config.json names no quantization_config."
+            )
     # of quantised weights several lie in one number
-    most = 10.0 if "quantization_config" in source.config else 1.25
+    most = 10.0 if quantised else 1.25
     if expected > most * held + SPARE:
         raise InputError(
             f"{source.path}: config.json asks for {expected:,} weights and the files hold {held:,}."
@@ -158,7 +172,8 @@ def opened(
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
     if source.given.get("tensor_parallel"):
         options["distributed_config"] = DistributedConfig(tp_plan="auto")
-    with quiet(), wrong_file(f"{source.path} cannot be opened"), ExitStack() as stack:
+    remedy = f"fetch it again, or {CORRECT}"
+    with quiet(), wrong_file(f"{source.path} cannot be opened", remedy), ExitStack() as stack:
         first = next((path for name in USUAL if (path := source.folder / name).is_file()), None)
         place = source.folder if first and files(first) == source.files else None
         if place is None:  # in its folder transformers would read another file
@@ -203,7 +218,7 @@ def adapted(make: Callable[[Any], A], model: Any) -> A:
         return make(model)
     except AttributeError as error:
         raise InputError(
-            f"a {type(model).__name__} has other modules than its adapter reads ({error}); a body needs `layers` with "
+            f"{type(model).__name__} has other modules than its adapter reads ({error}); a body needs `layers` with "
             "`self_attn`, `norm` and `rotary_emb`, as Llama's has"
         ) from error
 
