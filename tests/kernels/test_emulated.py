@@ -86,7 +86,7 @@ class Recorder:
         """The pointers of a structure that begins there."""
         for name, value in work.alive.items():
             offset = begin + getattr(type(work), name).offset
-            if work.marks[name] and value is not None:
+            if work.marks[name][0] and value is not None:
                 self.pointers.append((number, offset, self.reach(value), 0))
             elif isinstance(value, Struct):
                 self.follow(value, number, offset)

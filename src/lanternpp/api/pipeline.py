@@ -207,11 +207,6 @@ class Pipeline(Engines):
         **options: Unpack[CallOptions],
     ) -> Result[list[Image.Image]]: ...
 
-    @overload
-    def __call__(
-        self, prompt: Prompts, n: int | None = 1, *, output_type: str, **options: Unpack[CallOptions]
-    ) -> Result[Any]: ...
-
     @listing(CallOptions)
     def __call__(
         self, prompt: Prompts, n: int | None = 1, *, output_type: str = "pil", **options: Unpack[CallOptions]
