@@ -76,6 +76,10 @@ class Jacobi(Proposer):
         alternatives: int = 0,
         window_rows: int = 1,
     ):
+        if window < 1 or window_rows < 1 or alternatives < 0:
+            raise InputError(
+                f"window {window} in {window_rows} rows with {alternatives} alternatives drafts nothing"
+            )
         for name, choice, known in (("coupling", coupling, COUPLINGS), ("init", init, INITS)):
             if choice not in known:
                 raise InputError(f"{name} {choice!r} is unknown; known: {', '.join(known)}")
