@@ -209,6 +209,15 @@ def test_one_sentence_for_every_bad_request(http, name):
     assert not isinstance(body, dict) or name not in body or answer.json()["error"]["param"] == name
 
 
+def test_options_of_the_command_line_become_fields_wherever_they_stand():
+    said = response_for(
+        InputError("nu 1 is wrong; take lam (--lambda), or a chain (as with --tree), not '--tree'")
+    )
+    assert json.loads(said.body)["error"]["message"] == (
+        "nu 1 is wrong; take lam, or a chain (as with tree), not '--tree'"
+    )
+
+
 def test_a_model_that_cannot_draw_is_no_fault_of_the_request():
     assert response_for(InputError("no")).status_code == 400
     assert response_for(ModelError("no finite numbers")).status_code == 500

@@ -28,8 +28,10 @@ OTHER_NAMES = {
 OTHER_NAMES |= {old: f"now {name!r}" for old, name in RENAMED.items()}
 # Options of the command line that requests have as fields: what a message says of `--accept` holds for `accept`.
 FIELD_OF = {"--method": "method"} | {dial.option: dial.name for dial in REQUEST_DIALS}
-FIELD_OF |= {dial.full_name: dial.name for dial in REQUEST_DIALS if dial.names}
-OPTION = re.compile(r"'[^']*'|(?:[a-z_]+ \()?--[a-z][a-z-]*\)?")  # or what is quoted, which stays
+TWICE_NAMED = {dial.full_name: dial.name for dial in REQUEST_DIALS if dial.names}
+FIELD_OF |= TWICE_NAMED
+# A dial with both names, or an option, or what is quoted, which stays.
+OPTION = re.compile("|".join(["'[^']*'", *map(re.escape, TWICE_NAMED), "--[a-z][a-z-]*"]))
 NAMED = {name: name for name in ImagesRequest.model_fields}  # fields, by a message's first word
 NAMED |= {dial.option[2:]: dial.name for dial in REQUEST_DIALS}
 NAMED |= {dial.spoken: dial.name for dial in REQUEST_DIALS}
