@@ -74,13 +74,8 @@ class Toolchain(NamedTuple):
         # clang's OpenMP needs a library of its own beside the one that PyTorch brings, so it gets threads of our own.
         system = target.partition("-")[0]
         openmp = system == "linux" and "__clang__" not in macros
-        return cls(
-            tuple(command),
-            next(iter(said.splitlines()), command[0]),
-            system,
-            MACHINES.get(machine, machine),
-            openmp,
-        )
+        version = next(iter(said.splitlines()), command[0])
+        return cls(tuple(command), version, system, MACHINES.get(machine, machine), openmp)
 
     @property
     def suffix(self) -> str:

@@ -95,9 +95,11 @@ class Defaults:
 
     def holds(self, kind: str | None) -> bool:
         """Whether there is a network of this kind to draft with, or none is needed."""
-        if kind is None or self.drafter is None:
-            return kind is None or (self.folder / kind).is_dir()
-        return (kind == "independent") == self._smaller_target
+        if kind is None:
+            return True
+        if self.drafter is None:
+            return (self.folder / kind).is_dir()
+        return (kind == "independent") == (self._network == "independent")
 
     def chosen(self, method: str | None = AUTO) -> Chosen:
         """The method that a name means on this model. Reads at most the headers of a drafter.
@@ -121,8 +123,9 @@ class Defaults:
         return resolve(chosen.method, own, overrides, auto)
 
     @cached_property
-    def _smaller_target(self) -> bool:
-        return self.drafter is not None and network_of(self.drafter, True) == "independent"
+    def _network(self) -> str | None:
+        """`network_of` the given drafter, or of the model's folder."""
+        return network_of(self.drafter or self.folder, self.drafter is not None)
 
     @cached_property
     def _auto(self) -> Chosen:
@@ -134,10 +137,9 @@ class Defaults:
         for method, why in reasons:
             if method in METHODS and self.holds(network_needed(resolve(method, self.own, {}))):
                 return Chosen(method, why)
-        place, whose = (self.folder, "its") if self.drafter is None else (self.drafter, "the given")
-        if kind := network_of(place, self.drafter is not None):
+        if kind := self._network:
             method, what = NETWORKS[kind]
-            return Chosen(method, f"{whose} {what}, lossless")
+            return Chosen(method, f"{'its' if self.drafter is None else 'the given'} {what}, lossless")
         if latent_family(self.folder):
             return Chosen(BASELINE, "no drafter for its latents")
         return Chosen("jacobi-coupled", "no drafter, lossless")

@@ -5,6 +5,7 @@ the page, the typed keywords of `Pipeline`, `tuned.json` and the parts of a meth
 """
 
 import inspect
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass, replace
 from functools import partial
@@ -352,8 +353,10 @@ def draft_of(settings: Mapping[str, Any]) -> str | None:
     if tree is None:
         return None
     if tree.startswith("["):
-        kind = "tree" if set(tree) & set("123456789") else "chain"  # of the likeliest code at each place
-        return f"a {kind} of {tree.count('[') - 1}"
+        from lanternpp.trees.static import is_chain  # needs torch, which help does not
+
+        shape = json.loads(tree)
+        return f"a {'chain' if is_chain(shape) else 'tree'} of {len(shape)}"
     return f"a chain of {tree.removeprefix('chain-')}" if tree.startswith("chain-") else f"the tree {tree}"
 
 

@@ -148,8 +148,6 @@ def grouped(run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: T
     """`attention` by run(q, k, v, mask) with as many heads of q as of k: the queries of heads that share keys are laid in a row."""
     heads, count = k.shape[1], q.shape[2]
     times = q.shape[1] // heads
-    q, mask = (
-        q.unflatten(1, (heads, times)).flatten(2, 3),
-        mask if times == 1 else mask.repeat(1, 1, times, 1),
-    )
+    q = q.unflatten(1, (heads, times)).flatten(2, 3)
+    mask = mask if times == 1 else mask.repeat(1, 1, times, 1)
     return run(q, k, v, mask).unflatten(2, (times, count)).flatten(1, 2)

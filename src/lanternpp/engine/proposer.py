@@ -57,9 +57,8 @@ class Proposer(ABC):
     a smaller target of the same codes; None: it is built without."""
     aux_layers: tuple[int, ...] = ()
     """The layers of the target whose output it is given after the features, as `Decoder.forward` returns them."""
-    numbers_ahead: int = (
-        64  # random numbers of a level, and of every other purpose, that are computed in advance
-    )
+    numbers_ahead: int = 64
+    """The random numbers of a level, and of every other purpose, that are computed in advance."""
     whole_steps: bool = False
     """Whether a backend may propose and observe for it, as for `NoDraft`, or as `Parallel` does for a chain of all levels, but not for
     classes that derive from them; known once it is open."""

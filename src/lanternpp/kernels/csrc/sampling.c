@@ -105,7 +105,7 @@ static int32_t least_of(const float *x, int64_t size, int64_t limit, bits32 *som
     return least;
 }
 
-/* Keep the largest of x [size] >= 0: until their sum is at least `limit`, of equal ones the first, or so many and all that equal the last.
+/* Keep the largest of x [size] >= 0 whose sum is at least `limit`, of equal ones the first; counted: the `limit` largest and their equals.
 
    `spare` [size] is scratch. */
 static void keep_largest(float *x, int64_t size, double limit, int counted, void *spare) {

@@ -17,7 +17,7 @@ from lanternpp.models.base import Target, quoted
 from lanternpp.models.hub import quiet
 from lanternpp.models.transformers.call import MODE, Call, set_length, token_rows
 from lanternpp.models.transformers.decoder import TransformersDecoder, replica
-from lanternpp.models.transformers.format import Format, Raster, TwoPictures
+from lanternpp.models.transformers.format import Format, Raster
 from lanternpp.models.transformers.opening import CORRECT, Text, adapted, opened
 from lanternpp.models.vq.codes import Reader
 from lanternpp.nn.backend import backend
@@ -118,10 +118,8 @@ class TransformersTarget(Target):
         room = self.most - raster.length - shown
         if room < 1:
             more = f" and {shown} of the pictures shown" if shown else ""
-            pictures = (raster.small, raster) if isinstance(raster, TwoPictures) else (raster,)
-            codes = " and ".join(f"{one.columns}x{one.rows}" for one in pictures)
             raise InputError(
-                f"{codes} codes{more} do not fit the model's {self.most} positions; choose a smaller size"
+                f"{raster} codes{more} do not fit the model's {self.most} positions; choose a smaller size"
             )
         return shown + min(SLOTS, room)
 

@@ -24,6 +24,9 @@ class Raster:
     columns: int
     ends: bool = False
 
+    def __str__(self) -> str:
+        return f"{self.columns}x{self.rows}"
+
     @classmethod
     def of(cls, size: str, patch: int, ends: bool, most: int, step: int = 1) -> Self:
         """A size such as "768x512" in pixels (width first) or "768", of codes `patch` pixels wide.
@@ -88,6 +91,9 @@ class Raster:
 @dataclass(frozen=True)
 class TwoPictures(Raster):
     """A small picture of the same shape, then the large one, whose rows and columns these are."""
+
+    def __str__(self) -> str:
+        return f"{self.small} and {super().__str__()}"
 
     @property
     def small(self) -> Raster:
