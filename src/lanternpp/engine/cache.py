@@ -116,7 +116,7 @@ class RowCache:
         """What `run` returns for the keys and values of the prompt, which go to the cache then."""
         rows, kv = self._rows[:, 0], self._cache.kv
         shape = *kv.shape[:2], len(rows), kv.shape[3], self._count, kv.shape[5]
-        own = kv.new_empty(shape) if self._count <= CHUNK else kv[:, :, rows, :, : self._count]
+        own = kv.new_zeros(shape) if self._count <= CHUNK else kv[:, :, rows, :, : self._count]
         out = run(own)
         kv[:, :, rows, :, : self._count] = own
         return out
