@@ -43,7 +43,8 @@ from lanternpp.util.registry import find, unknown
 
 HELD = "_lanternpp"  # the attribute of a model that keeps its pipeline
 EMBEDDED = ("inputs_embeds", "pixel_values", "image")  # prompts that are more than tokens
-NOT_READ = ("streamer", "assistant_model", "past_key_values", "position_ids", *EMBEDDED)
+CACHES = ("cache", "past_key_values")  # since transformers 5.24, and before
+NOT_READ = ("streamer", "assistant_model", "position_ids", *CACHES, *EMBEDDED)
 M = TypeVar("M")
 
 
@@ -182,9 +183,9 @@ def custom_generate(
     """
     check_config(generation_config, stopping_criteria)
     reject_arguments(EMBEDDED, {**more, **(more.get("mm_encoder_outputs") or {})})
-    past = more.get("past_key_values")  # made by transformers where the call has none
-    if past is not None and past.get_seq_length():
-        reject_arguments(["past_key_values"], more)
+    # transformers makes an empty one where the call has none
+    filled = [name for name in CACHES if more.get(name) is not None and more[name].get_seq_length()]
+    reject_arguments(filled, more)
     prepares_itself = getattr(model.prepare_inputs_for_generation, "__self__", None) is model
     if not prepares_itself:
         raise InputError(
