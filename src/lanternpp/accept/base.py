@@ -113,7 +113,9 @@ class Acceptance(ABC):
         for codes, each, relaxed in self._candidates(p, q):
             left = self.residual(p.expand_as(relaxed), relaxed, q, each)  # [m, ..., V]
             out += (rejected[..., codes].movedim(-1, 0)[..., None] * left).sum(0)
-        return out + p * (1 - q.sum(-1, keepdim=True)).clamp_(min=0)
+        # a forbidden candidate, of which q has no mass, leaves p as it is and is rejected
+        left = self.residual(p, p, q, q.argmax(-1))
+        return out + left * (1 - q.sum(-1, keepdim=True)).clamp_(min=0)
 
     def output_distributions(self, p: Tensor, q: Tensor, depth: Tensor, levels: int) -> Tensor:
         """`output_distribution` at every node of a draft, p and q [B, N, V], its depth [B, N] below `levels` where it has children."""

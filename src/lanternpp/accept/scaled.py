@@ -59,7 +59,8 @@ class ScaledAcceptance(DecayingAcceptance):
 class Cool(ScaledAcceptance):
     """Accepts x with min(1, w p(x) / q(x)), w = delta exp(-nu i) for the i-th level, from 0.
 
-    delta 1 and nu 0 are exact; so is, in distribution, every level whose w is at most 1; token-wise verification then rejects more.
+    delta 1 and nu 0 are exact; so is, with the optimal residual, every level whose w is at most 1; token-wise verification then
+    rejects more.
     """
 
     zero, missing = False, "delta, the weight at the first level; 1 is exact"
