@@ -135,7 +135,13 @@ def test_a_child_that_is_verified_costs_so_much(rule, residual):
 
 @pytest.mark.parametrize(
     "rule",
-    [Lantern(TABLE, 0.6, "optimal"), Lantern(TABLE, 0.6), DraftMixture(0.5), Cool(2.0), Cool(2.0, 0, "paper")],
+    [
+        Lantern(TABLE, 0.6, "optimal"),
+        Lantern(TABLE, 0.6),
+        DraftMixture(0.5),
+        Cool(2.0),
+        Cool(2.0, 0, "paper"),
+    ],
 )
 @pytest.mark.parametrize("verify", VERIFIERS)
 def test_a_code_that_the_format_forbids_costs_nothing(rule, verify):
