@@ -86,6 +86,8 @@ def test_a_stream_gives_what_a_callback_sees_and_ends_with_the_result(pipe: Pipe
     options: dict[str, Any] = {"n": 3, "seed": 4, "method": "parallel", "batch_size": 2}
     seen: list[Partial] = []
     expected = pipe(PROMPT, callback=seen.append, **options)
+    spoilt = pipe(PROMPT, callback=lambda seen: [codes.zero_() for codes in seen.codes], **options)
+    assert torch.equal(spoilt.codes, expected.codes)
     partials = list(pipe.stream(PROMPT, **options))
     assert [one.result is None for one in partials] == [True] * (len(partials) - 1) + [False]
     assert [one.decided for one in partials] == [*(one.decided for one in seen), 48]
@@ -147,6 +149,7 @@ def test_a_pipeline_moves_to_another_dtype_and_back(model: Path) -> None:
     next(stream)
     assert pipe.to(torch.float64) is pipe and pipe.dtype == "float64" and pipe.device.type == "cpu"
     *_, last = stream  # what was begun before is drawn as it was begun
+    assert last.result.stats.settings["dtype"] == "float32"
     assert torch.equal(last.result.codes, usual) and torch.equal(pipe(PROMPT, **way).codes, wide)
     narrow = pipe.to(dtype="bfloat16").to(dtype="float32")
     assert torch.equal(narrow(PROMPT, **way).codes, usual)

@@ -21,6 +21,7 @@ from lanternpp.engine.decode import Engine, FinishedSample
 from lanternpp.errors import InputError
 from lanternpp.types import shape_of
 
+MOST_PICTURES = 2**20  # of a prompt in one call
 FREE = 64  # batch sizes that may be larger than the number of pictures
 
 
@@ -57,9 +58,14 @@ def batch_size(given: int, pictures: int) -> int:
     return given if given <= FREE else min(given, pictures)
 
 
+def is_several(value: Any) -> bool:
+    """Whether a value is a list or its like; a text is one, and so is an array without dimensions."""
+    return isinstance(value, Iterable) and not isinstance(value, str) and getattr(value, "ndim", 1) != 0
+
+
 def prompts(value: Any) -> list[str]:
     """One prompt or several as a list. Raises InputError."""
-    found = [value] if isinstance(value, str) or not isinstance(value, Iterable) else list(value)
+    found = list(value) if is_several(value) else [value]
     if not found:
         raise InputError("the list of prompts is empty; give at least one")
     for one in found:
@@ -81,8 +87,8 @@ def seeds(value: Any, generator: Any, count: int, n: int) -> list[int]:
         return random_seeds(count * n, generator)
     if value is None:
         value = 0
-    several = isinstance(value, Iterable) and not isinstance(value, str) and getattr(value, "ndim", 1) != 0
-    found = [integer("seed", one) for one in value] if several else [integer("seed", value)] * count
+    one_each = is_several(value)
+    found = [integer("seed", one) for one in value] if one_each else [integer("seed", value)] * count
     if len(found) != count:
         raise InputError(f"{len(found)} seeds do not go with {count} prompts; give one for each")
     for first in found:
@@ -151,6 +157,6 @@ class Request:
     def partial(self, batch: ContinuousBatch) -> Partial:
         """The pictures as they are now."""
         target, none = batch.engine.target, torch.zeros(0, dtype=torch.int64)
-        known = batch.codes | {place: sample.codes for place, sample in self.found.items()}
+        known = batch.codes | {place: sample.codes.clone() for place, sample in self.found.items()}
         codes = [known.get(place, none) for place in range(len(self.seeds))]
         return Partial(codes, len(codes) * target.length, target)

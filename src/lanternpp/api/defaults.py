@@ -106,7 +106,8 @@ class Defaults:
 
         Raises InputError where the model's default is no method.
         """
-        return self._auto if method in (AUTO, None) else Chosen(calls.text("method", method))
+        name = AUTO if method is None else calls.text("method", method)
+        return self._auto if name == AUTO else Chosen(name)
 
     def settings(
         self, method: str | None, overrides: Mapping[str, Any], where: Mapping[str, Any]

@@ -259,7 +259,7 @@ class Pipeline(Engines):
             if function is not None and not callable(function):
                 raise InputError(f"{name} {function!r} is no function; give one, or leave it out")
         with self._lock:
-            began = time.perf_counter()
+            began, described = time.perf_counter(), self.describe(request.settings)
             watch = None if callback is None else lambda batch: callback(request.partial(batch))
             try:
                 for place, sample in drawing(engine, request.prompts, request.seeds, progress, watch):
@@ -267,7 +267,8 @@ class Pipeline(Engines):
             except KeyboardInterrupt:
                 if not request.found:
                     raise
-            result = self._result(request, engine.target, time.perf_counter() - began, output_type)
+            seconds = time.perf_counter() - began
+            result = self._result(request, engine.target, seconds, output_type, described)
         if len(result.seeds) < len(request.seeds):
             raise UnfinishedError(result)
         return result
@@ -279,8 +280,8 @@ class Pipeline(Engines):
     def _request(self, prompt: Any, n: Any, image: Any = None, **options: Any) -> Request:
         """The arguments of a call, checked. InputError."""
         prompts, n = calls.prompts(prompt), calls.integer("n", 1 if n is None else n)
-        if n < 1:
-            raise InputError(f"n {n} is below 1; ask for at least one picture")
+        if not 1 <= n <= calls.MOST_PICTURES:
+            raise InputError(f"n {n} is out of range; use 1 to {calls.MOST_PICTURES:,}")
         given = {"seed": None, "generator": None, "method": AUTO} | options
         seed, generator, method = (given.pop(name) for name in ("seed", "generator", "method"))
         seeds = calls.seeds(seed, generator, len(prompts), n)
@@ -308,6 +309,7 @@ class Pipeline(Engines):
         seconds = 0.0
         with self._lock:
             engine = self._take(request.settings, request.shape)
+            described = self.describe(request.settings)  # `to` may be called meanwhile
         steps = request.steps(engine)
         while True:
             with self._lock:
@@ -319,17 +321,18 @@ class Pipeline(Engines):
                 partial = request.partial(batch)
             yield partial
         with self._lock:
-            result = self._result(request, engine.target, seconds, "pil")
+            result = self._result(request, engine.target, seconds, "pil", described)
             self._keep(request.settings, engine, request.shape)
         yield replace(partial, codes=list(result.codes), result=result)
 
-    def _result(self, request: Request, target: Target, seconds: float, output_type: str) -> Result[Any]:
-        """The result of the samples that are finished. seconds: computed so far; those of the pixels are added."""
+    def _result(
+        self, request: Request, target: Target, seconds: float, output_type: str, described: dict[str, Any]
+    ) -> Result[Any]:
+        """The result of the samples that are finished, with settings as `describe` gives them. seconds: without those of the pixels."""
         began = time.perf_counter()
         samples = dict(sorted(request.found.items()))
         codes = torch.stack([sample.codes for sample in samples.values()])
         images = output(target, codes, output_type)
         seconds += time.perf_counter() - began
-        settings = self.describe(request.settings)
-        stats = Stats.of([*samples.values()], seconds, self.name, settings, request.auto)
+        stats = Stats.of([*samples.values()], seconds, self.name, described, request.auto)
         return Result(images, codes.cpu(), stats, [request.seeds[place] for place in samples])

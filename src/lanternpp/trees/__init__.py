@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from textwrap import shorten
 
+from lanternpp.errors import InputError
 from lanternpp.trees.base import TreeBuilder
 from lanternpp.trees.static import SHAPES, Shape, StaticTree
 from lanternpp.util.jsonfile import parse_json, read_json
@@ -38,7 +39,10 @@ def build_tree(name: str) -> TreeBuilder:
     if isinstance(entry, TreeBuilder):
         return entry
     check_class("tree", name, entry, TreeBuilder)
-    made: TreeBuilder = entry()
+    try:
+        made: TreeBuilder = entry()
+    except TypeError as error:
+        raise InputError(f"tree {name} cannot be made without arguments: {error}") from None
     return made
 
 
