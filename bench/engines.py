@@ -28,7 +28,6 @@ import sys
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -77,7 +76,7 @@ class Machine:
         subprocess.run([*command, str(path)], check=True)
         self.library = ctypes.CDLL(str(path))
         self.library.rate.restype = self.library.reading.restype = ctypes.c_double
-        self.reading = cache(self._reading)
+        self.readings: dict[int, float] = {}  # what `reading` gave
         info = Path("/proc/cpuinfo").read_text().splitlines()
         fields = dict(map(str.strip, line.split(":", 1)) for line in info if ":" in line)
         self.cpu, flags = fields.get("model name", "unknown"), fields.get("flags", "").split()
@@ -86,10 +85,11 @@ class Machine:
         names = [name for name, (at, flag, _) in INSTRUCTIONS.items() if at in known and flag in flags]
         self.rates = {name: self.library.rate(name.encode(), threads) for name in names}
 
-    def _reading(self, size: int) -> float:
-        """Bytes a second from a buffer of so many bytes, or of 2 GB where it is larger."""
-        found: float = self.library.reading(ctypes.c_int64(min(size, 1 << 31)), self.threads)
-        return found
+    def reading(self, size: int) -> float:
+        """Bytes a second from a buffer of so many bytes, or of 2 GB where it is larger; measured once."""
+        if size not in self.readings:
+            self.readings[size] = self.library.reading(ctypes.c_int64(min(size, 1 << 31)), self.threads)
+        return self.readings[size]
 
     def rate(self, size: int) -> float:
         """Operations a second with weights of so many bytes; 8 bits may be widened, and bfloat16 too."""
@@ -332,7 +332,6 @@ def main() -> None:
         options.folder.mkdir(parents=True, exist_ok=True)
         machine = Machine(options.folder, options.threads, options.kind)
         cells = [cell for shape in options.shapes for cell in time_shape(shape, machine, options)]
-        sizes = sorted({(c["weights"], ENGINES[c["engine"]][1]) for c in cells})
         result = {
             "cpu": machine.cpu,
             "kind": options.kind,
@@ -340,7 +339,7 @@ def main() -> None:
             "rows": options.rows,
             "packages": {name: found for name in PACKAGES if (found := installed(name))},
             "rates": machine.rates,
-            "reading": {count * size: machine.reading(count * size) for count, size in sizes},
+            "reading": dict(sorted(machine.readings.items())),
             "cells": cells,
             "rounding": [] if options.no_rounding else measure_rounding(options),
         }

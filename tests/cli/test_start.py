@@ -202,3 +202,9 @@ def test_an_odd_terminal_gets_its_answer(model: Path, tmp_path: Path) -> None:
     drawn = subprocess.run([*LANTERNPP, "generate", "a red tulip", "--model", model, "-o", "\xf6.png"], **run)
     assert drawn.returncode == 0 and "\\xf6.png" in drawn.stdout and (tmp_path / "\xf6.png").is_file()
     assert "Usage" in subprocess.run([*LANTERNPP, "generate", "--help"], **run).stdout
+
+
+def test_closed_streams_do_not_stop_a_picture(model: Path, tmp_path: Path) -> None:
+    """As cron and pythonw start programs."""
+    command = f"{sys.executable} -m lanternpp generate tulip --model {model} -o {tmp_path / 'p.png'} >&- 2>&-"
+    assert subprocess.run(command, shell=True).returncode == 0 and (tmp_path / "p.png").exists()

@@ -9,6 +9,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from cyclopts import App, CycloptsError, UnknownOptionError, UnusedCliTokensError
 
@@ -68,6 +69,8 @@ def with_values(args: Sequence[str]) -> list[str]:
 def main(args: Sequence[str] | None = None) -> None:
     """The console script: runs a verb, then exits with its status."""
     HERE[:] = [""]  # the current folder
+    for name in ("stdout", "stderr"):  # None where it was closed, as cron and pythonw do
+        setattr(sys, name, getattr(sys, name) or Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
     if os.environ.get("COLUMNS", "").isdecimal() and int(os.environ["COLUMNS"]) < NARROWEST:
         del os.environ["COLUMNS"]
     if isinstance(sys.stdout, io.TextIOWrapper):  # prompts and paths may have letters that its encoding lacks

@@ -37,7 +37,7 @@ def tune(
     like: the same command goes on. One picture at a time unless --batch-size says otherwise; the result serves that many at a
     time, this kind of device and this dtype.
 
-    output: Where measurements go; default: out/tune/MODEL-METHOD. The same command goes on.
+    output: Where measurements go; default: out/tune/MODEL-METHOD, and the budget. The same command goes on.
     restart: Remove the folder's measurements.
     race: Race the found draft, plain decoding and the method's own draft.
     save: Make the found draft the method's default for this model, unless the race finds it slower.
@@ -60,7 +60,9 @@ def tune(
         opt.writable_folder(defaults.path.parent)
     prompt_list = read_prompts(prompts, folder)
     pipe = Pipeline.from_pretrained(**options.pretrained, tuned=False)
-    output = output or Path("out/tune") / f"{pipe.name}-{method}"
+    limits = {"tv": search.budget_tv, "frechet": search.budget_frechet}
+    budget = "".join(f"-{name}-{limit:g}" for name, limit in limits.items() if limit is not None)
+    output = output or Path("out/tune") / f"{pipe.name}-{method}{budget}"
     quality = None if search.budget_frechet is None else Quality.for_model(folder, device=pipe.device)
     with locked(output):
         tuner = Tuner(pipe, method, options.overrides, prompt_list, output, search, seed, quality, restart)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils.benchmark import Timer
 
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.engine.batching import opened
@@ -52,6 +51,7 @@ class PhaseMarks(Observer):
 
 def machine_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
     """Bytes per second of a large copy, read and written, and operations per second of a large matrix product."""
+    from torch.utils.benchmark import Timer  # its import looks for a compiler of CUDA, and warns
 
     def seconds(work: Callable[[], object]) -> float:
         timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())

@@ -46,7 +46,7 @@ def progress_bar(label: str) -> Iterator[Progress | None]:
 
     A bar that begins while another is shown stands below it.
     """
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():
         yield None
         return
     from rich.console import Console

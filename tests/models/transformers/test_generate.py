@@ -173,7 +173,7 @@ def test_custom_generate_is_a_hook_of_transformers(made: Callable[[str], Case]) 
         case = made(name)
         given = case.inputs(2) | {"do_sample": False}
         expected = case.model.generate(**given)
-        given.pop("generation_mode", None)
+        given |= {"max_length": 12} if given.pop("generation_mode", None) else {}  # has no effect on Janus
         for hook in (ours, {"custom_generate": hub, "trust_remote_code": True, "method": "ar"}):
             assert torch.equal(case.model.generate(**given, **hook), expected), name
 

@@ -79,6 +79,10 @@ class Janus(TransformersTarget):
         """Its pictures have one length, whatever the call says."""
         set_length(arguments, self.count)
 
+    def format(self, call: Call) -> Format:
+        """A whole picture."""
+        return super().format(call) if call.processors.allowed is not None else Format.plain(self.count)
+
     def unconditional_rows(self, call: Call) -> list[list[int]]:
         """The prompt with every token except the begin of the text and of the image replaced by padding."""
         start = (getattr(call.config, "generation_kwargs", None) or {}).get("boi_token_id")
