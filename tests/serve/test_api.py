@@ -161,6 +161,17 @@ WRONG = {
     "size": ({"prompt": "tulip", "size": "32x32"}, 400, "use '16x16'"),
     "lam": ({"prompt": "tulip", "method": "eagle", "lam": 2}, 400, "lam 2.0 would change nothing"),
     "delta": ({"prompt": "tulip", "method": "lantern++", "delta": 0.1}, 400, "lam, nu"),
+    "neighbours": (
+        {"prompt": "tulip", "method": "lantern", "neighbours": 32},
+        400,
+        "32 neighbours of a codebook of 32 codes",
+    ),
+    "temperature": ({"prompt": "tulip", "temperature": 1e-7}, 400, "temperature 1e-07 is out of range"),
+    "a rule alone": (
+        {"prompt": "tulip", "method": "eagle", "accept": "lantern++"},
+        400,
+        "needs neighbours and lam;",
+    ),
     "top_k": ({"prompt": "tulip", "top_k": 999}, 400, "top_k 999 exceeds the 32 codes"),
     "quoted": ({"prompt": "a zebra -method"}, 400, "'a zebra -method'"),
     "model": ({"prompt": "tulip", "model": "dall-e-3"}, 404, "use 'tiny'"),
@@ -186,7 +197,7 @@ WRONG = {
         400,
         "768 draft codes",
     ),
-    "a rule of latents": (
+    "accept": (
         {"prompt": "tulip", "accept": "cspd", "method": "eagle"},
         400,
         ": use accept exact",
@@ -206,15 +217,16 @@ def test_one_sentence_for_every_bad_request(http, name):
     # OpenAI's client reads it.
     assert answer.headers.get("x-should-retry") == ("false" if name == "late" else None)
     assert "--" not in sentence  # nor an option of the command line
+    assert 'outcome="failed"' not in http.get("/metrics").text  # no picture of it was in the queue
     assert not isinstance(body, dict) or name not in body or answer.json()["error"]["param"] == name
 
 
 def test_options_of_the_command_line_become_fields_wherever_they_stand():
     said = response_for(
-        InputError("nu 1 is wrong; take lam (--lambda), or a chain (as with --tree), not '--tree'")
+        InputError("nu 1 is wrong; take lam (--lambda), or a chain (as with --tree), not '--tree lambda'")
     )
     assert json.loads(said.body)["error"]["message"] == (
-        "nu 1 is wrong; take lam, or a chain (as with tree), not '--tree'"
+        "nu 1 is wrong; take lam, or a chain (as with tree), not '--tree lambda'"
     )
 
 

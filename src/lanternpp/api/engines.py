@@ -24,7 +24,7 @@ from lanternpp.engine.decode import Engine, engine_class
 from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.engine.verify.choose import TOKEN, VERIFIERS, with_native
 from lanternpp.errors import InputError
-from lanternpp.models.vq.codes import cache_folder, neighbours
+from lanternpp.models.vq.codes import cache_folder, check_neighbours, neighbours
 from lanternpp.nn.backend import PYTORCH, backend
 from lanternpp.util.devices import device_name
 from lanternpp.util.files import digest
@@ -116,8 +116,15 @@ class Engines:
             self._models[unpacked] = replace(self.model, packed=False, int8=self.model.effect is not None)
         return self._models[unpacked]
 
-    def _table(self, k: int) -> Tensor:
-        """The k nearest codes of every code, [V, k]; InputError where the family has no codebook table."""
+    def check(self, settings: Settings) -> None:
+        """InputError where `new_engine` cannot make a rule of the package with these settings; nothing is read for it."""
+        if settings.accept in RULES:
+            rule = build_rule(settings, partial(self._table, read=False))
+            verifier = find("verifier", settings.verify or TOKEN, VERIFIERS)
+            engine_class(self.target).check(self.target, rule, verifier)
+
+    def _table(self, k: int, read: bool = True) -> Tensor:
+        """The k nearest codes of every code, [V, k]; without `read`, zeros. InputError where there are none."""
         codebook, folder = self.model.target.codebook, self.model.folder
         if codebook is None:
             target = self.model.target
@@ -125,6 +132,9 @@ class Engines:
             raise InputError(
                 f"{self.name} has no codebook of latents, so no code has neighbours; use the rule exact{other}"
             )
+        check_neighbours(k, len(codebook))
+        if not read:
+            return torch.zeros((), dtype=torch.int32).expand(len(codebook), k)
         kept = min(next(n for n in TABLES if n >= k), len(codebook) - 1) if k <= TABLES[-1] else k
         beside = cache_folder(folder.parent if folder.is_file() else folder)
         table = neighbours(codebook.cpu(), max(k, kept), beside)

@@ -25,6 +25,7 @@ from lanternpp.api.options import (
 )
 from lanternpp.drafters.base import Drafter
 from lanternpp.engine.proposer import Parts, Proposer
+from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify.choose import (
     TOKEN,
     VERIFIERS,
@@ -126,6 +127,8 @@ def for_target(settings: Settings, target: Target, name: str, given: Mapping[str
         from lanternpp.engine.latents import MixtureSampling
 
         MixtureSampling(settings.temperature, settings.top_k, settings.top_p)
+    else:
+        Sampling(settings.temperature, settings.top_k, settings.top_p)
     if settings.top_k > target.vocab > 0:
         raise InputError(f"top-k {settings.top_k} exceeds the {target.vocab} codes of {name}")
     free = {name: most for name, most in greatest(target).items() if given.get(name) is None}

@@ -106,7 +106,8 @@ class Engine:
         self._offsets = torch.arange(proposer.depth + 1, device=like.device)
         proposer.open(target, sampling, guidance, batch)
 
-    def check(self, target: Target, rule: Acceptance, verifier: Verifier) -> None:
+    @classmethod
+    def check(cls, target: Target, rule: Acceptance, verifier: Verifier) -> None:
         """InputError unless the rule and the verifier are for what this engine decodes."""
         if rule.trajectories:
             raise InputError(

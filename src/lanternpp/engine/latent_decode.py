@@ -28,7 +28,8 @@ class LatentEngine(Engine):
         self.codes = self.codes.new_zeros(*self.codes.shape, self.target.channels, dtype=torch.float32)
         self.proposer.root = self.codes[:, 0].clone()
 
-    def check(self, target: Target, rule: Acceptance, verifier: Verifier) -> None:
+    @classmethod
+    def check(cls, target: Target, rule: Acceptance, verifier: Verifier) -> None:
         """InputError unless the rule and the verifier are for these latents."""
         diffusion = isinstance(target, DiffusionTarget)
         if not (rule.lossless or (rule.trajectories and diffusion)):

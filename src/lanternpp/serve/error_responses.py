@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 
 from lanternpp.api.options import DIALS, RENAMED
 from lanternpp.errors import InputError, ModelError, one_line, reason
-from lanternpp.serve.schemas import REQUEST_DIALS, Fault, ImagesRequest, Refusal
+from lanternpp.serve.schemas import REQUEST_DIALS, REQUESTED, Fault, ImagesRequest, Refusal
 from lanternpp.serve.tickets import Cancelled, Closed, Expired, Full
 
 log = logging.getLogger("lanternpp.serve")
@@ -27,14 +27,12 @@ OTHER_NAMES = {
 }
 OTHER_NAMES |= {old: f"now {name!r}" for old, name in RENAMED.items()}
 # Options of the command line that requests have as fields: what a message says of `--accept` holds for `accept`.
-FIELD_OF = {"--method": "method"} | {dial.option: dial.name for dial in REQUEST_DIALS}
-TWICE_NAMED = {dial.full_name: dial.name for dial in REQUEST_DIALS if dial.names}
-FIELD_OF |= TWICE_NAMED
-# A dial with both names, or an option, or what is quoted, which stays.
-OPTION = re.compile("|".join(["'[^']*'", *map(re.escape, TWICE_NAMED), "--[a-z][a-z-]*"]))
-NAMED = {name: name for name in ImagesRequest.model_fields}  # fields, by a message's first word
-NAMED |= {dial.option[2:]: dial.name for dial in REQUEST_DIALS}
-NAMED |= {dial.spoken: dial.name for dial in REQUEST_DIALS}
+FIELD_OF = {"--method": "method"} | {
+    said: dial.name for dial in REQUEST_DIALS for said in (dial.option, dial.option[2:], dial.full_name)
+}
+TWICE_NAMED = [re.escape(dial.full_name) for dial in REQUEST_DIALS if dial.names]
+# What is quoted, which stays, or a dial with both names, or an option or word.
+WORD = re.compile("|".join([r"(?<!\w)'[^']*'", '"[^"]*"', *TWICE_NAMED, "-{0,2}[a-z][a-z_-]*"]))
 CLIENT_CLOSED = 499  # nginx's status for a client that disconnected; only the log and the metrics see it
 
 
@@ -71,10 +69,11 @@ def response_for(error: Exception) -> JSONResponse:
         case Cancelled() | ClientDisconnect():
             return error_response(CLIENT_CLOSED, str(error), "cancelled")
         case InputError() if not isinstance(error, ModelError):
-            message = OPTION.sub(lambda found: FIELD_OF.get(found[0], found[0]), str(error))
-            first, *rest = message.split(" ", 1)
-            param = NAMED.get(first)
-            return error_response(400, " ".join((param or first, *rest)), "invalid_value", param)
+            message = WORD.sub(lambda found: FIELD_OF.get(found[0], found[0]), str(error))
+            first, *rest = WORD.findall(message) or [""]
+            param = first if first in ImagesRequest.model_fields else None
+            param = param or next((word for word in rest if word in REQUESTED), None)
+            return error_response(400, message, "invalid_value", param)
     log.error("a request failed", exc_info=error)
     return error_response(500, BROKEN, "internal_error")
 

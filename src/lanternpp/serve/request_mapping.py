@@ -103,6 +103,7 @@ class RequestMapper:
             raise InputError(
                 f"method {settings.method!r} needs a {NETWORKS[kind][1]}, which {self.pipe.name} lacks; use another method"
             )
+        self.pipe.check(settings)
         limits = [limit for limit in (body.deadline, self.config.deadline) if limit is not None]
         seed = secrets.randbelow(SEEDS) if body.seed is None else body.seed
         more = (settings, min(limits, default=None), client, files, body.size != self.size)

@@ -118,6 +118,12 @@ def resized(picture: Image.Image, count: int, side: int) -> Tensor:
     return torch.from_numpy(np.array(sized) / 127.5 - 1).permute(2, 0, 1)[None]
 
 
+def check_neighbours(k: int, vocab: int) -> None:
+    """InputError unless every one of `vocab` codes has k others."""
+    if not 1 <= k < vocab:
+        raise InputError(f"{k} neighbours of a codebook of {vocab} codes; use 1 to {vocab - 1}")
+
+
 def neighbours(codebook: Tensor, k: int, folder: Path | None = None) -> Tensor:
     """codebook [V, C] -> [V, k] int32, nearest first by l2, the code itself excluded.
 
@@ -125,8 +131,7 @@ def neighbours(codebook: Tensor, k: int, folder: Path | None = None) -> Tensor:
     be written a warning says so. Raises InputError unless 1 <= k <= V - 1.
     """
     vocab = len(codebook)
-    if not 1 <= k < vocab:
-        raise InputError(f"{k} neighbours of a codebook of {vocab} codes; use 1 to {vocab - 1}")
+    check_neighbours(k, vocab)
     path = folder / f"{NEIGHBOURS}{checksum(codebook)}-{k}.safetensors" if folder else None
     if path and (kept := _kept(path, (vocab, k))) is not None:
         return kept
