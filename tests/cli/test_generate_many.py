@@ -179,7 +179,7 @@ def test_a_disk_that_is_full_already_keeps_no_folder(job, elsewhere: Path, monke
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-    job("-o", "out").failed("the disk is full")
+    job("-o", "out").failed(f"the disk is full (out/{LOCK})")
     assert not (elsewhere / "out").exists()
 
 

@@ -25,7 +25,7 @@ BEFORE_ANY_MODEL = [
     ([PROMPT, "--top-p", "1.01"], "--top-p 1.01"),
     ([PROMPT, "-n", "0"], "-n 0 is"),
     ([PROMPT, "--batch-size", "0"], "--batch-size 0"),
-    ([PROMPT, "--seed", "-1"], "--seed -1"),
+    ([PROMPT, "--seed", "-1"], "--seed -1 is out of range; use 0 to 4611686018427387904"),
     ([PROMPT, "--neighbours", "0"], "--neighbours 0"),
     ([PROMPT, "--method", "lantern", "--delta", "1.5"], "delta 1.5 is outside [0, 1]"),
     ([PROMPT, "--method", "cool", "--delta", "0"], "delta 0.0 is not a positive number"),

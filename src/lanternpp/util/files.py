@@ -94,7 +94,10 @@ def locked(folder: Path) -> Iterator[None]:
         raise InputError(f"{folder} cannot be written: {error.strerror}") from None
     with lock:
         try:
-            path.write_text(f"{os.getpid()} on {platform.node()}", encoding="utf-8")
+            try:
+                path.write_text(f"{os.getpid()} on {platform.node()}", encoding="utf-8")
+            except OSError as error:  # a full disk, which names no file
+                raise OSError(error.errno, error.strerror, str(path)) from None
             yield
         finally:
             with suppress(OSError):

@@ -59,7 +59,7 @@ class Option:
         low = f"above {self.gt:g}" if self.gt is not None else f"{self.ge:g}"
         if self.le is None:
             return low if self.gt is not None else f"{low} or more"
-        return f"{low}, at most {self.le:,.15g}" if self.gt is not None else f"{low} to {self.le:.15g}"
+        return f"{low}, at most {self.le:,}" if self.gt is not None else f"{low} to {self.le}"
 
     def __iter__(self) -> Iterator[Any]:
         """The limits as pydantic knows them; with the next attribute it takes the option for a group of such limits."""
