@@ -18,6 +18,8 @@ from lanternpp.api.options import (
 )
 
 Name = Annotated[str, Field(max_length=100)]
+# Fields that only OpenAI's models use; none changes what a picture is.
+IGNORED = ("complexity", "input_fidelity", "moderation", "quality", "safety_identifier", "style", "user")
 
 
 class _RequestFields(BaseModel):
@@ -47,12 +49,6 @@ class _RequestFields(BaseModel):
         description="With stream: while a picture is drawn, its figures and a JPEG of the part that is decided.",
     )
     background: Literal["auto", "opaque"] | None = None
-    input_fidelity: Name | None = None
-    moderation: Name | None = None
-    quality: Name | None = None
-    style: Name | None = None
-    user: Annotated[str, Field(max_length=1000)] | None = None
-    safety_identifier: Annotated[str, Field(max_length=1000)] | None = None
 
     seed: Annotated[int, Field(ge=0, le=2**62)] | None = Field(
         None, description="Of the first picture; default: a random one, which the answer has."
@@ -76,12 +72,10 @@ def field(dial: Dial) -> Any:
 REQUESTED = ("accept", *names(DraftDials, RuleDials, MeasureDials, SamplingDials))
 REQUEST_DIALS = tuple(DIALS[name] for name in REQUESTED)
 if TYPE_CHECKING:  # without the fields of dials, which are read by name
-
-    class ImagesRequest(_RequestFields):
-        """A request for pictures, with a field for each dial of `REQUEST_DIALS`."""
-
+    ImagesRequest = _RequestFields
 else:
-    made = {dial.name: field(dial) for dial in REQUEST_DIALS}
+    made = dict.fromkeys(IGNORED, (Annotated[str, Field(max_length=1000)] | None, None))
+    made |= {dial.name: field(dial) for dial in REQUEST_DIALS}
     ImagesRequest = create_model("ImagesRequest", __base__=_RequestFields, __module__=__name__, **made)
     ImagesRequest.__doc__ = _RequestFields.__doc__
 
