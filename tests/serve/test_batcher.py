@@ -48,6 +48,24 @@ def test_a_picture_in_the_queue_takes_one_place_of_it(slow):
             put(batcher, spec(4))
 
 
+def test_a_picture_whose_prefill_has_begun_has_left_the_queue(slow, monkeypatch):
+    begun, go, admit = threading.Event(), threading.Event(), batcher_module.BatchRunner.admit
+
+    def slowly(runner, ticket):
+        begun.set()
+        assert go.wait(SECONDS)
+        admit(runner, ticket)
+
+    monkeypatch.setattr(batcher_module.BatchRunner, "admit", slowly)
+    with batcher_of(slow, slots=1, queue=1) as batcher:
+        put(batcher, spec(1))
+        assert begun.wait(SECONDS) and batcher.load.queued == 0
+        put(batcher, spec(2))
+        with pytest.raises(Full):
+            put(batcher, spec(3))
+        go.set()
+
+
 def test_a_deadline_holds_in_the_queue_and_in_a_slot(slow):
     with batcher_of(slow, slots=1) as batcher:
         running, waiting, fine = (put(batcher, spec(seed, deadline=600.5)) for seed in (1, 2, 3))

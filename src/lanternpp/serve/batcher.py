@@ -188,7 +188,7 @@ class Batcher:
         return not unfinished
 
     def _busy(self) -> bool:
-        return bool(len(self._waiting)) or bool(self._scheduler.running)
+        return bool(list(self._waiting) or self._scheduler.running)
 
     def _fail(self, reason: Exception) -> None:
         """Fail every ticket that is not settled."""

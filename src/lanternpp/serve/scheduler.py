@@ -51,7 +51,8 @@ class FairQueue:
         self._round = 0
 
     def __len__(self) -> int:
-        return len(self._entries)
+        """The pictures that wait; one whose prefill has begun is here until it has its slot, but waits no longer."""
+        return sum(ticket.started is None for _, ticket in self._entries)
 
     def __iter__(self) -> Iterator[Ticket]:
         """The tickets in the order in which they should start, as of now: later changes are not seen."""
