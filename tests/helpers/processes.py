@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -35,6 +36,7 @@ print(json.dumps([sys.modules["lanternpp"].__file__, ended]))
 def at_low_priority() -> None:
     """What a process calls first that a test stops in the middle: on a busy machine too, the test is there before its work is done."""
     os.nice(5)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup ignores
 
 
 def python(*args: object, **options: object) -> subprocess.CompletedProcess[str]:

@@ -143,6 +143,17 @@ def test_formats(client, form, kind):
     assert head == f"data:image/{form};base64" and drawn(data).format == kind
 
 
+def test_hints_of_openai_are_ignored_and_what_changes_a_picture_is_not(http):
+    hints = {"background": "opaque", "quality": "high", "style": "vivid", "complexity": "low", "user": "u"}
+    hints |= {"moderation": "low", "input_fidelity": "high", "safety_identifier": "s"}
+    first, second = (http.post(IMAGES, json={"prompt": "tulip", "seed": 3, **more}) for more in ({}, hints))
+    same = [answer.json()["data"][0]["b64_json"] for answer in (first, second)]
+    assert same[0] == same[1]
+    for name, value in {"svg": {"model": "m"}, "frame_count": 4, "background": "transparent"}.items():
+        refused = http.post(IMAGES, json={"prompt": "tulip", name: value})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == name
+
+
 def test_a_seed_that_is_not_given_is_told(client):
     first, second = (client.images.generate(prompt="a tulip").data[0].lanternpp["seed"] for _ in range(2))
     assert first != second
@@ -261,6 +272,7 @@ def named(pipe: Pipeline):
 
 
 HOSTS = {"127.0.0.1": 200, "[::1]:8000": 200, "Draw.Example:443": 200, "eu.flowers.example": 200}
+HOSTS |= {"draw.example.": 200}
 HOSTS |= dict.fromkeys(
     ("flowers.example", "draw.example.org", "127.0.0.1.evil.example", "[::1", "", "x" * 300), 400
 )
@@ -300,6 +312,13 @@ def test_a_page_of_another_site_can_neither_draw_nor_read(named, name):
         answer = named.request(method, path, headers={"host": "draw.example", **headers}, **body)
         assert refusal(answer)[0] == 403, path
         assert not [name for name in answer.headers if name.startswith("access-control-")]
+
+
+def test_a_request_line_with_a_whole_url_is_answered_as_its_path(server):
+    for url, status in (("http://127.0.0.1/healthz", 200), ("http://127.0.0.1", 404)):
+        with dial(server) as line:
+            line.sendall(f"GET {url} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
+            assert line.recv(100).startswith(f"HTTP/1.1 {status}".encode()), url
 
 
 def test_answers_make_browsers_careful(http):

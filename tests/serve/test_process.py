@@ -60,7 +60,7 @@ def test_a_second_signal_or_the_end_of_the_time_answers_every_open_request_with_
             process.send_signal(signal.SIGINT)
             if not options:
                 until(lambda: http.get("/healthz").status_code == 503)
-                process.send_signal(signal.SIGTERM)
+                process.send_signal(signal.SIGHUP)
             for answer in (one.result(SECONDS) for one in whole):
                 assert answer.status_code == 503 and answer.json()["error"]["code"] == "shutting_down"
             assert '"code": "shutting_down"' in streamed.result(SECONDS).text
@@ -79,6 +79,9 @@ def test_a_second_signal_or_the_end_of_the_time_answers_every_open_request_with_
         (["--api-key", "short"], "16 or more"),
         (["--api-key-file", "nowhere"], "cannot be read"),
         (["--host", "no.such.host.invalid", "--no-key"], "no address of this machine"),
+        (["--allow-host", "https://draw.example"], "--allow-host 'https://draw.example' is no name alone"),
+        (["--allow-host", "[::1]"], "is no name alone"),
+        (["--allow-host", "draw.example:443"], "is no name alone"),
         (["--deadline", "0"], "above 0"),
         (["--deadline", "1e308"], "at most 86,400"),
         (["--drain", "1e308"], "--drain 1e+308"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,6 +76,9 @@ def main(args: Sequence[str] | None = None) -> None:
         del os.environ["COLUMNS"]
     if isinstance(sys.stdout, io.TextIOWrapper):  # prompts and paths may have letters that its encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
+    # a terminal that is closed ends a command as SIGTERM does; nohup's commands ignore it, Windows has none
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     args = with_values(sys.argv[1:] if args is None else args)
     try:
         with one_line_warnings():

@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from lanternpp.api.options import LONGEST, DrawOptions, drawn_with, place_of
+from lanternpp.api.options import LONGEST, DrawOptions, drawn_with
 from lanternpp.cli import options as opt
 from lanternpp.errors import InputError
-from lanternpp.serve.config import LOOPBACK, ServerConfig, check_proxies, gather_keys, require
+from lanternpp.serve.config import LOOPBACK, ServerConfig, check_proxies, gather_keys, host_name, require
 from lanternpp.util.options import Option
 from lanternpp.util.terminal import say
 
@@ -43,6 +43,11 @@ class ListenOptions:
     def access(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The API keys, and the accepted Host headers; none: any. InputError where others can connect and need no key."""
         local, allowed = self.host in LOOPBACK, self.allow_host or ()
+        for name in allowed:
+            if host_name(f"[{name}]" if ":" in name else name) != name.lower():
+                raise InputError(
+                    f"--allow-host {name!r} is no name alone; leave out scheme, port, path, brackets and last dot"
+                )
         keys = gather_keys(self.api_key or (), self.api_key_file)
         if not local and not keys and not self.no_key:
             raise InputError(
@@ -85,21 +90,21 @@ def serve(
         config = replace(config, method=options.method, overrides=options.overrides, keys=keys, hosts=hosts)
         spec, out = ServerSpec(opt.with_full_paths(options), config), sys.stdout
 
-        def ready(label: str, info: ray_serve.ReplicaInfo) -> None:
-            if info.effect:
-                say("int8", info.effect)
-            several = f"{info.replicas} replicas of " if ray else ""
+        def ready(label: str, count: int, drawn: str, effect: str | None) -> None:
+            if effect:
+                say("int8", effect)
+            several = f"{count} replicas of " if ray else ""
             # Ray's messages go to sys.stdout, which is therefore discarded while Ray runs
-            drawn = f"{info.model} on {place_of(vars(info))} with {label}"
-            print(f"{server.url(bound)}: {drawn}, {several}{config.slots} slots", file=out, flush=True)
+            said = f"{drawn} with {label}, {several}{config.slots} slots"
+            print(f"{server.url(bound)}: {said}", file=out, flush=True)
 
         if ray is not None:
             named = partial(ready, options.method)
             finished = ray_serve.run(ray, replicas, spec, bound, listen.drain, named, proxies)
         else:
             batcher, app = spec.start()
-            chosen, info = batcher.pipe.chosen(options.method), ray_serve.ReplicaInfo.of(batcher.pipe, 1)
-            ready_now = partial(ready, drawn_with(chosen.method, chosen.why), info)
+            chosen, drawn = batcher.pipe.chosen(options.method), ray_serve.drawn_by(batcher.pipe)
+            ready_now = partial(ready, drawn_with(chosen.method, chosen.why), 1, *drawn)
             finished = server.run(app, batcher, bound, listen.drain, ready_now, proxies)
         if not finished:
             say("serve", "not all pictures were finished")

@@ -103,7 +103,8 @@ def create_app(batcher: Batcher) -> FastAPI:
     )
     # A client's broken form is answered with an error and is no warning to the operator.
     logging.getLogger("python_multipart").setLevel(logging.ERROR)
-    config, metrics = batcher.config, Metrics(batcher)
+    config = batcher.config
+    app.state.metrics = metrics = Metrics(batcher)
     app.include_router(router(batcher, metrics))
     install_error_handlers(app)
     if config.page:

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from ipaddress import ip_network
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
 
 from lanternpp.api.options import AUTO, LONGEST, DraftDials, PartDials, RuleDials, check_method, names
 from lanternpp.errors import InputError
@@ -114,6 +115,14 @@ def check_proxies(given: str | None) -> tuple[str, ...]:
                 f"--forwarded-allow-ips {part!r} is neither an address nor a network; use such as 127.0.0.1 or 10.0.0.0/8"
             ) from None
     return found
+
+
+def host_name(host: str) -> str:
+    """The name in a Host header, in lower case, without its port and a last dot."""
+    try:
+        return (urlsplit(f"//{host}").hostname or "").removesuffix(".")
+    except ValueError:  # an incomplete IPv6 address
+        return ""
 
 
 def check_keys(keys: Sequence[str]) -> None:

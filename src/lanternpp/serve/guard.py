@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lanternpp.serve import page
-from lanternpp.serve.config import EDITS, ServerConfig
+from lanternpp.serve.config import EDITS, ServerConfig, host_name
 from lanternpp.serve.error_responses import error_response
 
 TOO_LARGE = "the body is larger than {} bytes; send less"
@@ -38,12 +38,7 @@ HEADERS = {  # added to every answer that does not set them itself
 class Guard:
     """Passes a request on or refuses it, and counts the answers."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        config: ServerConfig,
-        answered: Callable[[str, int], None] = lambda path, status: None,
-    ):
+    def __init__(self, app: ASGIApp, config: ServerConfig, answered: Callable[[str, int], None]):
         """answered: called with the path and the status of every answer."""
         self.app, self.config, self.answered = app, config, answered
         self.public = {"/healthz", *(page.FILES if config.page else ())}  # paths that need no key
@@ -54,6 +49,8 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        if not scope["path"].startswith("/"):  # a whole URL, as requests to a proxy have
+            scope = {**scope, "path": urlsplit(scope["path"]).path or "/"}
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}  # uvicorn leaves out the body of the answer
         received = 0
@@ -83,7 +80,7 @@ class Guard:
         most: bytes of a body.
         """
         headers = Headers(scope=scope)
-        name = host_name(headers)
+        name = host_name(headers.get("host", ""))
         if self.hosts and not any(fnmatchcase(name, known) for known in self.hosts):
             message = "the Host header is not a name of this server; --allow-host NAME adds one"
             return error_response(400, message, "unknown_host")
@@ -122,11 +119,3 @@ def cross_site(headers: Headers) -> bool:
         return any(origin.lower() not in own for origin in origins)
     elsewhere = headers.get("sec-fetch-site") in ("cross-site", "same-site")
     return elsewhere and headers.get("sec-fetch-mode") != "navigate"
-
-
-def host_name(headers: Headers) -> str:
-    """The name in the Host header, without its port."""
-    try:
-        return urlsplit("//" + headers.get("host", "")).hostname or ""
-    except ValueError:  # an incomplete IPv6 address
-        return ""

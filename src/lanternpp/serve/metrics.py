@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    disable_created_metrics,
-    generate_latest,
-)
+import prometheus_client as prometheus
+from prometheus_client import Metric
 
 from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.config import EDITS
 from lanternpp.serve.tickets import Cancelled, Expired, Ticket
 
 CONTENT = "text/plain; version=0.0.4; charset=utf-8"
+REQUESTS = "lanternpp_requests"
 SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 ROUTES = ("/v1/images/generations", EDITS, "/v1/models", "/healthz", "/metrics", "/openapi.json")
 
 
 class Metrics:
-    """Counts the pictures that a batcher draws and the requests that an app answers."""
+    """Counts the requests that an app answers and, with a batcher, the pictures that it draws."""
 
-    def __init__(self, batcher: Batcher):
-        disable_created_metrics()
-        self.registry = CollectorRegistry()
-        counter = partial(Counter, registry=self.registry)
-        histogram = partial(Histogram, registry=self.registry)
-        self.requests = counter("lanternpp_requests", "HTTP requests answered", ["route", "status"])
+    def __init__(self, batcher: Batcher | None = None):
+        prometheus.disable_created_metrics()
+        self.registry = prometheus.CollectorRegistry()
+        counter = partial(prometheus.Counter, registry=self.registry)
+        histogram = partial(prometheus.Histogram, registry=self.registry)
+        self.requests = counter(REQUESTS, "HTTP requests answered", ["route", "status"])
+        if batcher is None:
+            return
         self.pictures = counter("lanternpp_pictures", "Pictures by how they ended", ["outcome", "method"])
         self.seconds = histogram(
             "lanternpp_picture_seconds", "Seconds from request to picture", buckets=SECONDS
@@ -43,7 +43,7 @@ class Metrics:
         self.speed = histogram(
             "lanternpp_codes_per_pass", "Codes per pass of a picture", ["method"], buckets=codes
         )
-        gauge = partial(Gauge, registry=self.registry)
+        gauge = partial(prometheus.Gauge, registry=self.registry)
         gauge("lanternpp_queue_length", "Pictures in the queue").set_function(lambda: batcher.load.queued)
         gauge("lanternpp_queue_limit", "Most pictures that the queue takes").set(batcher.config.queue)
         gauge("lanternpp_running", "Pictures in slots").set_function(lambda: batcher.load.running)
@@ -68,6 +68,10 @@ class Metrics:
         outcomes = {type(None): "drawn", Cancelled: "cancelled", Expired: "expired"}
         self.pictures.labels(outcomes.get(type(error), "failed"), method).inc()
 
-    def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+    def text(self, others: Iterable[Metric] = ()) -> bytes:
+        """All metrics, and those of others, in Prometheus' text format."""
+        found: dict[str, Metric] = {}
+        for family in (*self.registry.collect(), *others):
+            if (same := found.setdefault(family.name, family)) is not family:
+                same.samples += family.samples
+        return prometheus.generate_latest(cast(Any, SimpleNamespace(collect=found.values)))

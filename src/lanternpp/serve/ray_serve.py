@@ -10,50 +10,38 @@ import asyncio
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from prometheus_client import Metric
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from lanternpp.api.options import place_of
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.errors import InputError
 from lanternpp.jobs.cluster import Share, cluster, share
 from lanternpp.serve.app import ServerSpec, disconnected
 from lanternpp.serve.error_responses import error_response, response_for
 from lanternpp.serve.guard import Guard
+from lanternpp.serve.metrics import CONTENT, REQUESTS, Metrics
 from lanternpp.serve.server import GRACEFUL_SECONDS
 from lanternpp.serve.server import run as serve_until_signal
 from lanternpp.serve.tickets import CLOSED, Closed
 
 NAME = "lanternpp"
 MAX_REQUESTS = 10_000  # of a replica at once; so high that only its batcher's queue limits them
-GRACE = 10.0  # seconds that a call to all replicas may take beyond its own timeout
-SCOPE_KEYS = (  # the entries of the ASGI scope that are sent to the replica
-    *("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path"),
-    *("headers", "client", "server", "state"),
-)
+GRACE = 10.0  # seconds that a call to all replicas may take beyond their own timeout
 
 log = logging.getLogger("lanternpp.serve")
 
 
-@dataclass(frozen=True)
-class ReplicaInfo:
-    """What the replicas draw with."""
-
-    model: str
-    device: str
-    dtype: str
-    effect: str | None  # of weights in 8 bits; None: they have not
-    replicas: int
-
-    @classmethod
-    def of(cls, pipe: Pipeline, replicas: int) -> ReplicaInfo:
-        """Of replicas of this model."""
-        effect = str(pipe.model.effect) if pipe.model.effect else None
-        return cls(pipe.name, str(pipe.device), pipe.dtype, effect, replicas)
+def drawn_by(pipe: Pipeline) -> tuple[str, str | None]:
+    """A model and where it draws, and the effect of its weights in 8 bits, as users read them."""
+    place = place_of({"device": str(pipe.device), "dtype": pipe.dtype})
+    return f"{pipe.name} on {place}", str(pipe.model.effect) if pipe.model.effect else None
 
 
 class Replica:
@@ -88,6 +76,16 @@ class Replica:
         if self.batcher.broken is not None:
             raise self.batcher.broken
 
+    def metrics(self) -> list[Metric]:
+        """Its metrics with a label `replica`, but for the requests, which are counted where they arrive."""
+        from ray import serve
+
+        label = {"replica": serve.get_replica_context().replica_id.unique_id}
+        found = [family for family in self.app.state.metrics.registry.collect() if family.name != REQUESTS]
+        for family in found:
+            family.samples = [sample._replace(labels=sample.labels | label) for sample in family.samples]
+        return found
+
     async def drain(self, seconds: float) -> bool:
         """Accept nothing new and finish the accepted pictures. Returns whether that was done in time."""
         return await asyncio.to_thread(self.batcher.close, True, seconds)
@@ -103,23 +101,32 @@ class Replicas:
     broken: Exception | None = None  # never: Ray Serve replaces a replica that breaks
 
     def __init__(self, handle: Any):
-        self.handle, self.closed = handle, False
+        self.handle, self.closed, self.metrics = handle, False, Metrics()
 
     def close(self, drain: bool, timeout: float) -> bool:
         """As `Batcher.close`; without `drain`, the replicas end with Ray Serve. A replica that ends meanwhile has not finished."""
         self.closed = True
         if not drain:
             return True
+        outcomes = self._ask_all("drain", timeout, timeout_s=timeout + GRACE)
+        return bool(outcomes) and all(outcome is True for outcome in outcomes)
+
+    def _ask_all(self, method: str, *args: Any, timeout_s: float = GRACE) -> list[Any]:
+        """What each replica returns or raises; empty where none is up."""
         try:
-            drained = self.handle.broadcast("drain", timeout)
-            outcomes = drained.results(timeout_s=timeout + GRACE, return_exceptions=True)
+            asked = self.handle.broadcast(method, *args)
+            return list(asked.results(timeout_s=timeout_s, return_exceptions=True))
         except Exception as error:
-            log.warning("no replica is up to finish its pictures", exc_info=error)
-            return False
-        return all(outcome is True for outcome in outcomes)
+            log.warning("no replica is up for %s", method, exc_info=error)
+            return []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request to a replica, and its answer back. Once closed, answer it here: a replica that replaces another knows no signal."""
+        if (scope["path"], scope["method"]) == ("/metrics", "GET"):
+            found = await asyncio.to_thread(self._ask_all, "metrics")
+            families = [family for each in found if isinstance(each, list) for family in each]
+            await Response(self.metrics.text(families), media_type=CONTENT)(scope, receive, send)
+            return
         if self.closed:
             await response_for(Closed(CLOSED))(scope, receive, send)
             return
@@ -131,8 +138,7 @@ class Replicas:
         except HTTPException as error:
             await response_for(error)(scope, receive, send)
             return
-        sent = {name: scope[name] for name in SCOPE_KEYS if name in scope}
-        messages = self.handle.options(stream=True).answer.remote(sent, body)
+        messages = self.handle.options(stream=True).answer.remote(scope, body)
         gone = asyncio.ensure_future(disconnected(request))
         gone.add_done_callback(lambda task: task.cancelled() or messages.cancel())
         begun = False
@@ -143,11 +149,16 @@ class Replicas:
         except Exception as error:  # the request was cancelled, or its replica ended
             if gone.done():
                 return
-            log.error("a replica did not answer", exc_info=error)
-            if begun:
-                raise
+            from ray.exceptions import RayActorError
+
+            log.error("a replica did not answer", exc_info=not isinstance(error, RayActorError))
             message = "the server failed at this request; try again"
-            await error_response(503, message, "unavailable", Retry_After="5")(scope, receive, send)
+            failed = error_response(503, message, "unavailable", Retry_After="5")
+            if begun:  # a stream: other answers come as a whole
+                event = b"event: error\ndata: %b\n\n" % bytes(failed.body)
+                await send({"type": "http.response.body", "body": event})
+            else:
+                await failed(scope, receive, send)
         finally:
             gone.cancel()
 
@@ -158,35 +169,39 @@ def run(
     spec: ServerSpec,
     bound: socket.socket,
     drain: float,
-    ready: Callable[[ReplicaInfo], None],
+    ready: Callable[[int, str, str | None], None],
     proxies: tuple[str, ...] = (),
 ) -> bool:
-    """Deploy the replicas and serve at a socket until a signal; `ready` is called once requests are answered.
+    """Deploy the replicas and serve at a socket until a signal; `ready` is called once requests are answered, with
+    the number of replicas and what `drawn_by` says.
 
     Otherwise as `server.run`. Only this machine listens, wherever the replicas run. Raises InputError.
     """
     with cluster(address, replicas) as ray:
         part = share(ray, address, replicas, spec.options.device)
-        info = check_on_worker(ray, spec, part)
+        drawn = check_on_worker(ray, spec, part)
         backend = Replicas(deploy(ray, address, spec, part))
-        app = Guard(backend, spec.config)
+        app = Guard(backend, spec.config, backend.metrics.answered)
         try:
-            return serve_until_signal(app, backend, bound, drain, lambda: ready(info), proxies)
+            return serve_until_signal(
+                app, backend, bound, drain, lambda: ready(part.workers, *drawn), proxies
+            )
         finally:
             from ray import serve
 
             serve.shutdown()
 
 
-def check_on_worker(ray: Any, spec: ServerSpec, part: Share) -> ReplicaInfo:
-    """Read the model on a worker, once before all replicas do, so that a mistake is one InputError."""
+def check_on_worker(ray: Any, spec: ServerSpec, part: Share) -> tuple[str, str | None]:
+    """`drawn_by` of the model, read on a worker once before all replicas do, so that a mistake is one InputError."""
 
-    def check() -> ReplicaInfo:
+    def check() -> tuple[str, str | None]:
         torch.set_num_threads(part.threads)
-        return ReplicaInfo.of(spec.load_model(), part.workers)
+        return drawn_by(spec.load_model())
 
     try:
-        found: ReplicaInfo = ray.get(ray.remote(max_retries=0, max_calls=1, **part.options)(check).remote())
+        once = ray.remote(max_retries=0, max_calls=1, **part.options)(check)
+        found: tuple[str, str | None] = ray.get(once.remote())
     except ray.exceptions.RayTaskError as error:
         raise error.cause if isinstance(error.cause, InputError) else error from None
     return found
