@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from helpers.refusals import rejects
 from helpers.served import put
 
 from lanternpp import Pipeline
+from lanternpp.accept.neighbours import LanternPlusPlus
 from lanternpp.api import fit
 from lanternpp.api.calls import Request
 from lanternpp.api.defaults import Defaults
@@ -22,6 +24,7 @@ from lanternpp.api.fit import ENOUGH, PLAIN, Step, bound, costed, disturbed, mea
 from lanternpp.api.options import Settings
 from lanternpp.api.rates import FILE, Counts, read_rates, strength
 from lanternpp.engine.observers import AcceptanceByRank, TimedEngine
+from lanternpp.proposers.parallel import Parallel
 from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.config import ServerConfig
 from lanternpp.serve.tickets import ImageSpec
@@ -122,6 +125,30 @@ def test_a_draft_that_is_given_or_tuned_stays(pipe: Pipeline, model: Path, timed
     again = pipeline(model)
     assert again.fit(again.settings("parallel")).tree == "chain-7"
     assert not asked
+
+
+class OwnRule(LanternPlusPlus):
+    """A user's, whose code may be another tomorrow."""
+
+
+class OwnProposer(Parallel):
+    """As above."""
+
+
+@pytest.mark.parametrize(
+    "own", [{"accept": f"{__name__}:OwnRule"}, {"accept": OwnRule}, {"proposer": OwnProposer}]
+)
+def test_a_part_of_the_callers_own_is_neither_fitted_nor_counted(
+    model: Path, timed, own: dict[str, Any]
+) -> None:
+    asked, method = timed(STEPS), "lantern++" if "accept" in own else "parallel"
+    dials = {"proposer": "parallel", "tree": None, "neighbours": 3} if "accept" in own else {}
+    settings = pipeline(model).settings(method, **dials | own)
+    write_rates(model / "parallel", settings, HALVES)  # of what once had this name
+    pipe = pipeline(model)
+    assert pipe.fit(settings) == replace(settings, fit=False) and not asked
+    engine = pipe.new_engine(settings)
+    assert not engine.observers
 
 
 def test_every_batch_size_is_measured_for_itself_and_the_server_draws_with_it(pipe: Pipeline, timed) -> None:

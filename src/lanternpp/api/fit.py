@@ -21,7 +21,7 @@ import torch
 import lanternpp
 from lanternpp.api.model import NETWORKS, Model
 from lanternpp.api.options import BASELINE, METHODS, MethodDials, Settings, names
-from lanternpp.api.rates import Counter, Counts, passes, read_rates, strength
+from lanternpp.api.rates import DECIDING, Counter, Counts, passes, read_rates, strength
 from lanternpp.api.settings import NO_DRAFT, dials_read, is_joint, with_tree
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.observers import TimedEngine
@@ -33,7 +33,7 @@ from lanternpp.trees.static import Shape, chain, is_chain
 from lanternpp.util.devices import device_name
 from lanternpp.util.files import digest, user_cache
 from lanternpp.util.jsonfile import Between, checked, key_of, read_object, write_json
-from lanternpp.util.registry import Given
+from lanternpp.util.registry import Importable
 
 SWITCH = "LANTERNPP_FIT"  # in the environment; 0: nothing is fitted, as with --no-fit
 PLAIN = "plain"
@@ -41,7 +41,7 @@ MARGIN = 0.02  # how much slower than the fastest draft a shorter one may be: th
 # In the order in which they are measured, as the budget of a large model may end before all are.
 DEPTHS = (4, 2, 8, 12, 6, 3, 10, 14, 5, 16, 1, 7)
 TREES = ("deep-8", "eagle-25")  # offered beside chains to a method whose own tree branches
-COSTED = ("proposer", "accept", "neighbours", "coupling", "init", "alternatives", "window_rows", "batch_size")
+COSTED = ({*DECIDING} - {"delta", "lam", "nu", "residual"}) | {"batch_size"}
 CPUINFO = Path("/proc/cpuinfo")
 ENOUGH = 200  # passes after which counting ends: codes per pass are then known to about 5 %
 KEPT = 256  # settings whose counts, or steps, the file keeps: those that were added to last
@@ -236,7 +236,7 @@ class Fit:
         own draft stays, with `fit` False, and is counted.
         """
         own, shape = replace(settings, fit=False), shape_of(settings)
-        if os.environ.get(SWITCH) == "0" or shape is None or isinstance(settings.accept, Given):
+        if os.environ.get(SWITCH) == "0" or shape is None:
             return own
         counts = self.counts(settings)
         if counts is None:
@@ -313,7 +313,12 @@ class Fit:
 
 
 def shape_of(settings: Settings) -> Shape | None:
-    """The shape of a method's drafts; None where it has none, or it is decided while drafting or by compiled steps."""
+    """The shape of a method's drafts; None where it has none, it is decided while drafting or by compiled steps, or a part is the
+    caller's own, whose code may change while its name stays.
+    """
+    parts = settings.proposer, settings.accept, settings.tree
+    if any(isinstance(part, Importable) and ":" in part for part in parts):
+        return None
     read = dials_read(settings.proposer, settings.accept)
     if settings.compile or settings.min_survival or settings.proposer == NO_DRAFT:
         return None

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lanternpp.api.options import Settings
+from lanternpp.api.options import DraftDials, RuleDials, Settings, names
 from lanternpp.api.settings import is_joint
 from lanternpp.engine.observers import AcceptanceByRank
 from lanternpp.errors import InputError
@@ -26,7 +26,8 @@ from lanternpp.util.jsonfile import checked, key_of, read_object
 
 FILE = "acceptance.json"
 EVERY = 32  # steps after which counts are saved, as a process may end with any picture
-DECIDING = ("proposer", "accept", "neighbours", "delta", "lam", "nu", "residual", "coupling", "init", "alternatives", "window_rows")  # fmt: skip
+SHAPING = {"tree", "window", "verify", "min_survival"}  # `verify` is there as `joint`
+DECIDING = ("proposer", "accept", *(x for x in names(DraftDials, RuleDials) if x not in SHAPING))
 SAMPLED = ("cfg", "temperature", "top_k", "top_p")
 
 Rows = tuple[tuple[float, ...], ...]
