@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.refusals import rejects
 from helpers.toys import neighbours, noise
 from kernels.drafting import drafted
 from torch import Tensor
@@ -69,6 +70,14 @@ def test_what_is_unknown_in_c_is_left_to_pytorch(verifier: Verifier, unknown: st
     given = draft, logits, Sampling(0.9, 50), rule, noise(50), False
     verdicts = verifier(*given), with_native(verifier, backend())(*given)
     assert torch.equal(*(verdict.next_codes for verdict in verdicts))
+
+
+@pytest.mark.parametrize("missing", ["probs", "codes"])
+def test_a_draft_that_lacks_nodes_is_not_read_past_its_end(missing: str) -> None:
+    draft, logits = drafted(StaticTree(EAGLE), 2, 60)
+    draft = replace(draft, **{missing: getattr(draft, missing)[:, :-1]})
+    walk = with_native(verify_tokenwise, backend())
+    rejects("each node needs its own", walk, draft, logits, Sampling(), Exact(), noise(2), False)
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle2", "lantern"])

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lanternpp.errors import InputError
 from lanternpp.kernels.binding import structs
 from lanternpp.kernels.linear import KernelLinear, packable
 from lanternpp.kernels.loading import kernels
@@ -90,6 +91,9 @@ class Kernels(Backend):
         if not _in_float32(logits):
             return None
         q = None if draft.probs is None else draft.probs.to(logits.dtype)
+        if draft.codes.shape != logits.shape[:2] or (q is not None and q.shape != logits.shape):
+            have = f"codes {list(draft.codes.shape)}" + ("" if q is None else f" and probs {list(q.shape)}")
+            raise InputError(f"a draft has {have} for logits {list(logits.shape)}; each node needs its own")
         given = {"q": q, "drawn": draft.codes, "u": u, "last": last}
         work = verification(draft.tree, logits, warp, budget, u.ndim == 2, **given)
         work.run(self.library)
