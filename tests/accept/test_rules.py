@@ -10,7 +10,7 @@ from helpers.refusals import rejects
 
 from lanternpp.accept import RULES as NAMED
 from lanternpp.accept import neighbours
-from lanternpp.accept.base import RESIDUALS, Acceptance, Dials, tv_cost
+from lanternpp.accept.base import RESIDUALS, Acceptance, Dials, has_fast_distribution, tv_cost
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.mixture import DraftMixture
 from lanternpp.accept.neighbours import Lantern, LanternPlusPlus
@@ -143,6 +143,19 @@ def test_a_rule_of_ones_own_may_differ_by_level():
     assert AtFirst(TABLE, 5.0).as_numbers(3).limits == ((0, 4), (0, 0), (0, 0))
     assert OtherwiseExact(TABLE, 5.0).as_numbers(3) is None
     assert OtherwiseExact(TABLE, 5.0).as_numbers(1).limits == ((0, 4),)
+
+
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_a_relax_of_ones_own_is_not_verified_by_what_its_parent_computes(residual):
+    class Never(LanternPlusPlus):
+        def relax(self, p, code):
+            return p
+
+    q, rule = distributions(len(P), 2.0), Never(TABLE, 50.0, residual)
+    assert torch.equal(rule.accept_mass(P, q)[q > 0], P[q > 0])
+    assert torch.allclose(rule.output_distribution(P, q), P, atol=1e-6)
+    assert tv_cost(rule, P, q).max() < 1e-6 and not has_fast_distribution(rule)
+    assert has_fast_distribution(LanternPlusPlus(TABLE, 50.0, "optimal"))
 
 
 def test_all_neighbours_are_heard_where_there_are_many(monkeypatch):

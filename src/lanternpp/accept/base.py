@@ -11,10 +11,12 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from copy import copy
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lanternpp import types
@@ -43,6 +45,13 @@ class Acceptance(ABC):
     optimal_residual: bool = False  # after a rejection: [p - a]+ instead of the papers' [relaxed - q]+
     sliders: ClassVar[dict[str, tuple[float, float]]] = {}  # ends of dials on the page, if they are its own
     paper_residual_is_optimal: bool = False  # whether the papers' residual costs no more than the optimal one
+
+    def __init_subclass__(cls, **given: Any):
+        """A class that overrides how is relaxed inherits nothing that a class above computes of its own `relax`."""
+        super().__init_subclass__(**given)
+        if {"relax", "relax_with_draft"} & vars(cls).keys():
+            for name in {"accept_mass", "paper_residual_is_optimal"} - vars(cls).keys():
+                setattr(cls, name, getattr(Acceptance, name))
 
     @classmethod
     @abstractmethod
@@ -143,14 +152,22 @@ class Acceptance(ABC):
 
 
 def check_relax(rule: Acceptance, named: str, vocab: int, levels: int, like: Tensor) -> None:
-    """InputError unless a rule's `relax` returns probabilities, tried on a few distributions of `vocab` codes."""
+    """InputError unless a rule's `relax`, and a `relax_with_draft` of its own, return probabilities for a few distributions of
+    `vocab` codes, some with zeros, as top-k leaves them, and p itself where a code is forced.
+    """
     generator = torch.Generator().manual_seed(0)
     p = torch.rand(3, vocab, generator=generator).pow(8).to(like.device)
-    p = p / p.sum(-1, keepdim=True)
     code = torch.stack((p[0].argmax(), p[1].argmin(), p[2].argmax()))
-    for level in {0, max(levels - 1, 0)}:
+    forced = F.one_hot(code, vocab).to(p.dtype)
+    p = torch.cat((p, p.where(p >= p.median(-1, keepdim=True).values, 0), forced))
+    p, code = p / p.sum(-1, keepdim=True), code.repeat(3)
+    q = torch.cat((torch.full_like(p[:6], 1 / vocab), forced))
+    tried: dict[str, tuple[Tensor, ...]] = {"relax": (p, code)}
+    if type(rule).relax_with_draft is not Acceptance.relax_with_draft:
+        tried["relax_with_draft"] = p, q, code
+    for level, name in product({0, max(levels - 1, 0)}, tried):
         try:
-            relaxed = rule.at(level).relax(p.clone(), code.clone())
+            relaxed = getattr(rule.at(level), name)(*(x.clone() for x in tried[name]))
             shape = tuple(relaxed.shape)
         except InputError:
             raise
@@ -158,16 +175,21 @@ def check_relax(rule: Acceptance, named: str, vocab: int, levels: int, like: Ten
             line = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{Path(line.filename).name}, line {line.lineno}"
             fault = f"fails on a distribution of {vocab} codes: {type(error).__name__}: {error} ({where})"
-            raise InputError(f"relax of acceptance rule {named!r} {fault}") from error
+            raise InputError(f"{name} of acceptance rule {named!r} {fault}") from error
         if shape != tuple(p.shape):
             fault = f"returns {list(shape)} for a p of {list(p.shape)}; return as many probabilities as there are codes"
-            raise InputError(f"relax of acceptance rule {named!r} {fault}")
+            raise InputError(f"{name} of acceptance rule {named!r} {fault}")
         sums = relaxed.sum(-1)
         if not bool((relaxed >= -1e-6).all()) or not bool(((sums - 1).abs() < 1e-3).all()):
             raise InputError(
-                f"relax of acceptance rule {named!r} returns numbers that are no probabilities (the least is "
+                f"{name} of acceptance rule {named!r} returns numbers that are no probabilities (the least is "
                 f"{float(relaxed.min()):.3g}, their sums are {', '.join(f'{one:.3g}' for one in sums.tolist())}); each must "
                 "be 0 or more, and they must sum to 1"
+            )
+        if not relaxed[6:].allclose(p[6:], atol=1e-3):
+            raise InputError(
+                f"{name} of acceptance rule {named!r} changes a distribution whose candidate has probability 1, which the format "
+                "forces; return it unchanged"
             )
 
 
