@@ -79,6 +79,18 @@ def test_the_draft_comes_from_the_drafter_run_over_all_that_is_decided(cfg, step
         assert torch.allclose(draft.probs[:, node], expected, atol=1e-10), node
 
 
+def test_a_chain_of_ones_own_is_grown_by_its_own_code():
+    class OwnChain(StaticTree):
+        def grow(self, root, q, extend, children):
+            raise ArithmeticError
+
+    loop = engine_of(ToyTarget(), Parallel(parallel(ToyTarget()), OwnChain(chain(3))))
+    assert not loop.proposer.whole_steps
+    loop.admit(0, None, 0)
+    with pytest.raises(ArithmeticError):
+        loop.step()
+
+
 @pytest.mark.parametrize("named", [TreeProposer, Parallel])
 def test_a_drafter_brings_its_own_proposer(named):
     drafter = parallel(ToyTarget())

@@ -18,7 +18,7 @@ from lanternpp.models.base import Target
 from lanternpp.nn.backend import DrafterKernels
 from lanternpp.proposers.network import NetworkProposer
 from lanternpp.trees.base import TreeBuilder
-from lanternpp.trees.chain import chain_tree
+from lanternpp.trees.chain import chain_tree, is_drawn_chain
 from lanternpp.types import Admission, Draft, Frontier, TargetOutput, Tree, on_host
 
 
@@ -71,7 +71,7 @@ class Parallel(NetworkProposer):
         every = torch.arange(target.vocab, device=like.device)
         # [V, H], what `combine` reads of every code
         self.prev_code_table = self.drafter.before(target.embed(every).to(like.dtype))
-        self._whole_chain = self.builder.chain and self.builder.fixed and self.builder.drawn
+        self._whole_chain = is_drawn_chain(self.builder)
         self.whole_steps = type(self) is Parallel and self._whole_chain and not self.min_survival
         if self._whole_chain:
             dtype = like.dtype if like.element_size() == 8 else torch.float32
@@ -212,8 +212,9 @@ class Parallel(NetworkProposer):
 
 def why_not_shortened(min_survival: float, tree: TreeBuilder, compiled: bool) -> str | None:
     """Why chains cannot end early, in a sentence; None where they can."""
-    if not (tree.chain and tree.drawn and tree.fixed):
-        return f"min_survival {min_survival} ends chains early, and the tree branches; use a chain such as chain-6, or leave min_survival out"
+    if not is_drawn_chain(tree):
+        what = "is no chain of the library's" if tree.chain else "branches"
+        return f"min_survival {min_survival} ends chains early, and the tree {what}; use a chain such as chain-6, or leave min_survival out"
     if compiled:
         return f"min_survival {min_survival} makes passes of several lengths, and --compile needs passes of one; use one of the two"
     return None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from lanternpp.trees.static import fixed_tree
+from lanternpp.trees.base import TreeBuilder
+from lanternpp.trees.static import StaticTree, fixed_tree
 from lanternpp.types import Tree
 
 
@@ -13,3 +14,8 @@ def chain_tree(batch: int, depth: int, device: torch.device, alternatives: int =
     kids = [*([node + 1] for node in range(depth)), *([] for _ in range(1 + alternatives))]
     kids[0] += range(depth + 1, depth + 1 + alternatives)
     return fixed_tree(kids, batch, device)
+
+
+def is_drawn_chain(tree: TreeBuilder) -> bool:
+    """Whether drafts are chains of a fixed length that a `StaticTree` draws, and no code of the caller's."""
+    return tree.chain and tree.drawn and type(tree).grow is StaticTree.grow
