@@ -54,6 +54,18 @@ class Broken(Half):
     def relax(self, p, code):
         return p / self.delta
 
+class Unforced(Half):
+    def relax(self, p, code):
+        return 0.5 * p + 0.5 / p.shape[-1]
+
+class NoZeros(Half):
+    def relax(self, p, code):
+        return (p.log() * 0 + 1).softmax(-1)
+
+class WithDraft(Half):
+    def relax_with_draft(self, p, q, code):
+        return p + q
+
 class Unbuilt(Acceptance):
     def relax(self, p, code):
         return p
@@ -91,9 +103,11 @@ def test_it_draws(method: str, own_rules, run, model) -> None:
 
 @pytest.mark.parametrize("verb", [("generate",), ("compare", "--runs", 1)])
 def test_a_rule_in_place_of_the_methods_own_is_named(verb: tuple[str, ...], own_rules, run, model) -> None:
-    args = (*verb, PROMPT, "--model", model, "--method", "eagle", "-o", "own.png", "--overwrite")
+    common = (*verb, PROMPT, "--model", model, "-o", "own.png", "--overwrite")
+    args = (*common, "--method", "eagle")
     assert "my_rules:Half" in run(*args, "--accept", "my_rules:Half", "--delta", 0.3).out
     assert "rule" not in run(*args).out
+    assert "ar, proposer jacobi" in run(*common, "--method", "ar", "--proposer", "jacobi").out
 
 
 @pytest.mark.parametrize(
@@ -108,8 +122,11 @@ def test_one_that_is_not_there_is_one_sentence_of_where_it_is_looked_for(name, s
     [
         ("Kept", "returns numbers that are no probabilities (the least is"),
         ("Negative", "returns numbers that are no probabilities (the least is -"),
-        ("Narrow", "returns [3, 2] for a p of [3, 32]"),
+        ("Narrow", "returns [9, 2] for a p of [9, 32]"),
         ("Broken", "fails on a distribution of 32 codes: AttributeError"),
+        ("Unforced", "changes a distribution whose candidate has probability 1"),
+        ("NoZeros", "relax of acceptance rule 'my_rules:NoZeros' returns numbers that are no probabilities"),
+        ("WithDraft", "relax_with_draft of acceptance rule 'my_rules:WithDraft' returns numbers that are no"),
         ("Unbuilt", "cannot be made: it does not define build"),
         ("Other", "is no class of that kind; give one that derives from lanternpp.accept.base:Acceptance"),
     ],
@@ -118,7 +135,7 @@ def test_a_rule_that_cannot_judge_is_refused_before_anything_is_drawn(
     rule, says, own_rules, run, model
 ) -> None:
     args = ["generate", PROMPT, "--model", model, "--method", "eagle", "--accept", f"my_rules:{rule}"]
-    run(*args).refused(says)
+    run(*args, "--delta", 0.3).refused(says)
 
 
 def test_a_tree_may_be_a_list_in_a_module_of_the_current_folder(

@@ -257,7 +257,9 @@ def listing(kind: type) -> Callable[[F], F]:
 
 @dataclass(frozen=True)
 class Method:
-    """One way of decoding: its parts and their dials; a dial that is left out has the part's own default."""
+    """One way of decoding: its parts, `proposer` and `accept`, which must be there, and their dials; a dial that is left out has the
+    part's own default.
+    """
 
     about: str
     dials: MethodDials
@@ -335,9 +337,11 @@ def drawn_with(method: str, auto: str | None, settings: Mapping[str, Any] | None
 
 
 def with_rule(method: str, settings: Mapping[str, Any]) -> str:
-    """A method's name, with the rule where settings have another than the method's own."""
-    rule = settings["accept"]
-    return method if rule == METHODS[settings["method"]].dials.get("accept") else f"{method}, rule {rule}"
+    """A method's name, with the rule where settings have another than the method's own, and what drafts for plain decoding."""
+    usual, rule, proposer = METHODS[settings["method"]].dials, settings["accept"], settings["proposer"]
+    if settings["method"] == BASELINE and proposer != usual["proposer"]:
+        method += f", proposer {proposer}"
+    return method if rule == usual["accept"] else f"{method}, rule {rule}"
 
 
 def place_of(settings: Mapping[str, Any]) -> str:
