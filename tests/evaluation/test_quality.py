@@ -19,6 +19,7 @@ from helpers.refusals import rejects
 from PIL import Image
 from torch import Tensor
 
+from lanternpp.accept.exact import Exact
 from lanternpp.errors import InputError
 from lanternpp.evaluation import quality as measures
 from lanternpp.evaluation.features import Extractor
@@ -94,6 +95,25 @@ def test_other_features_by_name_keep_the_classifier_for_the_prompts(folder: Path
     quality = Quality.for_model(folder, pictures, OWN, None, CPU)
     figures = quality.measure(splashes("red", 8), ["a tulip"] * 8)
     assert figures["frechet"] == pytest.approx(0, abs=1e-6) and figures["prompt_accuracy"] == 1
+
+
+@pytest.mark.parametrize(
+    ("features", "said"),
+    [
+        (Exact, "no class of that kind"),
+        (type("NoSide", (Colours,), {"side": None}), "whole numbers as its side"),
+        (
+            type("Mean", (Colours,), {"__call__": lambda self, x: x.float().mean((1, 2, 3))}),
+            "are .1.; return .B, F.",
+        ),
+        (type("Nan", (Colours,), {"__call__": lambda self, x: x[..., 0, 0] * torch.nan}), "finite numbers"),
+    ],
+)
+def test_features_of_ones_own_are_tried_before_anything_is_drawn(
+    folder: Path, tmp_path: Path, features: type, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "Own", features, raising=False)
+    rejects(said, Quality.for_model, folder, tmp_path, f"{__name__}:Own", None, CPU)
 
 
 def test_a_model_without_a_classifier_has_no_figures_of_it(tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ import pytest
 from helpers.refusals import rejects
 
 from lanternpp.api.model import Model
-from lanternpp.api.options import BASELINE, Settings
+from lanternpp.api.options import BASELINE, Dial, Settings
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.api.settings import with_tree
 from lanternpp.engine.decode import Engine
 from lanternpp.errors import InputError
 from lanternpp.evaluation import report
-from lanternpp.evaluation.race import PICTURES, TURNS, Race, parse_methods
+from lanternpp.evaluation.race import BY_KEY, PICTURES, TURNS, Race, parse_methods
 
 PROMPTS = ["a red tulip", "a tulip"]
 FIELD = "lantern++ lambda=3, jacobi"
@@ -48,9 +48,13 @@ def test_methods_are_read_with_what_they_override() -> None:
         ("lantern++ lambda=two", "'two'"),
         ("lantern++ k=1.5", "'1.5'"),
         ("lantern++ cfg=3", "'cfg=3'"),
+        ("eagle hard=yes", "'yes' is not true or false"),
     ],
 )
-def test_a_wrong_entry_is_named(text: str, named: str) -> None:
+def test_a_wrong_entry_is_named(text: str, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    switch = Dial(name="hard", kind=bool)
+    monkeypatch.setitem(BY_KEY, "hard", switch)
+    assert parse_methods("eagle hard=false")[1].overrides == {"hard": False}
     with pytest.raises(InputError) as fault:
         parse_methods(text)
     assert named in str(fault.value)

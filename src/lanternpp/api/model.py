@@ -323,7 +323,7 @@ class Model:
             use = f"for the {what} it has, use --method {method}, or --proposer {proposer} to keep the rule"
             has = use if there else UNDRAFTED
             raise InputError(
-                f"{folder} comes without a {NETWORKS[kind][1]}; name one with --drafter, or train one; {has}"
+                f"{folder} comes without a {NETWORKS.get(kind, ('', kind))[1]}; name one with --drafter, or train one; {has}"
             )
         source = Source.open(inside if inside.is_dir() else folder)
         self._pack_while_reading(source, int8=True)

@@ -19,7 +19,7 @@ from lanternpp.evaluation.features import EXTRACTORS, ClassifierFeatures, Clip, 
 from lanternpp.evaluation.pictures import Gallery, reference_folder
 from lanternpp.nn.files import check_finite, wrong_file
 from lanternpp.util.devices import pick_device
-from lanternpp.util.registry import find, importable
+from lanternpp.util.registry import check_class, check_made, find, importable
 from lanternpp.util.terminal import Progress
 
 NEAREST = 3  # k of precision and recall
@@ -73,7 +73,15 @@ class Quality:
             return cls(None, None, None, None, None, scorer)
         name = features or "classifier"
         kind = find("features", importable(name), EXTRACTORS)
+        check_class("features", name, kind, Extractor)
         extractor = classifier if classifier and kind is ClassifierFeatures else kind.open(folder, on)
+        if kind not in EXTRACTORS.values():
+            check_made("features", name, extractor, Extractor, "side")
+            found = extract(extractor, [Image.new("RGB", (extractor.side, extractor.side))])
+            if found.dim() != 2 or not found.isfinite().all():
+                raise InputError(
+                    f"features {name!r} of a blank picture are {list(found.shape)}; return [B, F] finite numbers"
+                )
         if reference is not None:
             gallery = Gallery.read(reference_folder(reference), LEAST)
             against, called = extract(extractor, gallery, progress), str(gallery.folder)

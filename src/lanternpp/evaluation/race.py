@@ -104,9 +104,9 @@ def parse_override(word: str, item: str) -> tuple[str, Any]:
             f"{word!r} in method {item.strip()!r} is no override; write key=value with one of: {known}"
         )
     try:
-        return dial.name, dial.kind(value)
-    except ValueError:
-        kind = "a whole number" if dial.kind is int else "a number"
+        return dial.name, {"true": True, "false": False}[value] if dial.kind is bool else dial.kind(value)
+    except (KeyError, ValueError):
+        kind = {int: "a whole number", bool: "true or false"}.get(dial.kind, "a number")
         raise InputError(f"{word!r} in method {item.strip()!r}: {value!r} is not {kind}") from None
 
 

@@ -101,7 +101,7 @@ class RequestMapper:
         kind = network_needed(settings)
         if kind and not self.pipe.defaults.holds(kind):
             raise InputError(
-                f"method {settings.method!r} needs a {NETWORKS[kind][1]}, which {self.pipe.name} lacks; use another method"
+                f"method {settings.method!r} needs a {NETWORKS.get(kind, ('', kind))[1]}, which {self.pipe.name} lacks; use another method"
             )
         self.pipe.check(settings)
         limits = [limit for limit in (body.deadline, self.config.deadline) if limit is not None]

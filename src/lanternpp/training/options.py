@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from lanternpp.errors import InputError
 from lanternpp.util.options import Option, declared
+from lanternpp.util.registry import unknown
 
 Kind = Literal["eagle", "parallel"]
 Stored = Literal["float32", "bfloat16", "int8", "int6"]
@@ -123,6 +124,8 @@ class DrafterSettings:
 
     def of(self, kind: Kind) -> DrafterSettings:
         """The settings with the defaults of a kind of drafter. InputError where one is of the other kind, or wrong."""
+        if kind not in USUAL:
+            raise InputError(unknown("kind of drafter", kind, USUAL))
         check_options(self, kind)
         found = replace(self, **{name: x for name, x in USUAL[kind].items() if getattr(self, name) is None})
         if found.loss not in LOSSES[kind]:
