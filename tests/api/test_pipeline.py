@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,9 +24,12 @@ from lanternpp.accept.base import Acceptance
 from lanternpp.accept.scaled import Cool
 from lanternpp.engine.batching import drawing, generate
 from lanternpp.engine.compiled import tensor_bytes
+from lanternpp.engine.proposer import Proposer
 from lanternpp.proposers.no_draft import NoDraft
+from lanternpp.trees.chain import chain_tree
 from lanternpp.trees.dynamic import DynamicTree
 from lanternpp.trees.static import StaticTree
+from lanternpp.types import Draft
 from lanternpp.util import devices
 
 PROMPT = "a red tulip"
@@ -250,6 +254,74 @@ def test_a_rule_may_be_a_class_or_an_object(pipe: Pipeline) -> None:
     rejects(r"delta 0\.5 would change nothing", pipe, PROMPT, method="eagle", accept=Scaled(0.9), delta=0.5)
     grown = pipe(PROMPT, method="eagle", tree=DynamicTree(3, 2, 8), accept=Scaled(0.9))
     assert grown.stats.codes == 16
+
+
+class Guess(Proposer):
+    """Guesses two codes."""
+
+    dials, size, depth = frozenset(), 3, 2
+    change: Any = None
+
+    @classmethod
+    def build(cls, parts):
+        return cls()
+
+    def propose(self, noise):
+        codes = torch.cat((self.root[:, None], self.root.new_full((len(self.root), 2), 3)), 1)
+        draft = Draft(chain_tree(len(codes), 2, codes.device), codes, None)
+        return draft if self.change is None else type(self).change(draft)
+
+
+def with_codes(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Draft], Draft]:
+    return lambda draft: replace(draft, codes=change(draft.codes))
+
+
+def with_probs(probs: torch.Tensor) -> Callable[[Draft], Draft]:
+    return lambda draft: replace(draft, probs=probs)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"change": lambda draft: None}, "NoneType in place of a Draft"),
+        ({"change": with_codes(lambda codes: codes[:, 1:])}, "codes .1, 2. .* on a tree of .1, 3. nodes"),
+        ({"change": with_codes(torch.Tensor.int)}, "give each node an int64 code"),
+        ({"change": with_codes(lambda codes: codes + torch.tensor([0, 10**6, 0]))}, "none of the 32 from 0"),
+        (
+            {"change": with_codes(lambda codes: (codes + torch.tensor([1, 0, 0])) % 32)},
+            "begin with self.root",
+        ),
+        ({"observe": lambda self, output: None}, "which super.*observe keeps"),
+        (
+            {"change": with_probs(torch.ones(1, 3, 17) / 17)},
+            "probs .1, 3, 17.; a node with children needs 32",
+        ),
+        ({"change": with_probs(torch.full((1, 3, 32), torch.nan))}, "32 that sum to 1"),
+        ({"change": with_probs(torch.zeros(1, 3, 32))}, "32 that sum to 1"),
+        ({"size": 2}, "3 nodes on 2 levels, more than its size 2"),
+        ({"depth": 1}, "3 nodes on 2 levels, .* depth 1"),
+        ({"size": None}, "whole numbers as its size"),
+        ({"build": classmethod(lambda cls, parts: None)}, "makes a NoneType, and not a Proposer"),
+        ({"dials": "window"}, "reads 'd', which is no dial"),
+        ({"needs": "medusa"}, "comes without a medusa"),
+    ],
+)
+def test_a_proposer_of_the_callers_own_is_refused_with_what_is_wrong(
+    pipe: Pipeline, wrong: dict[str, Any], said: str
+) -> None:
+    kind = type("Wrong", (Guess,), wrong)
+    said = rejects(said, pipe, PROMPT, method="ar", proposer=kind)
+    assert "Wrong" in said or "medusa" in said
+
+
+def test_later_drafts_of_the_callers_own_are_not_checked(pipe: Pipeline) -> None:
+    engine = pipe.new_engine(pipe.settings("ar", proposer=Guess))
+    engine.admit(0, PROMPT, 0)
+    for _ in range(2):
+        assert "propose" in vars(engine.proposer)
+        engine.step()
+    assert "propose" not in vars(engine.proposer)
+    assert "propose" not in vars(pipe.new_engine(pipe.settings("eagle")).proposer)
 
 
 def test_the_package_has_what_it_names() -> None:

@@ -43,7 +43,19 @@ def test_defaults_are_lowered_to_the_codes_and_rows_of_a_model_and_what_is_given
 
 def test_an_option_that_has_another_name_is_rejected_with_it() -> None:
     rejects("option 'siblings' is now 'alternatives'", resolve, "jacobi", {}, {"siblings": 2})
-    rejects("verifier 'blok' is unknown; did you mean 'block'", resolve, "parallel", {}, {"verify": "blok"})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"verify": "blok"}, "verify 'blok' is unknown; did you mean 'block'"),
+        ({"verify": "my_verifiers:mine"}, "verify 'my_verifiers:mine' is unknown; known: token"),
+        ({"coupling": "maximum"}, "coupling 'maximum' is unknown; did you mean 'maximal'"),
+    ],
+)
+def test_a_word_is_one_of_its_choices(given: dict[str, str], said: str) -> None:
+    rejects(said, resolve, "jacobi", {}, given)
+    rejects(f"the model's defaults: {said}", resolve, "jacobi", given, {})
 
 
 def test_a_draft_is_verified_in_the_best_way_that_it_allows() -> None:
@@ -144,12 +156,18 @@ def test_settings_given_back_are_the_same_settings(name: str) -> None:
     )
 
 
+class OwnChain(StaticTree):
+    def grow(self, root, q, extend, children):
+        raise AssertionError("grow was called")
+
+
 def test_a_cut_is_for_chains_of_passes_of_any_length() -> None:
     """One that was asked for is refused elsewhere; a default is dropped."""
     default = {"methods": {"parallel": {"min_survival": 0.3}}}
     assert resolve("parallel", default, {}).min_survival == 0.3
     for given, why in (
         ({"tree": "eagle-25"}, "the tree branches; use a chain"),
+        ({"tree": OwnChain([[0], [0, 0]])}, "the tree is no chain of the library's"),
         ({"compile": True}, "--compile needs passes of one"),
     ):
         rejects(f"min_survival 0.4 .*{why}", resolve, "parallel", default, given | {"min_survival": 0.4})

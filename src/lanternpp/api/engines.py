@@ -21,6 +21,7 @@ from lanternpp.api.options import Settings
 from lanternpp.api.settings import build_proposer, build_rule
 from lanternpp.engine.compiled import check_compiler, compile_steps, compiled_folder, tensor_bytes, warm_up
 from lanternpp.engine.decode import Engine, engine_class
+from lanternpp.engine.proposer import check_first_drafts
 from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.engine.verify.choose import TOKEN, VERIFIERS, with_native
 from lanternpp.errors import InputError
@@ -29,7 +30,6 @@ from lanternpp.nn.backend import PYTORCH, backend
 from lanternpp.util.devices import device_name
 from lanternpp.util.files import digest
 from lanternpp.util.jsonfile import write_json
-from lanternpp.util.registry import find
 
 BYTES = 1 << 30
 # Neighbours of the tables on disk; others are the first columns of these.
@@ -97,10 +97,11 @@ class Engines:
                 check_relax(rule, str(settings.accept), target.vocab, proposer.depth, like)
             sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, backend=used)
             verify = settings.verify or TOKEN
-            verifier = find("verifier", verify, VERIFIERS)
-            verifier = with_native(verifier, PYTORCH if target.channels else used)
+            verifier = with_native(VERIFIERS[verify], PYTORCH if target.channels else used)
             parts = (target, proposer, rule, sampling, Guidance(settings.cfg))
             engine = engine_class(target)(*parts, settings.batch_size, settings.measure_tv, verifier)
+            # the second draft of compiled steps is traced
+            check_first_drafts(proposer, engine.codes, engine.count, 1 if settings.compile else 2)
             if settings.compile:
                 compile_steps(engine)
             elif not target.channels:
@@ -120,8 +121,7 @@ class Engines:
         """InputError where `new_engine` cannot make a rule of the package with these settings; nothing is read for it."""
         if settings.accept in RULES:
             rule = build_rule(settings, partial(self._table, read=False))
-            verifier = find("verifier", settings.verify or TOKEN, VERIFIERS)
-            engine_class(self.target).check(self.target, rule, verifier)
+            engine_class(self.target).check(self.target, rule, VERIFIERS[settings.verify or TOKEN])
 
     def _table(self, k: int, read: bool = True) -> Tensor:
         """The k nearest codes of every code, [V, k]; without `read`, zeros. InputError where there are none."""

@@ -28,7 +28,6 @@ from lanternpp.engine.proposer import Parts, Proposer
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify.choose import (
     TOKEN,
-    VERIFIERS,
     DraftTraits,
     best_for,
     why_unsupported,
@@ -40,7 +39,7 @@ from lanternpp.proposers.parallel import why_not_shortened
 from lanternpp.trees import TREES, build_tree, shape_name
 from lanternpp.trees.base import TreeBuilder
 from lanternpp.trees.static import check as check_shape
-from lanternpp.util.registry import Given, check_class, find, importable, unknown
+from lanternpp.util.registry import Given, check_class, check_made, find, importable, unknown
 
 # By the kind of a part: its name in messages, its entries by name, its base class, and whether it may be given as an object.
 PARTS: dict[str, tuple[str, Mapping[str, Any], type, bool]] = {
@@ -97,7 +96,6 @@ def _allowed(settings: Settings, given: Container[str] = ()) -> Settings:
     for name in ("min_survival", "verify"):
         value, wrong = getattr(settings, name), None
         if value and name == "verify":
-            find("verifier", value, VERIFIERS)
             wrong = why_unsupported(_draft_traits(settings), value)
         elif value:
             wrong = why_not_shortened(value, build_tree(settings.tree or TREE), settings.compile)
@@ -187,6 +185,8 @@ def _read(dial: Dial, value: Any, called: str) -> Any:
     """A value as a dial takes it; `called` in messages. Raises InputError."""
     value = calls.converted(dial.kind, called, value)
     dial.check(value, called)
+    if dial.choices and dial.name not in PARTS and value not in dial.choices:
+        raise InputError(unknown(called, value, dial.choices))
     return value
 
 
@@ -220,8 +220,14 @@ def dials_read(proposer: str, accept: str) -> frozenset[str]:
     A rule given as an instance reads none.
     """
     parts = part("proposer", proposer), part("accept", accept)
-    read = (each.dials for each in parts if not isinstance(each, Acceptance))
-    return frozenset().union(*(READ if dials is None else dials for dials in read))
+    read = (
+        () if isinstance(each, Acceptance) else READ if each.dials is None else each.dials for each in parts
+    )
+    found = frozenset[str]().union(*read)
+    if wrong := found - {*READ}:
+        what = f"proposer {proposer!r} or rule {accept!r} reads {min(wrong)!r}"
+        raise InputError(f"{what}, which is no dial; its `dials` are a set of {', '.join(READ)}")
+    return found
 
 
 def is_joint(settings: Settings) -> bool:
@@ -243,6 +249,7 @@ def build_proposer(settings: Settings, network: Callable[[str], Drafter | Target
     if entry.needs:
         parts.network = network(entry.needs)
     made: Proposer = entry.build(parts)
+    check_made("proposer", settings.proposer, made, Proposer, "size", "depth")
     # a drafter may have named another proposer than the settings do
     if wrong := why_unsupported(_draft_traits(settings, type(made)), settings.verify or TOKEN):
         raise InputError(wrong)

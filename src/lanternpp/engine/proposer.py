@@ -45,6 +45,52 @@ class DraftSampling:
     fixed: bool = False  # all drafts have the same shape, and their trees a `layout`
 
 
+def check_first_drafts(proposer: Proposer, codes: Tensor, count: Tensor, drafts: int = 2) -> None:
+    """Have the first drafts of a proposer or tree of the caller's own checked, by host reads; codes, count: of its engine."""
+    target, parts = proposer.target, (proposer, getattr(proposer, "builder", proposer))
+    own = next((part for part in parts if not type(part).__module__.startswith("lanternpp.")), None)
+    if own is None or target.channels:
+        return
+    left = [None] * drafts
+
+    def propose(noise: Noise) -> Draft:
+        draft = type(proposer).propose(proposer, noise)
+        root, drawn = codes.gather(1, (count - 1)[:, None])[:, 0], count < target.length  # the others are idle
+        if fault := fault_of(draft, proposer, root, drawn):
+            raise InputError(f"{type(own).__qualname__} {fault}")
+        left.pop()
+        if not left:
+            del proposer.propose
+        return draft
+
+    proposer.propose = propose  # type: ignore[method-assign]
+
+
+def fault_of(draft: object, proposer: Proposer, root: Tensor, drawn: Tensor) -> str | None:
+    """What is wrong with a draft for the samples `drawn` [B], of which root [B] was decided last, as a clause."""
+    if not isinstance(draft, Draft):
+        return f"returns a {type(draft).__name__} in place of a Draft"
+    tree, codes, probs, vocab = draft.tree, draft.codes, draft.probs, proposer.target.vocab
+    sizes = {tuple(x.shape[:2]) for x in (codes, tree.parent, tree.depth, tree.children, tree.mask)}
+    if sizes != {(len(root), codes.shape[-1])} or codes.dtype != torch.int64:
+        have = f"codes {list(codes.shape)} of {codes.dtype} on a tree of {list(tree.depth.shape)} nodes"
+        return f"drafts {have}; give each node an int64 code, the root's first"
+    nodes = max(codes.shape[1], int(tree.children.max()) + 1)
+    levels = max(len(tree.widths), int(tree.depth.max()))
+    if nodes > proposer.size or levels > proposer.depth:
+        return f"drafts {nodes} nodes on {levels} levels, more than its size {proposer.size} and depth {proposer.depth}"
+    if not bool(((codes[drawn] >= 0) & (codes[drawn] < vocab)).all()):
+        return f"drafts codes that are none of the {vocab} from 0"
+    if not codes[drawn, 0].equal(root[drawn]):
+        return "drafts from another code than the last one decided; begin with self.root, which super().observe keeps"
+    if probs is not None:
+        fits = probs.shape == (*codes.shape, vocab)
+        q = probs[drawn][(tree.children[drawn] >= 0).any(-1)] if fits else probs
+        if not fits or not bool(((q >= 0).all(-1) & ((q.sum(-1) - 1).abs() < 0.01)).all()):
+            return f"gives probs {list(probs.shape)}; a node with children needs {vocab} that sum to 1"
+    return None
+
+
 class Proposer(ABC):
     """Offers drafts of `size` nodes, the root and unverified nodes included, and `depth` levels below the root.
 

@@ -10,7 +10,7 @@ from lanternpp.errors import InputError
 from lanternpp.trees.base import TreeBuilder
 from lanternpp.trees.static import SHAPES, Shape, StaticTree
 from lanternpp.util.jsonfile import parse_json, read_json
-from lanternpp.util.registry import Importable, check_class, find
+from lanternpp.util.registry import Importable, check_class, check_made, find
 
 PATHS = "a tree is a list of paths such as [[0], [0, 0], [1]]"
 
@@ -36,13 +36,14 @@ def build_tree(name: str) -> TreeBuilder:
     entry = find("tree", name, TREES, "a .json file with a list of paths")
     if isinstance(entry, list | tuple):
         return StaticTree(entry, f"tree {str(name)!r}")
-    if isinstance(entry, TreeBuilder):
-        return entry
-    check_class("tree", name, entry, TreeBuilder)
-    try:
-        made: TreeBuilder = entry()
-    except TypeError as error:
-        raise InputError(f"tree {name} cannot be made without arguments: {error}") from None
+    if not isinstance(entry, TreeBuilder):
+        check_class("tree", name, entry, TreeBuilder)
+        try:
+            entry = entry()
+        except TypeError as error:
+            raise InputError(f"tree {name} cannot be made without arguments: {error}") from None
+    check_made("tree", name, entry, TreeBuilder, "size", "depth", "scratch")
+    made: TreeBuilder = entry
     return made
 
 

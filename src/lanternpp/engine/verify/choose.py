@@ -71,7 +71,7 @@ def best_for(drafts: DraftTraits) -> str:
 
 def why_unsupported(drafts: DraftTraits, name: str) -> str | None:
     """Why a verifier does not support these drafts, in a sentence; None where it does."""
-    if name == TOKEN or name not in VERIFIERS:
+    if name == TOKEN:
         return None
     instead, drafting = f"use verify {TOKEN}", drafts.drafting
     if drafts.greedy:
