@@ -301,7 +301,7 @@ def with_probs(probs: torch.Tensor) -> Callable[[Draft], Draft]:
         ({"size": 2}, "3 nodes on 2 levels, more than its size 2"),
         ({"depth": 1}, "3 nodes on 2 levels, .* depth 1"),
         ({"size": None}, "whole numbers as its size"),
-        ({"build": classmethod(lambda cls, parts: None)}, "makes a NoneType, and not a Proposer"),
+        ({"build": classmethod(lambda cls, parts: None)}, "makes a NoneType; it must be of Proposer"),
         ({"dials": "window"}, "reads 'd', which is no dial"),
         ({"needs": "medusa"}, "comes without a medusa"),
     ],

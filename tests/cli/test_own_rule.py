@@ -54,6 +54,10 @@ class Broken(Half):
     def relax(self, p, code):
         return p / self.delta
 
+class Doubled(Picky):
+    def relax(self, p, code):
+        return super().relax(p.double(), code)
+
 class Unforced(Half):
     def relax(self, p, code):
         return 0.5 * p + 0.5 / p.shape[-1]
@@ -105,7 +109,8 @@ def test_it_draws(method: str, own_rules, run, model) -> None:
 def test_a_rule_in_place_of_the_methods_own_is_named(verb: tuple[str, ...], own_rules, run, model) -> None:
     common = (*verb, PROMPT, "--model", model, "-o", "own.png", "--overwrite")
     args = (*common, "--method", "eagle")
-    assert "my_rules:Half" in run(*args, "--accept", "my_rules:Half", "--delta", 0.3).out
+    for rule in ("my_rules:Half", "my_rules:Doubled"):
+        assert rule in run(*args, "--accept", rule, "--delta", 0.3).out
     assert "rule" not in run(*args).out
     assert "ar, proposer jacobi" in run(*common, "--method", "ar", "--proposer", "jacobi").out
 

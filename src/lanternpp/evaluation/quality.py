@@ -77,8 +77,8 @@ class Quality:
         extractor = classifier if classifier and kind is ClassifierFeatures else kind.open(folder, on)
         if kind not in EXTRACTORS.values():
             check_made("features", name, extractor, Extractor, "side")
-            found = extract(extractor, [Image.new("RGB", (extractor.side, extractor.side))])
-            if found.dim() != 2 or not found.isfinite().all():
+            found = extractor(torch.zeros(1, 3, extractor.side, extractor.side, dtype=torch.uint8))
+            if found.dim() != 2 or len(found) != 1 or not found.isfinite().all():
                 raise InputError(
                     f"features {name!r} of a blank picture are {list(found.shape)}; return [B, F] finite numbers"
                 )
