@@ -42,6 +42,9 @@ PARTI = 'Prompt\tCategory\tChallenge\tNote\na sign that says "Hi"\tArts\tBasic\t
         ("mine.txt", "# two\n a cat\n\na dog\n", ["a cat", "a dog"]),
         ("windows.txt", "\ufeff# two\r\na cat\u2028on a mat\r\na dog\x85", ["a cat\u2028on a mat", "a dog"]),
         ("windows.jsonl", '\ufeff{"prompt": "a cat\u2028\x85on a mat"}\r\n', ["a cat\u2028\x85on a mat"]),
+        ("shouted.TSV", PARTI, ['a sign that says "Hi"', '"Quoted']),
+        ("shouted.JSON", json.dumps(["a cat"]), ["a cat"]),
+        ("shouted.JsonL", '{"prompt": "a cow"}\n', ["a cow"]),
         ("windows.tsv", "\ufeffNote\tPrompt\r\n\ta cat\u2028on a mat\r\n", ["a cat\u2028on a mat"]),
     ],
 )

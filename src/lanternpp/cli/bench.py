@@ -165,7 +165,7 @@ def bench(
             chosen = (prompt_list, field.equal_pictures, seed, shared)
             search = StrengthSearch(pipe, entries, *chosen, output / "strengths")
             entries = at_equal_tv(search, entries, limits)
-        rows_of = read_rows(prompts) if prompts and prompts.suffix == ".jsonl" and not sizes else []
+        rows_of = read_rows(prompts) if prompts and prompts.suffix.lower() == ".jsonl" and not sizes else []
         geneval = rows_of if all(row.keys() >= GENEVAL for row in rows_of) else []
         table: list[dict[str, Any]] = []
         profiles: list[list[str]] = []

@@ -28,13 +28,14 @@ def read_prompts(path: Path | None, model: Path) -> list[str]:
     if path is None and not model_file.is_file():
         raise InputError(f"{model} brings no {PROMPTS}; give --prompts FILE with one prompt per line")
     source = fetched(path or model_file)
-    if source.suffix == ".json":
+    kind = source.suffix.lower()
+    if kind == ".json":
         found = captions(read_json(source, REMEDY), source)
-    elif source.suffix == ".jsonl":
+    elif kind == ".jsonl":
         found = [row["prompt"] for row in read_rows(source)]
     else:
         text = read_text(source, "give a file with one prompt per line", LINES)
-        if source.suffix == ".tsv":
+        if kind == ".tsv":
             found = table_column(text, source)
         else:
             found = [line for line in text.split("\n") if not line.startswith("#")]
