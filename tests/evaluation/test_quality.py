@@ -159,7 +159,7 @@ def test_inception_says_what_it_needs(folder: Path, tmp_path: Path, monkeypatch:
     rejects(r"weights of features inception cannot be had .*no route.*checkpoints", ask)
 
 
-LABELS = ("sea", "rose", "polar bear", "bear", "sea lion", "tree_frog")
+LABELS = ("sea", "rose", "polar bear", "bear", "sea lion", "tree_frog", "daisy")
 
 
 @pytest.mark.parametrize(
@@ -171,6 +171,7 @@ LABELS = ("sea", "rose", "polar bear", "bear", "sea lion", "tree_frog")
         ("a bear that is polar", "bear"),
         ("a sea lion on a rock", "sea lion"),
         ("tree frogs", "tree_frog"),
+        ("daisies by the sea", "daisy"),
         ("a research vessel", None),
         ("prose", None),
         ("", None),

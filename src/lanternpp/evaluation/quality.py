@@ -131,7 +131,7 @@ def label_of(prompt: str, labels: Sequence[str]) -> int | None:
     """
     text, found = " ".join(words(prompt)), []
     for number, label in enumerate(map(words, labels)):
-        pattern = " ".join(f"{re.escape(word)}(?:e?s)?" for word in label)
+        pattern = " ".join(re.sub("y$", "(?:y|ie(?=s))", word) + "(?:e?s)?" for word in label)
         if label and (there := re.search(rf"\b{pattern}\b", text)):
             found.append((there.start(), -len(label), number))
     return min(found)[2] if found else None
