@@ -102,6 +102,8 @@ def test_the_table_says_which_drafts_were_fitted_to_the_machine() -> None:
     fast = RUN["methods"]["fast"] | {"fit": True}
     methods = {"ar": RUN["methods"]["ar"], "fast": fast | {"tree": "chain-7"}, "slow": fast | {"tree": None}}
     turns = [*TURNS, turn("slow", 0, 1.0, [[1] * 8])]
-    lines = report.markdown(report.rows(turns, RUN | {"methods": methods}, {}), RUN).splitlines()
-    cells = [line.split(" | ")[1] for line in lines[:1] + lines[2:5]]
-    assert cells == ["draft", "none", "a chain of 7, fitted", "none, fitted"]
+    for headings in (report.HEADINGS, report.PAPER):
+        table = report.rows(turns, RUN | {"methods": methods}, {})
+        lines = report.markdown(table, RUN, headings).splitlines()
+        cells = [line.split(" | ")[1] for line in lines[:1] + lines[2:5]]
+        assert cells == ["draft", "none", "a chain of 7, fitted", "none, fitted"]

@@ -43,6 +43,7 @@ HEADINGS = {
 }
 PAPER = {  # the columns of LANTERN++'s tables (arXiv 2502.06352): means over pictures, the prefill not among the passes
     "method": "method",
+    "draft": "draft",
     "latency": "latency, s",
     "latency_speedup": "speed-up",
     "step_compression": "step compression",
