@@ -36,6 +36,8 @@ def test_methods_are_read_with_what_they_override() -> None:
     assert tree.overrides == {"tree": "[[0],[1],[0,1]]", "neighbours": 5} and last.method == "jacobi"
     _, other = parse_methods("eagle tree=[[0],[1,0],[1]] k=5")
     assert tree.slug != other.slug
+    _, one, two = parse_methods("eagle tree=my/tree.json, eagle tree=my:tree.json")
+    assert one.slug != two.slug
 
 
 @pytest.mark.parametrize(
@@ -49,6 +51,7 @@ def test_methods_are_read_with_what_they_override() -> None:
         ("lantern++ k=1.5", "'1.5'"),
         ("lantern++ cfg=3", "'cfg=3'"),
         ("eagle hard=yes", "'yes' is not true or false"),
+        ("lantern++ k=10 neighbours=5", "'neighbours=5'"),
     ],
 )
 def test_a_wrong_entry_is_named(text: str, named: str, monkeypatch: pytest.MonkeyPatch) -> None:

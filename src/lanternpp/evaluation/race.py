@@ -48,8 +48,8 @@ class Entry:
     @property
     def slug(self) -> str:
         """The label as the name of a folder; trees of nodes may be long, and differ in brackets alone."""
-        name = re.sub(r"[^\w.+=-]+", "_", self.label)
-        return f"{name[:40]}-{digest([self.label])}" if "," in self.label else name
+        spaced, name = self.label.replace(" ", "_"), re.sub(r"[^\w.+=-]+", "_", self.label)
+        return name if name == spaced else f"{name[:40]}-{digest([self.label])}"
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,15 @@ def parse_methods(text: str) -> list[Entry]:
         if not words:
             raise InputError(f"methods {text!r} has an empty entry; separate names by single commas")
         check_method(words[0])
-        label = " ".join(words)
-        found[label] = Entry(label, words[0], dict(parse_override(word, item) for word in words[1:]))
+        label, overrides = " ".join(words), dict[str, Any]()
+        for word in words[1:]:
+            name, value = parse_override(word, item)
+            if name in overrides:
+                raise InputError(
+                    f"{word!r} in method {label!r} gives {DIALS[name].spoken} again; leave one out"
+                )
+            overrides[name] = value
+        found[label] = Entry(label, words[0], overrides)
     return list({BASELINE: Entry(BASELINE, BASELINE, {}), **found}.values())
 
 
