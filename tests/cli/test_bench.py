@@ -195,7 +195,9 @@ def test_rules_race_at_the_strengths_that_spend_the_same(bench):
 def test_methods_race_at_every_batch_size(bench):
     requested = ("parallel tree=chain-3", "--batch-sizes", "2,1", "-n", 2)
     requested += ("--dtype", "float32", "--no-measure-tv", "--json")
-    rows = bench(*requested).json["methods"]
+    reported = bench(*requested).json
+    rows = reported["methods"]
+    assert reported["n"] == 2
     assert [(row["batch_size"], row["method"]) for row in rows] == [
         (size, method) for size in (1, 2) for method in ("ar", "parallel tree=chain-3")
     ]

@@ -179,7 +179,7 @@ def bench(
             if field.profile:
                 with progress_bar("profiling") as progress:
                     profiles += profile_race(race, rows, where, progress)
-        result = written(race, table, output, with_plots, paper.source if paper else None)
+        result = written(race, table, n, output, with_plots, paper.source if paper else None)
     if as_json:
         print(json.dumps(result))
         return
@@ -304,15 +304,15 @@ def run(
 
 
 def written(
-    race: Race, table: Sequence[Mapping[str, Any]], folder: Path, plots: bool, source: str | None
+    race: Race, table: Sequence[Mapping[str, Any]], n: int, folder: Path, plots: bool, source: str | None
 ) -> dict[str, Any]:
     """Write the tables and bench.json, and throughput.png of several batch sizes; returns the content of bench.json.
 
-    source: where the settings were published.
+    n: as asked, while that of a race depends on its batch size. source: where the settings were published.
     """
     from lanternpp.evaluation import report
 
-    info = race.describe()
+    info = race.describe() | {"n": n}
     result = {k: v for k, v in info.items() if k != "methods"} | {"folder": str(folder), "methods": table}
     result |= {"paper": source} if source else {}
     settings = f"\nSettings of {source}.\n" if source else ""
