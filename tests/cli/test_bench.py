@@ -143,6 +143,7 @@ def test_a_profile_of_each_method_has_the_phases_and_the_operations_of_its_steps
         ((*TWO, "--quality", "--methods", "ar"), "has no classifier"),
         ((*TWO, "--equal-tv", "much"), "'much' must be numbers"),
         ((*TWO, "--equal-tv", "0.1,1"), "above 0 and below 1"),
+        ((*TWO, "--equal-tv", "0.1", "--fit"), "leave out --fit"),
         ((*TWO, "--equal-tv", "0.1", "--methods", "eagle"), "has the rule 'exact'"),
         ((*TWO, "--equal-tv", "0.1", "--methods", "lantern++ lambda=2"), "leave it out"),
         ((*TWO, "--paper", "lantern++-anol"), "did you mean 'lantern++-anole'?"),
@@ -171,7 +172,10 @@ def test_pictures_too_few_to_measure_are_refused_if_asked_for_and_else_only_time
     assert enough["frechet"] > 0 and {"precision", "recall", "prompt_accuracy"} <= enough.keys()
 
 
-def test_rules_race_at_the_strengths_that_spend_the_same(bench):
+def test_rules_race_at_the_strengths_that_spend_the_same(bench, monkeypatch):
+    monkeypatch.setattr(
+        Pipeline, "fit", lambda pipe, settings: settings if not settings.fit else pytest.fail()
+    )
     asked = ("eagle accept=mixture, lantern++ k=5", "--equal-tv", "0.05,0.01", "--equal-pictures", 2)
     asked += ("-n", 1, "--dtype", "float32", "--no-plots", "--json")
     plain, *rows = bench(*asked).json["methods"]

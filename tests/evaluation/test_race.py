@@ -15,7 +15,7 @@ from lanternpp.api.pipeline import Pipeline
 from lanternpp.api.settings import with_tree
 from lanternpp.engine.decode import Engine
 from lanternpp.errors import InputError
-from lanternpp.evaluation import report
+from lanternpp.evaluation import equal, report
 from lanternpp.evaluation.race import BY_KEY, PICTURES, TURNS, Race, parse_methods
 
 PROMPTS = ["a red tulip", "a tulip"]
@@ -152,3 +152,22 @@ def test_a_run_keeps_the_draft_that_it_was_begun_with(pipe: Pipeline, tmp_path: 
     assert [turn.accepted for turn in resumed.run(tmp_path)] == [turn.accepted for turn in begun]
     assert {path: path.read_bytes() for path in pictures} == pictures, "what was removed is drawn again"
     assert resumed.describe()["methods"]["lantern++ lambda=3"]["tree"] == "chain-2"
+
+
+def test_a_strength_is_found_and_raced_with_one_draft_and_measured_again_with_another(
+    pipe: Pipeline, tmp_path: Path, monkeypatch
+) -> None:
+    drawn: list[Settings] = []
+    monkeypatch.setattr(equal, "variation", lambda *given: drawn.append(given[-1]) or 1.0)
+    field, shared, settings = parse_methods("lantern++ k=5"), {"fit": False}, Pipeline.settings
+
+    def tuned(pipe: Pipeline, method: str, batch_size: int = 1, **given) -> Settings:
+        return with_tree(settings(pipe, method, batch_size=batch_size, **given), f"chain-{batch_size + own}")
+
+    monkeypatch.setattr(Pipeline, "settings", tuned)
+    for own in (1, 1, 2):
+        raced = Race(pipe, field, PROMPTS, 1, 5, shared, measure_tv=False).asked["lantern++ k=5"]
+        search = equal.StrengthSearch(pipe, field, PROMPTS, 4, 5, shared, tmp_path)
+        search.tv_per_code(field[1])
+        assert drawn[-1].tree == raced.tree == f"chain-{1 + own}"
+    assert len(drawn) == 2

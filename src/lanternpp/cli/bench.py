@@ -74,6 +74,8 @@ class FieldOptions:
         limits = opt.read_numbers(self.equal_tv, float, "--equal-tv", allowed, tiny, 1 - tiny)
         if limits and self.paper:
             raise InputError("--paper gives the strengths that --equal-tv searches; leave one out")
+        if limits and overrides.get("fit"):
+            raise InputError("--equal-tv compares rules on the methods' own drafts; leave out --fit")
         sizes = opt.read_sizes(self.batch_sizes)
         if sizes and "batch_size" in overrides:
             raise InputError("--batch-size would change nothing beside --batch-sizes; leave one out")
@@ -162,6 +164,7 @@ def bench(
         entries = named or parse_methods(", ".join(usual_methods(pipe)))
         measurer = make_measurer(pipe, 2 * n * sizes[0] if sizes else n * len(prompt_list), measured)
         if limits:
+            shared["fit"] = False
             chosen = (prompt_list, field.equal_pictures, seed, shared)
             search = StrengthSearch(pipe, entries, *chosen, output / "strengths")
             entries = at_equal_tv(search, entries, limits)

@@ -55,7 +55,8 @@ def check_first_drafts(proposer: Proposer, codes: Tensor, count: Tensor, drafts:
 
     def propose(noise: Noise) -> Draft:
         draft = type(proposer).propose(proposer, noise)
-        root, drawn = codes.gather(1, (count - 1)[:, None])[:, 0], count < target.length  # the others are idle
+        drawn = count < target.length  # other samples are idle
+        root = codes.gather(1, (count - 1)[:, None])[:, 0]
         if fault := fault_of(draft, proposer, root, drawn):
             raise InputError(f"{type(own).__qualname__} {fault}")
         left.pop()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from lanternpp.api.options import BASELINE, DIALS
+from lanternpp.api.calls import Request, batch_size
+from lanternpp.api.options import BASELINE, DIALS, Settings
 from lanternpp.api.pipeline import Pipeline, versions
 from lanternpp.errors import InputError
 from lanternpp.evaluation.prompts import spread
@@ -87,20 +88,19 @@ class StrengthSearch:
 
     def tv_per_code(self, entry: Entry) -> float:
         """Total variation per code, the mean over pictures; measured once."""
-        given = {"batch_size": min(len(self.seeds), 8), **self.shared, **entry.overrides}
+        settings = self.pipe.settings(entry.method, **{"batch_size": 1, **self.shared, **entry.overrides})
+        drawn = replace(settings, batch_size=self.shared.get("batch_size", min(len(self.seeds), 8)))
 
         def measure() -> float:
-            cost = variation(self.pipe, self.prompts, self.seeds, entry.method, given)
-            return cost / self.pipe.target.length
+            return variation(self.pipe, self.prompts, self.seeds, drawn) / self.pipe.target.length
 
-        return float(self.journal.once({"label": entry.label}, measure))
+        return float(self.journal.once({"label": entry.label, "settings": asdict(settings)}, measure))
 
 
-def variation(
-    pipe: Pipeline, prompts: Sequence[str], seeds: Sequence[int], method: str, given: Mapping[str, Any]
-) -> float:
-    """Total variation of a picture, the mean over pictures that are drawn now; given: overrides of the method."""
-    options = {**given, "measure_tv": True, "output_type": "codes"}
-    drawn = pipe(prompts, seed=seeds, method=method, **options)
-    pipe.release()
+def variation(pipe: Pipeline, prompts: Sequence[str], seeds: Sequence[int], settings: Settings) -> float:
+    """Total variation of a picture, the mean over pictures that are drawn now, with the settings' own draft."""
+    batch = batch_size(settings.batch_size, len(seeds))
+    settings = replace(settings, batch_size=batch, fit=False, measure_tv=True)
+    request = Request(prompts, seeds, settings)
+    drawn = pipe.draw(pipe.new_engine(settings), request, output_type="codes")
     return fmean(drawn.stats.tv_cost_per_image)

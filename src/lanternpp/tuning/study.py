@@ -302,7 +302,7 @@ class Tuner:
         prompts, given = spread(self.prompts, count), {**self.shared, **overrides}
         seeds = range(first, first + count)
         if self.options.budget_frechet is None:
-            return variation(self.pipe, prompts, seeds, method, given)
+            return variation(self.pipe, prompts, seeds, self.pipe.settings(method, **given))
         images = self.pipe(prompts, seed=seeds, method=method, **given).images
         self.pipe.release()
         assert self.quality is not None
