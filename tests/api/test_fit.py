@@ -7,7 +7,9 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from time import sleep
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,8 +24,10 @@ from lanternpp.api.calls import Request
 from lanternpp.api.defaults import Defaults
 from lanternpp.api.fit import ENOUGH, PLAIN, Step, bound, costed, disturbed, measure, plain_settings
 from lanternpp.api.options import Settings
-from lanternpp.api.rates import FILE, Counts, read_rates, strength
-from lanternpp.engine.observers import AcceptanceByRank, TimedEngine
+from lanternpp.api.rates import FILE, Counter, Counts, read_rates, strength
+from lanternpp.engine.observers import AcceptanceByRank, Stopwatch, TimedEngine
+from lanternpp.errors import InputError
+from lanternpp.evaluation.race import Race, parse_methods
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.config import ServerConfig
@@ -71,15 +75,16 @@ def pipe(model: Path) -> Pipeline:
 
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """Makes `measure` give these seconds by draft; returns the drafts of every measurement."""
+    """Makes `measure` give these seconds by draft, of at most `most` drafts; returns the drafts of every measurement."""
 
-    def time(seconds: dict[str, float], spread: float = 1.0) -> list[list[str]]:
+    def time(seconds: dict[str, float], spread: float = 1.0, most: int = 99) -> list[list[str]]:
         asked: list[list[str]] = []
 
         def given(drafts, length: int) -> tuple[Step, ...]:
             asked.append([name for name, _ in drafts])
             return tuple(
-                Step(name, 2 + i, seconds.get(name, 100.0), 1.0, spread) for i, name in enumerate(asked[-1])
+                Step(name, 2 + i, seconds.get(name, 100.0), 1.0, spread)
+                for i, name in enumerate(asked[-1][:most])
             )
 
         monkeypatch.setattr(fit, "measure", given)
@@ -189,6 +194,17 @@ def test_another_own_draft_is_measured_once_beside_what_is_known(model: Path, ti
     assert len(asked) == 2 and asked[1][1] == "chain-9"
 
 
+def test_what_the_budget_left_out_is_measured_by_later_processes(model: Path, timed) -> None:
+    for slower in (1.0, 8.0):  # than the machine was, for a while
+        asked = timed({name: slower * seconds for name, seconds in STEPS.items()}, most=5)
+        pipe = pipeline(model)
+        found = [pipe.fit(pipe.settings("parallel")).tree for _ in range(2)]
+        assert found == ["chain-2"] * 2 and len(asked) == 1, "once in a process"
+    assert asked == [[PLAIN, "chain-3", "chain-5", "chain-1", "chain-7"]]
+    pipe = pipeline(model)
+    assert pipe.fit(pipe.settings("parallel")).tree == "chain-2" and len(asked) == 1
+
+
 def test_of_two_processes_that_measure_at_once_the_first_to_write_is_right(model: Path, timed) -> None:
     slow, fast = pipeline(model), pipeline(model)
     assert slow._fit.store == fast._fit.store
@@ -250,6 +266,7 @@ def test_rates_that_are_not_known_are_counted_while_drawing(model: Path, timed) 
         pipe.draw(engine, Request([PROMPT], [seed], settings))
         seed += 1
     known = pipe._fit.counts(settings)
+    assert engine.observers == [observer], "once enough is counted, steps may be taken whole again"
     assert ENOUGH <= known.passes <= int(observer.passes)
     assert known.codes(chain(6)) == pytest.approx(int(observer.codes) / int(observer.passes), rel=0.1)
     assert known.codes(chain(2)) < known.codes(chain(6))
@@ -258,6 +275,33 @@ def test_rates_that_are_not_known_are_counted_while_drawing(model: Path, timed) 
     assert other.fit(other.settings("parallel", temperature=0.5)).fit is False, (
         "another strength, not counted yet"
     )
+
+
+def test_only_the_draft_to_fit_is_counted_and_not_by_engines_that_are_timed(
+    model: Path, tmp_path: Path
+) -> None:
+    (model / "parallel" / FILE).unlink()
+    pipe = pipeline(model)
+    race = Race(pipe, parse_methods("parallel"), [PROMPT], 1, 0, {}, measure_tv=False)
+    race.run(tmp_path / "race")
+    settings = race.settings["parallel"]
+    assert [type(each) for each in race.engines["parallel"].observers] == [Stopwatch]
+    assert not pipe.new_engine(replace(settings, tree="chain-2")).observers, "its counts would be too shallow"
+    (counter,) = pipe.new_engine(settings).observers
+    assert type(counter) is Counter
+
+
+def test_what_is_counted_adds_up_where_nothing_can_be_written(own_cache: Path, monkeypatch) -> None:
+    some = replace(HALVES, passes=ENOUGH // 2)
+    first = fit.Store()
+    first.add_counts("a", some)
+    first.add_steps("a", (Step(PLAIN, 2, 1.0, 1.0, 1.0),))
+    monkeypatch.setattr(fit, "write_json", Mock(side_effect=InputError("a read-only file system")))
+    with pytest.warns(UserWarning, match="not kept for the next run"):
+        other = fit.Store()
+        other.add_steps("a", (Step("chain-1", 4, 1.0, 1.0, 1.0),))
+        assert not other.add_counts("a", some) and other.enough("a").passes == ENOUGH
+    assert len(other.steps["a"]) == 2
 
 
 def test_counts_of_processes_that_end_early_add_up(model: Path) -> None:
@@ -365,6 +409,18 @@ def test_a_step_is_timed_after_one_of_its_own_engine_unless_it_is_slow(
     plain, drafted = measure(drafts, 16)
     assert plain.seconds == pytest.approx(cold * seconds * plain.rows)
     assert drafted.seconds == pytest.approx(cold * seconds * drafted.rows) and drafted.rows > plain.rows
+
+
+def test_steps_that_all_waited_for_a_core_are_disturbed(pipe: Pipeline, monkeypatch) -> None:
+    """As evenly as no spread shows; a thread that sleeps has no core either."""
+
+    def step(timed: TimedEngine, first: bool = False) -> tuple[float, float]:
+        sleep(0.01)
+        return 0.01, 0.01
+
+    monkeypatch.setattr(TimedEngine, "midway_step", step)
+    drafts = [(name, lambda n=name: pipe.new_engine(pipe.settings(n))) for name in ("ar", "parallel")]
+    assert disturbed(measure(drafts, 16))
 
 
 def test_what_bounds_a_machine_is_read_from_its_passes() -> None:

@@ -54,7 +54,7 @@ class Engines:
     @cached_property
     def _fit(self) -> Fit:
         """The fit of drafts to this machine; engines made after it count what it does not know."""
-        return Fit(self.model, self.new_engine)
+        return Fit(self.model, partial(self.new_engine, timed=True))
 
     def _take(self, settings: Settings, shape: Hashable = None) -> Engine:
         """An engine for exclusive use, made now or kept; it is kept again once it is given to `_keep`."""
@@ -83,8 +83,11 @@ class Engines:
         with self._lock:
             self._kept.clear()
 
-    def new_engine(self, settings: Settings, shape: Hashable = None) -> Engine:
-        """An engine for these settings that no one else has; shape: of its prompts. InputError where a part cannot be made."""
+    def new_engine(self, settings: Settings, shape: Hashable = None, timed: bool = False) -> Engine:
+        """An engine for these settings that no one else has; shape: of its prompts. InputError where a part cannot be made.
+
+        timed: it counts no acceptance for the fit, which takes time.
+        """
         with self._lock:
             if settings.compile:
                 check_compiler(self.model.device)
@@ -106,7 +109,7 @@ class Engines:
                 compile_steps(engine)
             elif not target.channels:
                 engine.fused = used.step(engine, verify)
-            if "_fit" in vars(self) and shape is None:
+            if "_fit" in vars(self) and shape is None and not timed:
                 self._fit.count(settings, engine)
             return engine
 

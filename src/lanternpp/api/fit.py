@@ -9,6 +9,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from itertools import combinations
@@ -49,8 +50,8 @@ KEPT = 256  # settings whose counts, or steps, the file keeps: those that were a
 SECONDS, SHARE = 0.8, 0.05
 # Timed steps of a draft: FEWEST, one less where a step takes SLOW seconds, and up to MOST until they have taken LONG seconds.
 FEWEST, MOST, LONG, SLOW = 3, 7, 0.04, 0.1
-# Other work has disturbed a measurement from this mean of the medians over minima on, 1.06 on a quiet machine, or where a pass
-# takes so many times as long as one over more rows.
+# Other work has disturbed a measurement from this mean of the spreads on, 1.06 on a quiet machine, or where a pass takes so many
+# times as long as one over more rows.
 NOISY, FALL = 1.15, 1.3
 
 
@@ -61,8 +62,8 @@ class Step:
     draft: str  # a tree, "window-8", or "plain"
     rows: Annotated[int, Between(1, 1 << 32)]  # of the target's pass
     seconds: Annotated[float, Between(1e-9, 1e9)]
-    target: float  # seconds of the target's pass in it
-    spread: float  # median over minimum
+    target: Annotated[float, Between(0, 1e9)]  # seconds of the target's pass in it
+    spread: float  # median over minimum, or seconds over those in which a CPU's thread had a core, where that is more
 
 
 Span = tuple[float, float]  # seconds of a step, and of the target's pass in it
@@ -86,6 +87,7 @@ def measure(drafts: Iterable[tuple[str, Callable[[], Engine]]], length: int) -> 
     plain.midway_step(first=True)  # with the set-up of a first use
     beside = [warm_step(plain) for _ in range(FEWEST)]
     budget = max(SECONDS, SHARE * length * beside[-1][0])
+    passed = ran = 0.0
     measured: list[tuple[str, int, list[tuple[Span, Span]]]] = []
     for name, make in others:
         used = time.perf_counter() - began
@@ -93,17 +95,19 @@ def measure(drafts: Iterable[tuple[str, Callable[[], Engine]]], length: int) -> 
             break
         drafted = TimedEngine(make())
         fewest = FEWEST - (drafted.midway_step(first=True)[0] > SLOW)
-        pairs, since = list[tuple[Span, Span]](), time.perf_counter()
+        pairs, since, had = list[tuple[Span, Span]](), time.perf_counter(), time.thread_time()
         while len(pairs) < fewest or (len(pairs) < MOST and time.perf_counter() - since < LONG):
             pairs.append((warm_step(drafted), warm_step(plain)))
+        passed, ran = passed + time.perf_counter() - since, ran + time.thread_time() - had
         measured.append((name, drafted.rows, pairs))
         beside += [other for _, other in pairs]
     usual = median(seconds for seconds, _ in beside)
+    waited = passed / ran if ran and plain.engine.codes.device.type == "cpu" else 1.0
     steps = []
     for name, rows, pairs in ((plain_name, plain.rows, [(span, span) for span in beside]), *measured):
         seconds, target = (usual * median(span[i] / other[0] for span, other in pairs) for i in (0, 1))
         taken = [span[0] for span, _ in pairs]
-        steps.append(Step(name, rows, seconds, target, median(taken) / min(taken)))
+        steps.append(Step(name, rows, seconds, target, max(waited, median(taken) / min(taken))))
     return tuple(steps)
 
 
@@ -175,8 +179,12 @@ class Store:
         except (InputError, OSError) as error:
             _warn(f"this machine is measured again: {error}")
             return
-        self.steps.update(found.steps)
-        self.counts.update(found.counts)
+        # where nothing can be written, this process knows more
+        for key, steps in found.steps.items():
+            both = (*self.steps.get(key, ()), *steps)
+            self.steps[key] = tuple({step.draft: step for step in both}.values())
+        for key, counts in found.counts.items():
+            self.counts[key] = max(counts, self.counts.get(key, counts), key=lambda each: each.passes)
 
     def _write(self) -> None:
         for kept in (self.steps, self.counts):
@@ -226,7 +234,9 @@ class Fit:
         drafter = model.other or model.folder
         folders = (model.folder, *(drafter / kind for kind in NETWORKS), drafter)
         self.rates = {name: counts for folder in folders for name, counts in read_rates(folder).items()}
-        self._uncounted: set[str] = set()  # strengths whose acceptance is to be counted while drawing
+        # strengths, and the drafts with which their acceptance is to be counted while drawing
+        self._uncounted: set[tuple[str, str]] = set()
+        self._offered: dict[str, set[str]] = {}  # drafts by key that this process had in a measurement
         self._disturbed: dict[str, tuple[Step, ...]] = {}  # steps by key that other processes are not to read
 
     def __call__(self, settings: Settings) -> Settings:
@@ -240,14 +250,11 @@ class Fit:
             return own
         counts = self.counts(settings)
         if counts is None:
-            self._uncounted.add(key_of(strength(settings)))
+            self._uncounted.add((key_of(strength(settings)), draft_name(settings)))
             return own
         candidates = self._candidates(settings, shape, counts)
-        if len(candidates) < 2:
-            return own
-        try:
-            steps = self._steps(settings, {name: draft for name, (draft, _) in candidates.items()})
-        except InputError:  # such as too little memory for an engine more
+        steps = self._steps(settings, {name: draft for name, (draft, _) in candidates.items()})
+        if not steps.keys() > {PLAIN}:
             return own
         seconds = {
             name: step.seconds * passes(self.length, candidates[name][1]) for name, step in steps.items()
@@ -269,17 +276,23 @@ class Fit:
     def count(self, settings: Settings, engine: Engine) -> None:
         """Let an engine count the acceptance of its drafts, where a fit waits for the counts."""
         mine = key_of(strength(settings))
-        if mine in self._uncounted:
-            engine.observers.append(Counter(self.length, partial(self.store.add_counts, mine)))
+        if (mine, draft_name(settings)) in self._uncounted and self.counts(settings) is None:
+            Counter(engine, partial(self.store.add_counts, mine))
 
     def _steps(self, settings: Settings, candidates: Mapping[str, Settings]) -> dict[str, Step]:
-        """The steps of the candidates, stored or measured now."""
+        """The steps of the candidates, stored or measured now: what the budget leaves out is left to the next process."""
         mine = key_of(costed(settings))
-        first = list(candidates)[:2]  # plain decoding and one draft, which are always measured
-        if not {step.draft for step in self._known(mine)}.issuperset(first):
-            steps = measure(
-                ((name, partial(self.engine, each)) for name, each in candidates.items()), self.length
-            )
+        offered = self._offered.setdefault(mine, set())
+        known = {step.draft: step for step in self._known(mine) if step.draft in candidates}
+        lacking = [name for name in candidates if name == PLAIN or name not in known]
+        if offered.issuperset(lacking) or candidates.keys() <= known.keys():
+            return known
+        offered.update(lacking)
+        with suppress(InputError):  # such as too little memory for an engine more
+            steps = measure(((name, partial(self.engine, candidates[name])) for name in lacking), self.length)
+            if PLAIN in known:  # the machine may have been faster then
+                scale = known[PLAIN].seconds / steps[0].seconds
+                steps = tuple(replace(s, seconds=s.seconds * scale, target=s.target * scale) for s in steps)
             if disturbed(steps):
                 self._disturbed[mine] = (*steps, *self._disturbed.get(mine, ()))
             else:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lanternpp.api.options import DraftDials, RuleDials, Settings, names
 from lanternpp.api.settings import is_joint
+from lanternpp.engine.decode import Engine
 from lanternpp.engine.observers import AcceptanceByRank
 from lanternpp.errors import InputError
 from lanternpp.trees.search import expected
@@ -91,21 +92,22 @@ def passes(length: int, codes: float) -> float:
 class Counter(AcceptanceByRank):
     """Counts the acceptance of an engine's drafts and hands the counts over now and then, until they are enough.
 
-    save: takes the counts since the last call; returns whether more are needed.
+    It then leaves the engine's observers, as steps are not taken whole in C while it counts. save: takes the counts since the last
+    call; returns whether more are needed.
     """
 
-    def __init__(self, length: int, save: Callable[[Counts], bool]):
-        super().__init__(length)
-        self.save, self.steps, self.needed = save, 0, True
+    def __init__(self, engine: Engine, save: Callable[[Counts], bool]):
+        super().__init__(engine.target.length)
+        self.observers, self.save, self.steps = engine.observers, save, 0
+        self.observers.append(self)
 
     def verified(self, output: TargetOutput, count: Tensor) -> None:
         """Count the children along every accepted path."""
-        if not self.needed:
-            return
         super().verified(output, count)
         self.steps += 1
         if self.steps % EVERY == 0 and int(self.passes):
-            self.needed = self.save(Counts.of(self))
+            if not self.save(Counts.of(self)):
+                self.observers.remove(self)
             for tally in (self.tried, self.kept, self.passes, self.codes):
                 tally.zero_()
 

@@ -180,7 +180,7 @@ class Engine:
         verdict = self.run(self._verify, draft, logits, noise)
         output = TargetOutput(draft, features, logits, verdict)
         self._enter("observe")
-        for observer in self.observers:
+        for observer in (*self.observers,):  # one may leave them
             observer.verified(output, self.count)
         self._enter("rest")
         self.run(self._commit, draft, verdict)

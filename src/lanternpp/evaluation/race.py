@@ -192,7 +192,7 @@ class Race:
         kept = read_run(folder, asked)
         self.settings = self._fitted(kept)
         # before anything is written, so that a wrong part is found first
-        self.engines = {label: self.pipe.new_engine(settings) for label, settings in self.settings.items()}
+        self.engines = {label: self.pipe.new_engine(one, timed=True) for label, one in self.settings.items()}
         if kept is None:
             write_json(folder / RUN, asked | {FITTED: self.describe()["methods"]})
         journal = Journal(folder / TURNS, ELSEWHERE)
