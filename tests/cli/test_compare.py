@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from helpers.latents import write_diffusion
 from PIL import Image
 
 from lanternpp import Pipeline
+from lanternpp.api.calls import Request
 from lanternpp.api.pipeline import Result
+from lanternpp.api.settings import with_tree
+from lanternpp.engine.decode import Engine
 
 PROMPT = "a photo of a red tulip"
 BOUND = "arithmetic bounds this machine"
@@ -20,20 +22,21 @@ SECONDS = {"ar": [99.0, 8.0, 80.0, 9.0], "lantern++": [99.0, 4.0, 2.0, 40.0, 77.
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The options of every call of a pipeline. The k-th call of a method is said to take the k-th of its SECONDS."""
-    made: list[dict[str, Any]] = []
-    draw = Pipeline.__call__
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """What a pipeline draws, in turn. The k-th run of a method is said to take the k-th of its SECONDS."""
+    made: list[Request] = []
+    draw = Pipeline.draw
 
-    def timed(pipe: Pipeline, prompt: str, **options: Any) -> Result:
-        result = draw(pipe, prompt, **options | {"compile": False})  # compiled steps are tested elsewhere
+    def timed(pipe: Pipeline, engine: Engine, request: Request, progress: object = None) -> Result:
+        assert progress is None and not engine.observers, "nothing else is done in a timed run"
+        result = draw(pipe, engine, request)
         method = result.stats.method
-        seconds = SECONDS[method][sum(call["method"] == method for call in made)]
-        made.append(options | {"method": method})
+        seconds = SECONDS[method][sum(one.settings.method == method for one in made)]
+        made.append(request)
         stats = replace(result.stats, seconds=seconds, seconds_per_image=seconds / result.stats.images)
         return replace(result, stats=stats)
 
-    monkeypatch.setattr(Pipeline, "__call__", timed)
+    monkeypatch.setattr(Pipeline, "draw", timed)
     monkeypatch.setattr(Pipeline, "bound", lambda pipe, settings: BOUND if settings.batch_size == 1 else None)
     return made
 
@@ -46,9 +49,8 @@ def compare(run, model, calls):
 
 def test_the_sides_take_turns_after_a_warm_up_each_and_medians_count(compare, calls, elsewhere: Path) -> None:
     figures = compare("-n", 2, "--seed", 7, "--json").json
-    assert [call["method"] for call in calls] == ["lantern++", "ar"] + ["ar", "lantern++"] * 3
-    assert all(call["seed"] == 7 and call["n"] == 2 for call in calls)
-    assert all(call.get("progress") is None for call in calls)
+    assert [call.settings.method for call in calls] == ["ar", "lantern++"] * 4
+    assert all(call.seeds == [7, 8] for call in calls)
     ar, method = figures["methods"]
     assert (ar["method"], ar["seconds"], ar["speedup"]) == ("ar", 9.0, 1.0)
     assert (method["method"], method["seconds"], method["seconds_per_image"]) == ("lantern++", 4.0, 2.0)
@@ -63,16 +65,24 @@ def test_the_sides_take_turns_after_a_warm_up_each_and_medians_count(compare, ca
 
 def test_plain_ar_gets_the_methods_sampling_and_none_of_its_dials(compare, calls) -> None:
     compare("--lambda", 3, "--tree", "chain-3", "--top-k", 0)
-    ar, other = (next(call for call in calls if call["method"] == name) for name in ("ar", "lantern++"))
-    assert (ar["cfg"], ar["top_k"], ar["compile"], ar["batch_size"]) == (2.0, 0, False, 1)
-    assert {"lam", "tree", "accept", "delta", "neighbours"}.isdisjoint(ar)
-    assert other["lam"] == 3 and other["tree"] == "chain-3" and "cfg" not in other
+    ar, other = (call.settings for call in calls[:2])
+    assert (ar.method, ar.cfg, ar.top_k, ar.compile, ar.batch_size) == ("ar", 2.0, 0, False, 1)
+    assert (ar.accept, ar.lam, ar.tree, ar.neighbours) == ("exact", None, None, None)
+    assert (other.method, other.lam, other.tree, other.cfg) == ("lantern++", 3, "chain-3", 2.0)
+
+
+def test_all_runs_of_a_side_have_one_draft(compare, calls, monkeypatch) -> None:
+    """Though a fit gives another whenever it is asked, as it does where acceptance becomes known meanwhile."""
+    levels = iter(range(2, 100))
+    monkeypatch.setattr(Pipeline, "fit", lambda pipe, settings: with_tree(settings, f"chain-{next(levels)}"))
+    compare("--measure-tv")
+    assert {call.settings.tree for call in calls if call.settings.method == "lantern++"} == {"chain-2"}
 
 
 def test_measuring_is_a_run_of_its_own(compare, calls, monkeypatch) -> None:
     ar, method = compare("--measure-tv", "--json").json["methods"]
-    assert [call.get("measure_tv") for call in calls] == [None] * 8 + [True]
-    assert calls[-1]["method"] == "lantern++"
+    assert [call.settings.measure_tv for call in calls] == [False] * 8 + [True]
+    assert calls[-1].settings.method == "lantern++"
     assert method["tv_cost"] > 0 and method["seconds"] == 4.0 and not ar["tv_cost"]
     monkeypatch.setenv("COLUMNS", "160")
     calls.clear()

@@ -227,7 +227,7 @@ class Pipeline(Engines):
         """
         check_output(self.target, output_type)
         progress, callback = options.pop("progress", None), options.pop("callback", None)
-        request = self._request(prompt, n, **options)
+        request = self.request(prompt, n, **options)
         with self._taken(request.settings, request.shape) as engine:
             return self.draw(engine, request, progress, callback, output_type)
 
@@ -241,7 +241,7 @@ class Pipeline(Engines):
         early, leave the loop. Raises InputError at once, before the first picture.
         """
         check_output(self.target, "pil")
-        return self._stream(self._request(prompt, n, **options))
+        return self._stream(self.request(prompt, n, **options))
 
     def draw(
         self,
@@ -277,8 +277,8 @@ class Pipeline(Engines):
         """codes [n, length], of the model's target or another -> n pictures, one at a time: their rounding does not depend on n."""
         return images_of(target or self.target, codes)
 
-    def _request(self, prompt: Any, n: Any, image: Any = None, **options: Any) -> Request:
-        """The arguments of a call, checked. InputError."""
+    def request(self, prompt: Any, n: Any, image: Any = None, **options: Any) -> Request:
+        """The arguments of a call, checked, with the settings it draws with, for `draw`. InputError."""
         prompts, n = calls.prompts(prompt), calls.integer("n", 1 if n is None else n)
         if not 1 <= n <= calls.MOST_PICTURES:
             raise InputError(f"n {n} is out of range; use 1 to {calls.MOST_PICTURES:,}")

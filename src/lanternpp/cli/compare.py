@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -26,7 +27,9 @@ from lanternpp.util.options import Option
 from lanternpp.util.terminal import Progress, progress_bar, say, show_table
 
 if TYPE_CHECKING:
-    from lanternpp.api.pipeline import Result, Stats
+    from lanternpp.api.calls import Request
+    from lanternpp.api.pipeline import Pipeline, Result, Stats
+    from lanternpp.engine.decode import Engine
 
 OUTPUT = Path("out/compare.png")
 
@@ -54,12 +57,14 @@ def compare(
 
     from lanternpp.api.picture import notes, save_png
 
-    pipe = opt.read(options, pictures=False)  # drawing checks the output
-    draw = partial(pipe, prompt, n=n, seed=seed)
+    pipe = opt.read(options)
+    request = partial(pipe.request, prompt, n, seed=seed)
     overrides = {"batch_size": 1, **options.overrides}
     measure_tv = overrides.pop("measure_tv", False)
+    method = request(method=options.method, **overrides)
+    shared = {name: getattr(method.settings, name) for name in names(EngineDials, SamplingDials)}
     with progress_bar("comparing") as progress:
-        pairs, measured = race(draw, options.method, overrides, runs, measure_tv, progress)
+        pairs, measured = race(pipe, (request(method=BASELINE, **shared), method), runs, measure_tv, progress)
     base, side = zip(*pairs, strict=True)
     if measured and measured.tv_cost is None:
         say("compare", f"the total variation of the rule {measured.settings['accept']} cannot be measured")
@@ -79,31 +84,27 @@ def compare(
 
 
 def race(
-    draw: Callable[..., Result],
-    method: str,
-    options: dict[str, Any],
-    runs: int,
-    measure_tv: bool,
-    progress: Progress | None,
-) -> tuple[list[tuple[Result, Result]], Stats | None]:
+    pipe: Pipeline, sides: tuple[Request, Request], runs: int, measure_tv: bool, progress: Progress | None
+) -> tuple[list[tuple[Result, ...]], Stats | None]:
     """Pairs of plain decoding's runs and the method's, one of each in turn; and the statistics of a run that was measured.
 
-    The method's warm-up resolves the shared settings, and plain decoding gets the same. Progress is reported
-    between runs only, so that the timed ones do nothing else. With `measure_tv`, the method's tv_cost is measured in
+    All runs of a side have its settings, also where another draft would be fitted by now. Progress is reported between
+    runs only, so that the timed ones do nothing else. With `measure_tv`, the method's tv_cost is measured in
     one more run, which draws the same pictures, since measuring takes time.
     """
     done, total = count(), 2 * (runs + 1) + measure_tv
+    engines = [pipe.new_engine(side.settings, timed=True) for side in sides]
 
-    def run(name: str, settings: dict[str, Any]) -> Result:
+    def run(engine: Engine, side: Request) -> Result:
         if progress:
             progress(next(done), total)
-        return draw(method=name, **settings)
+        return pipe.draw(engine, replace(side, found={}))
 
-    settings = run(method, options).stats.settings
-    same = {name: settings[name] for name in names(EngineDials, SamplingDials)}
-    run(BASELINE, same)
-    pairs = [(run(BASELINE, same), run(method, options)) for _ in range(runs)]
-    return pairs, run(method, options | {"measure_tv": True}).stats if measure_tv else None
+    _, *pairs = [tuple(map(run, engines, sides)) for _ in range(1 + runs)]
+    if not measure_tv:
+        return pairs, None
+    measured = replace(sides[1], settings=replace(sides[1].settings, measure_tv=True))
+    return pairs, run(pipe.new_engine(measured.settings), measured).stats
 
 
 def row(results: Sequence[Result], measured: Stats | None = None) -> dict[str, Any]:
