@@ -22,6 +22,7 @@ from lanternpp.nn import checkpoints
 from lanternpp.training.codes import Codes, Split
 from pictures import to_bytes
 
+NEUTRAL = Sampling()
 CONFIG = WordsConfig(("red", "blue", "square"), ("square",), 32, 2, 2, 48, grid=4, vocab=64, slots=3)
 
 
@@ -81,10 +82,10 @@ def ready(model: Path) -> Path:
     return model
 
 
-def teacher_of(target: Target, store: Path = Path()) -> Any:
+def teacher_of(target: Target, store: Path = Path(), sampling: Sampling = NEUTRAL) -> Any:
     """What a task asks of a `Teacher`, of a target that is there."""
     device, frozen = torch.device("cpu"), target.eval().requires_grad_(False)
-    known = {"device": device, "target": frozen, "origin": "made", "sampling": Sampling(), "store": store}
+    known = {"device": device, "target": frozen, "origin": "made", "sampling": sampling, "store": store}
     return SimpleNamespace(**known, cfg=3.0, trainable=lambda: frozen)
 
 

@@ -1,5 +1,6 @@
 """The drafter's training: its losses, what it learns from, and that it drafts better for it."""
 
+import math
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.photos import made_codes, teacher_of
+from helpers.photos import NEUTRAL, made_codes, teacher_of
 from helpers.refusals import rejects
 from helpers.stages import eagle, facts, log
 from torch import Tensor
 
 from lanternpp.api.model import read_target
-from lanternpp.engine.sampling import Guidance
+from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.errors import InputError
 from lanternpp.nn import checkpoints
 from lanternpp.training import loop
@@ -24,9 +25,10 @@ from lanternpp.training.features import CaptionPrompts, drafter_inputs
 from lanternpp.training.options import DrafterSettings, TrainingData, TrainingOptions
 
 
-def task(ready: Path, count: int = 6, **settings: Any) -> EagleTask:
+def task(ready: Path, count: int = 6, sampling: Sampling = NEUTRAL, **settings: Any) -> EagleTask:
     hparams = DrafterSettings(**{"batch_size": count, "cfg": 3.0, **settings}).of("eagle")
-    return EagleTask(hparams, teacher_of(read_target(ready, torch.float32)), made_codes(count))
+    teacher = teacher_of(read_target(ready, torch.float32), sampling=sampling)
+    return EagleTask(hparams, teacher, made_codes(count))
 
 
 def test_lk_is_the_negative_log_of_the_chance_that_verification_keeps_a_draft() -> None:
@@ -190,3 +192,11 @@ def test_figures_are_those_of_the_guidance_they_name(ready: Path) -> None:
     figures = made.validate_on(torch.arange(6))
     assert figures["guided"] == pytest.approx(figures["paper"], rel=1e-5)
     assert made.guidance == Guidance(1.0)
+
+
+def test_acceptance_is_that_of_the_models_own_sampling(ready: Path) -> None:
+    """Of the likeliest code alone, a draft is accepted where both have the same one."""
+    made, plain = (task(ready, sampling=Sampling(top_k=k)).validate_on(torch.arange(6)) for k in (1, 0))
+    assert made["accept"] == pytest.approx(made["agree"], abs=1e-6) != plain["accept"]
+    assert made["lk"] == pytest.approx((1 - made["agree"]) * -math.log(torch.finfo().tiny), rel=1e-5)
+    assert {name for name in made if made[name] != plain[name]} == {"accept", "accept2", "lk"}

@@ -1,25 +1,28 @@
 """The training of a drafter of all levels at once."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.photos import made_codes, teacher_of
+from helpers.photos import NEUTRAL, made_codes, teacher_of
 from helpers.refusals import rejects
 
 from lanternpp.api.model import read_target
+from lanternpp.engine.sampling import Sampling
 from lanternpp.training import loop, parallel
 from lanternpp.training.options import DrafterSettings
 from lanternpp.training.parallel import FIRST, DraftBatch, ParallelTask
 
 
-def task(ready: Path, count: int = 6, **settings: Any) -> ParallelTask:
+def task(ready: Path, count: int = 6, sampling: Sampling = NEUTRAL, **settings: Any) -> ParallelTask:
     small = {"batch_size": count, "levels": 4, "anchors": 6, "condition_width": 16, "warmup": 50, "cfg": 3.0}
     hparams = DrafterSettings(**{**small, **settings}).of("parallel")
-    return ParallelTask(hparams, teacher_of(read_target(ready, torch.float32)), made_codes(count))
+    teacher = teacher_of(read_target(ready, torch.float32), sampling=sampling)
+    return ParallelTask(hparams, teacher, made_codes(count))
 
 
 def test_every_level_is_measured_by_the_targets_guided_distribution_at_its_place(ready: Path) -> None:
@@ -89,9 +92,10 @@ def test_a_compiled_training_is_one_graph_and_learns_the_same(
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     # A graph rounds to bfloat16 elsewhere than the same lines uncompiled do: in float32 both are the same.
     monkeypatch.setattr(loop.Team, "autocast", lambda *_: nullcontext())
-    compiled, losses = task(ready, loss="block", aux_layers=1), []
-    compiled.speed_up()
-    for made in (compiled, task(ready, loss="block", aux_layers=1)):
+    both = [task(ready, sampling=Sampling(0.5, 9, 0.8), loss="block", aux_layers=1) for _ in range(2)]
+    both[0].speed_up()
+    losses = []
+    for made in both:
         torch.manual_seed(0)
         losses.append([made.step(step, 0.0)["loss"].item() for step in range(3)])
         made.validate()
@@ -111,6 +115,18 @@ def test_what_is_kept_is_predicted_and_nothing_else_changes(ready: Path) -> None
     for name, tensor in other.model.state_dict().items():
         same = torch.equal(tensor, made.model.state_dict()[name])
         assert same != name.startswith("confidence"), name
+
+
+@pytest.mark.parametrize("loss", ["both", "block"])
+def test_what_is_predicted_is_kept_under_the_models_own_sampling(ready: Path, loss: str) -> None:
+    """As a validation measures it; the other losses are of every code."""
+    made, plain = task(ready, sampling=Sampling(0.5, 9, 0.8), loss=loss), task(ready, loss=loss)
+    exact = made.batch(made.val, torch.arange(3))
+    read = replace(exact, rows=None)
+    ours, other = made.loss(made.model, read), plain.loss(plain.model, read)
+    assert ours["kept"].tolist() == pytest.approx(made.loss(made.model, exact)["kept"].tolist(), rel=1e-4)
+    assert not torch.allclose(ours["kept"], other["kept"], rtol=0.1)
+    assert torch.equal(ours["loss"], other["loss"]) and ours["confidence"] != other["confidence"]
 
 
 @pytest.mark.parametrize(

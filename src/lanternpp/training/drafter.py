@@ -19,7 +19,7 @@ from lanternpp.api.rates import FILE, Counts, strength
 from lanternpp.drafters.base import mark
 from lanternpp.engine.batching import ContinuousBatch
 from lanternpp.engine.observers import AcceptanceByRank
-from lanternpp.engine.sampling import Guidance
+from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.models.base import Target
 from lanternpp.training.codes import Codes, OwnCodes, PictureCodes, Sampler, choose_prompts, folder_codes
 from lanternpp.training.features import CaptionPrompts
@@ -50,6 +50,7 @@ class DrafterTask(Task):
         self.hparams, self.teacher, self.codes, self.device = settings, teacher, codes, teacher.device
         self.data, self.decay, self.warmup = codes.data, settings.decay, settings.warmup
         self.target = teacher.trainable()
+        self.plain = teacher.sampling == Sampling()  # codes are drawn from the softmax of logits
         drafter = self.make()
         self.config: Any = drafter.config
         known = {"data": codes.key, "target": teacher.origin}
@@ -93,6 +94,10 @@ class DrafterTask(Task):
 
         A loss `confidence` is minimised too; its gradient is not clipped.
         """
+
+    def sampled(self, logits: Tensor, place: Tensor) -> Tensor:
+        """Guided logits [B, n, V] of the codes at places [B, n] -> the distributions that these are drawn from."""
+        return self.teacher.sampling.probs(self.target.constrain(logits, place))
 
     @abstractmethod
     def loss(self, *inputs: Any, **more: Any) -> Any:

@@ -287,10 +287,14 @@ class EagleTask(CodesTask, DrafterTask):
                 true, target_logits, rounds = self.drafts(self.average, *prompts, codes, guidance, 2)
             (predicted, logits), (_, second) = rounds
             p, q, q2 = (guidance.merge(x) for x in (target_logits, logits, second))
-            accepted, count = comparison.acceptance(q, p), len(part)
+            drawn, count = [q, p, q2, p[:, 1:]], len(part)
+            if not self.plain and not self.target.channels:
+                after = torch.arange(1, self.target.length, device=self.device).expand(count, -1)
+                drawn = [self.sampled(x, after[:, -x.shape[1] :]).log() for x in drawn]
+            accepted, accepted2 = comparison.acceptance(*drawn[:2]), comparison.acceptance(*drawn[2:])
             figures = {
                 "accept": accepted.mean(),
-                "accept2": comparison.acceptance(q2, p[:, 1:]).mean(),
+                "accept2": accepted2.mean(),
                 "agree": comparison.agreement(q, p),
                 "feature": F.smooth_l1_loss(predicted.float(), true.float()),
                 "paper": comparison.cross_entropy(logits[:count], target_logits[:count]),

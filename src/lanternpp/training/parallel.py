@@ -196,25 +196,27 @@ class ParallelTask(DrafterTask):
         fade = self.hparams.fade ** torch.arange(len(counted), device=counted.device)
         loss = (cost.sum((0, 1)) / counted * fade).sum() / fade.sum()
         codes = batch.codes.gather(1, level_slots.flatten(1) + 1 - batch.prompts.shape[1])
-        chains = (x.unflatten(1, in_picture.shape[1:]) for x in (p, log_q, codes))
-        by_block = self.hparams.loss == "block"
-        with torch.set_grad_enabled(by_block and torch.is_grad_enabled()):
-            reach, keep = keep_chances(*chains)
-        if by_block:
+        chain = in_picture.shape[1:]
+        if self.hparams.loss == "block":
+            reach, keep = keep_chances(*(x.unflatten(1, chain) for x in (p, log_q, codes)))
             loss = loss - chain_gain(reach * keep * in_picture / counted, keep)
         if firsts is not None:
             first = gather_slots(first_level, firsts)
             at_firsts = self.distributions(batch, firsts + 1, first)
             loss = loss + FIRST * level_cost(self.hparams.loss, *at_firsts)[0].mean()
+        with torch.no_grad():
+            if batch.rows is None and not self.plain:
+                p, log_q = self.drawn(batch, level_slots.flatten(1), p.log(), log_q)
+            reach, keep = keep_chances(*(x.unflatten(1, chain) for x in (p, log_q, codes)))
         assert drafter.confidence is not None
-        logits, reach = drafter.confidence(features.detach())[..., 0].float(), reach.detach() * in_picture
+        logits, reach = drafter.confidence(features.detach())[..., 0].float(), reach * in_picture
         # cross-entropy of the predictions, weighted by how often drafts come there
-        kept = keep.detach().clamp(0, 1).float()
+        kept = keep.clamp(0, 1).float()
         confidence = F.binary_cross_entropy_with_logits(logits, kept, reduction="none") * reach
         confidence = confidence.sum() / reach.sum().clamp(min=1e-6)
         by_level = {
             "levels": chance,
-            "kept": reach * keep.detach(),
+            "kept": reach * keep,
             "expected": reach * logits.detach().sigmoid(),
         }
         found = {name: x.sum((0, 1)) / counted for name, x in by_level.items()}
@@ -231,12 +233,15 @@ class ParallelTask(DrafterTask):
             if batch.rows is not None:
                 truth = gather_slots(batch.rows, self.guidance.rows(slots)).to(like.dtype)
                 logits = self.guidance.merge(self.target.head(truth)), self.target.head(features).float()
-                place = slots + 1 - batch.prompts.shape[1]
-                p, q = (self.teacher.sampling.probs(self.target.constrain(x, place)) for x in logits)
-                return p, q.clamp(min=1e-20).log()
+                return self.drawn(batch, slots, *logits)
             truth = gather_slots(batch.features[..., : like.shape[-1]], slots)
             p = self.target.head(truth.to(like.dtype)).float().softmax(-1)
         return p, self.target.head(features).float().log_softmax(-1)
+
+    def drawn(self, batch: DraftBatch, slots: Tensor, *logits: Tensor) -> tuple[Tensor, Tensor]:
+        """p and log q that codes at slots [B, n] are drawn from, of logits of both, [B, n, V]."""
+        p, q = (self.sampled(x, slots + 1 - batch.prompts.shape[1]) for x in logits)
+        return p, q.clamp(min=1e-20).log()
 
     def conditioned(self, drafter: ParallelDrafter, batch: DraftBatch, features: Tensor) -> Tensor:
         """Features [B, A, levels, D] of `level_features`, each conditioned on the recorded code before it."""
