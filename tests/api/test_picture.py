@@ -6,8 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from helpers.refusals import rejects
 from PIL import Image
 
+from lanternpp.api.calls import pictures
 from lanternpp.api.picture import (
     ACCENT,
     BAR,
@@ -19,6 +22,7 @@ from lanternpp.api.picture import (
     fit,
     font,
     grid,
+    open_image,
     save_png,
     wrap,
 )
@@ -92,3 +96,33 @@ def test_a_png_is_written_whole_with_its_notes(tmp_path: Path) -> None:
     with Image.open(path) as image:
         assert image.text["prompt"] == "a tulip, élan 花"
     assert [p.name for p in path.parent.iterdir()] == ["x.png"]
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif"])
+def test_greys_of_16_bits_keep_their_shades(suffix: str, tmp_path: Path) -> None:
+    shades, path = [0, 255, 32768, 65535], tmp_path / f"grey.{suffix}"
+    deep = torch.tensor(shades).to(torch.uint16).numpy().tobytes()
+    Image.frombytes("I;16", (4, 1), deep).save(path)
+    image = open_image(path)
+    assert isinstance(image, Image.Image) and image.tobytes()[::3] == bytes(shade >> 8 for shade in shades)
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_pixels_of_no_known_range_are_refused(mode: str, tmp_path: Path) -> None:
+    image = Image.new(mode, (2, 2))
+    image.save(tmp_path / "x.tif")
+    assert "32 bits" in str(open_image(tmp_path / "x.tif"))
+    rejects("image 1 cannot be read: its pixels are numbers of 32 bits", pictures, image)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_what_is_transparent_is_white(mode: str, tmp_path: Path) -> None:
+    image = Image.new("RGBA", (2, 1), (0, 0, 0, 0))
+    image.putpixel((1, 0), (90, 90, 90, 255))
+    image = image.convert(mode)
+    save_png(image, tmp_path / "x.png", {"prompt": "a tulip"})
+    for found in (open_image(tmp_path / "x.png"), *pictures(image)):
+        assert isinstance(found, Image.Image) and found.mode == "RGB"
+        assert [found.getpixel((x, 0)) for x in (0, 1)] == [(255,) * 3, (90,) * 3]
+    found = open_image(tmp_path / "x.png")
+    assert isinstance(found, Image.Image) and found.info["prompt"] == "a tulip"

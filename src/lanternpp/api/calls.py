@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from lanternpp.api.options import Settings, check_prompt
-from lanternpp.api.picture import open_image
+from lanternpp.api.picture import as_rgb, open_image
 from lanternpp.api.results import Partial
 from lanternpp.engine.batching import ContinuousBatch, opened
 from lanternpp.engine.decode import Engine, FinishedSample
@@ -113,12 +113,13 @@ def pictures(value: Any) -> list[Image.Image]:
     for number, one in enumerate(given, 1):
         path = isinstance(one, str | Path)
         image = open_image(Path(one) if path else one) if path or hasattr(one, "read") else one
+        image = as_rgb(image) if isinstance(image, Image.Image) else image
         if isinstance(image, str):
             raise InputError(f"image {one if path else number} cannot be read: {image}")
         if not isinstance(image, Image.Image):
             kind = type(one).__name__
             raise InputError(f"image {number} of type {kind} is no picture; give a PIL image or a file")
-        found.append(image.convert("RGB"))
+        found.append(image)
     return found
 
 

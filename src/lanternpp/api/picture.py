@@ -144,12 +144,25 @@ def open_image(path: Path | IO[bytes]) -> Image.Image | str:
         with Image.open(path, formats=None if isinstance(path, Path) else UPLOADED) as file:
             if file.width * file.height > MOST_PIXELS:
                 return f"it has {file.width}x{file.height} pixels, more than {MOST_PIXELS:,}"
-            return ImageOps.exif_transpose(file).convert("RGB")
+            return as_rgb(ImageOps.exif_transpose(file))
     except FileNotFoundError:
         return "missing"
     # of a damaged file, decoders and their metadata raise errors of many kinds
     except Exception as error:
         return str(error).replace(str(path), "").strip(" '") or type(error).__name__
+
+
+def as_rgb(image: Image.Image) -> Image.Image | str:
+    """A picture as RGB, transparent ones on white, greys of 16 bits as 8; or why that cannot be."""
+    if image.mode.startswith("I;16"):  # `convert` would clip them
+        return image.convert("I").point(lambda grey: grey / 256).convert("L").convert("RGB")
+    if image.mode in ("I", "F"):
+        return "its pixels are numbers of 32 bits, of which nothing says what is white: save it with 8 or 16 bits"
+    if image.has_transparency_data:
+        sheet = Image.new("RGBA", image.size, PAPER)
+        sheet.alpha_composite(image.convert("RGBA"))
+        sheet.info, image = image.info, sheet
+    return image.convert("RGB")
 
 
 def png_notes(path: Path) -> dict[str, str] | None:
