@@ -152,6 +152,9 @@ def test_a_drafter_goes_on_from_recorded_runs_in_another_folder(run, shelf: Path
     again = run(*base, *runs)
     assert again.code == 0 and "recorded runs" not in again.err and weights(shelf / "next") == second
     run(*base, *runs[2:], "--rollouts", 6).refused("(data '")
+    (shelf / "t2i/defaults.json").write_text('{"cfg": 7.5, "top_k": 9}')
+    run(*base, *runs).refused("(data '", "sampling.top_k 48 -> 9")
+    (shelf / "t2i/defaults.json").unlink()
     relaxed = (*base, *runs, "--method", "lantern++")
     run(*relaxed).refused("(data '")
     more = run(*relaxed, "--restart", "--levels", 16, "--aux-layers", 1, "--layers", 2)

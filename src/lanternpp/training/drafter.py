@@ -19,7 +19,7 @@ from lanternpp.api.rates import FILE, Counts, strength
 from lanternpp.drafters.base import mark
 from lanternpp.engine.batching import ContinuousBatch
 from lanternpp.engine.observers import AcceptanceByRank
-from lanternpp.engine.sampling import Guidance, Sampling
+from lanternpp.engine.sampling import Guidance
 from lanternpp.models.base import Target
 from lanternpp.training.codes import Codes, OwnCodes, PictureCodes, Sampler, choose_prompts, folder_codes
 from lanternpp.training.features import CaptionPrompts
@@ -27,7 +27,7 @@ from lanternpp.training.loop import run, team
 from lanternpp.training.options import DrafterSettings, TrainingData, TrainingOptions
 from lanternpp.training.pictures import read_rows
 from lanternpp.training.state import Task, averaged, check_resumable
-from lanternpp.training.teacher import Teacher
+from lanternpp.training.teacher import Teacher, warping
 from lanternpp.util.files import write_text
 
 DEEPEST = 16  # drafts whose rates are stored
@@ -50,11 +50,10 @@ class DrafterTask(Task):
         self.hparams, self.teacher, self.codes, self.device = settings, teacher, codes, teacher.device
         self.data, self.decay, self.warmup = codes.data, settings.decay, settings.warmup
         self.target = teacher.trainable()
-        self.plain = teacher.sampling == Sampling()  # codes are drawn from the softmax of logits
         drafter = self.make()
         self.config: Any = drafter.config
-        known = {"data": codes.key, "target": teacher.origin}
-        self.settings = {**self.config.flat(), **asdict(settings), **known}
+        self.settings = {**self.config.flat(), **asdict(settings), **origins(teacher, codes)}
+        self.plain = self.settings["sampling"] is None  # codes are drawn from the softmax of logits
         self.model = drafter.float().to(self.device).train()
         self.average = averaged(self.model)
         self.optimizers = self.make_optimizers()
@@ -149,11 +148,16 @@ def train(
     settings = replace(settings, cfg=teacher.cfg)
     task.check(settings, teacher.target, source)
     settings, material = task.material(settings, teacher, source)
-    known = {"target": teacher.origin, "data": material.key}
-    check_resumable(options, {**{name: getattr(settings, name) for name in task.found}, **known})
+    found = {name: getattr(settings, name) for name in task.found}
+    check_resumable(options, found | origins(teacher, material))
     made = task(settings, teacher, material.build(), source)
     prompts = dict.fromkeys(text for text in made.val.texts if text is not None)
     return tuple(prompts) if run(made, options) else ()
+
+
+def origins(teacher: Teacher, material: Any) -> dict[str, Any]:
+    """What a training depends on besides its own settings."""
+    return {"target": teacher.origin, "data": material.key, "sampling": warping(teacher.sampling)}
 
 
 def strengths(pipe: Pipeline, kind: str) -> list[Settings]:

@@ -69,6 +69,12 @@ class Teacher:
         return self.target
 
 
+def warping(sampling: Sampling) -> dict[str, float] | None:
+    """Temperature, top-k and top-p by their names; None where they change nothing."""
+    names = ("temperature", "top_k", "top_p")
+    return None if sampling == Sampling() else dict(zip(names, sampling.warp, strict=True))
+
+
 def is_own_folder(model: str | Path) -> bool:
     """Whether a model is a folder of the user's, to write into."""
     return str(model) not in MODELS and Path(model).is_dir() and os.access(model, os.W_OK)
