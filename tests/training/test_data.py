@@ -45,6 +45,32 @@ def test_a_root_metadata_serves_too(data: Path) -> None:
     assert (after.files, after.texts) == (before.files, before.texts)
 
 
+def test_a_picture_is_one_however_it_is_spelled_and_further_captions_are_said(data: Path) -> None:
+    before, path = read_rows(data, "val"), data / "val" / "metadata.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    names = ("./{}", f"{data}/val/{{}}", "{}", "red//../{}")
+    lines = [
+        {**row, "file_name": name.format(row["file_name"])} for row, name in zip(lines, names, strict=True)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in lines))
+    after = read_rows(data, "val")
+    assert (after.files, after.texts, after.key) == (before.files, before.texts, before.key)
+    path.write_text(path.read_text() + json.dumps({"file_name": before.files[0], "text": "another"}) + "\n")
+    with pytest.warns(
+        DataWarning, match=r"1 lines of .*val/metadata.jsonl name a picture again: .* the last"
+    ):
+        assert read_rows(data, "val").texts == ("another", *before.texts[1:])
+
+
+def test_another_picture_of_the_same_size_is_another_key(data: Path) -> None:
+    before, path = read_rows(data, "val"), data / "val" / "red" / "000.png"
+    key, content = before.key, path.read_bytes()
+    path.write_bytes(content[:-20] + bytes(20))
+    assert before.key != key
+    path.write_bytes(content)
+    assert before.key == key
+
+
 def test_missing_parts_are_said_plainly(data: Path, tmp_path: Path) -> None:
     rejects("no folder", read_rows, tmp_path / "nowhere", "train")
     rejects("test is missing", read_rows, data, "test")

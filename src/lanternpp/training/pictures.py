@@ -7,7 +7,9 @@ import os
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 
 from PIL import Image, ImageOps
@@ -19,6 +21,7 @@ from lanternpp.nn.files import listed
 from lanternpp.util.files import digest
 from lanternpp.util.jsonfile import read_lines
 
+HASHED = 1 << 16  # bytes of a picture, by which another of its size is told
 CORRUPT = 0.01  # share of unreadable pictures above which a folder is rejected
 MARGIN = 1.125  # pictures are kept with this much of the training size on their short side
 STRETCH = 4 / 3  # and at most this much longer than wide
@@ -40,10 +43,12 @@ class Rows:
 
     @property
     def key(self) -> str:
-        """A hash of the file list with sizes and captions."""
-        paths = [self.root / name for name in self.files]
-        sizes = [str(path.stat().st_size) for path in paths if path.is_file()]
-        return digest([*self.files, *self.texts, *sizes])
+        """A hash of the file list, captions, sizes and the first bytes of every file."""
+        parts = [*self.files, *self.texts]
+        for path in (self.root / name for name in self.files):
+            with suppress(OSError), path.open("rb") as file:
+                parts += [str(path.stat().st_size), sha256(file.read(HASHED)).hexdigest()]
+        return digest(parts)
 
     def decode(self, part: range, size: int) -> dict[int, Image.Image]:
         """Pictures of a part by index, as `shrunk` gives them; others go into `bad`. InputError where those are too many."""
@@ -83,17 +88,22 @@ def read_rows(data: str | Path, split: str, limit: int | None = None) -> Rows:
     root = data / split
     if not root.is_dir():
         raise InputError(f"{root} is missing: an imagefolder for training has train/ and val/.")
-    own, shared, below = root / METADATA, data / METADATA, f"{split}/"
-    if not own.is_file() and not shared.is_file():
+    own = root / METADATA
+    listing = own if own.is_file() else data / METADATA
+    if not listing.is_file():
         raise InputError(f"{own} is missing: it has a line with file_name and text for each picture.")
-    rows: dict[str, tuple[str, str, str]] = {}
-    for line, row in read_lines(own if own.is_file() else shared, "file_name", LAYOUT):
-        name, text = row["file_name"], row.get("text")
+    rows, again = dict[str, tuple[str, str, str]](), 0
+    for line, row in read_lines(listing, "file_name", LAYOUT):
+        path, text = listing.parent.absolute() / row["file_name"], row.get("text")
         if not isinstance(text, str):
             raise InputError(f"{line} has no text: file_name and text are needed.")
-        if own.is_file() or name.startswith(below):
-            name = name if own.is_file() else name.removeprefix(below)
+        if listing == own or path.is_relative_to(root.absolute()):
+            name = os.path.relpath(path, root)  # it may have been an absolute path, or begin with ./
+            again += name in rows
             rows[name] = (name, text, str(row.get("label") or ""))
+    if again:
+        said = f"{again} lines of {listing} name a picture again: of its captions the last one alone is used"
+        warnings.warn(said, DataWarning, stacklevel=1)
     if not rows:
         pictures = len(list_pictures(root))
         raise InputError(f"{root} has no captions: its metadata.jsonl names none of the {pictures} pictures.")
