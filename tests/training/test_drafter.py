@@ -200,3 +200,11 @@ def test_acceptance_is_that_of_the_models_own_sampling(ready: Path) -> None:
     assert made["accept"] == pytest.approx(made["agree"], abs=1e-6) != plain["accept"]
     assert made["lk"] == pytest.approx((1 - made["agree"]) * -math.log(torch.finfo().tiny), rel=1e-5)
     assert {name for name in made if made[name] != plain[name]} == {"accept", "accept2", "lk"}
+
+
+def test_every_validation_has_the_same_noise_and_none_changes_the_trainings(ready: Path) -> None:
+    made = task(ready)
+    made.validate_on = lambda _: {"noise": torch.rand(1).item()}  # type: ignore[method-assign]
+    state = torch.manual_seed(5).get_state()
+    assert made.validate()["noise"] == made.validate()["noise"] == made.final()["noise"]
+    assert torch.equal(torch.get_rng_state(), state)

@@ -131,16 +131,21 @@ class CodesTask(Task):
     def validate_on(self, index: Tensor) -> dict[str, float]:
         """Figures of the average on validation pictures [M]."""
 
-    @torch.no_grad()
     def validate(self) -> dict[str, Any]:
         """Figures on some validation pictures."""
-        return self.validate_on(evenly_spaced(len(self.codes.val), self.check_pictures))
+        return self._figures(evenly_spaced(len(self.codes.val), self.check_pictures))
 
-    @torch.no_grad()
     def final(self) -> dict[str, Any]:
         """The figures on every validation picture."""
-        figures = self.validate_on(torch.arange(len(self.codes.val)))
+        figures = self._figures(torch.arange(len(self.codes.val)))
         return {**figures, "validation_pictures": len(self.codes.val)}
+
+    @torch.no_grad()
+    def _figures(self, index: Tensor) -> dict[str, float]:
+        """`validate_on`, always with the same noise, so that weights alone decide which are the best."""
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(0)
+            return self.validate_on(index)
 
 
 def evenly_spaced(count: int, most: int) -> Tensor:
