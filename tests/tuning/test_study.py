@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from helpers.refusals import rejects
@@ -135,6 +136,20 @@ def test_a_damaged_log_and_a_run_of_something_else_are_rejected(pipe, tmp_path, 
     (tmp_path / "b/run.json").write_text('{"methods": {}}')
     rejects("something else", tuner, pipe, tmp_path / "b", restart=True)
     assert (tmp_path / "b/run.json").exists()
+
+
+@pytest.mark.parametrize(("asked", "batch", "drawn"), [(3, 1, 4), (5, 4, 8), (8, 2, 8)])
+def test_a_race_draws_no_fewer_pictures_than_asked_for(
+    pipe, tmp_path, priced, monkeypatch, asked: int, batch: int, drawn: int
+) -> None:
+    pictures, nothing = [], SimpleNamespace(run=lambda *_: [], describe=dict)
+    monkeypatch.setattr(
+        study, "Race", lambda _, field, prompts, n, *more: pictures.append(n * len(prompts)) or nothing
+    )
+    monkeypatch.setattr(study.report, "rows", lambda *_: [])
+    made = tuner(pipe, tmp_path, options=replace(SMALL, trials=1, n=asked), given={"batch_size": batch})
+    made.race(made.tune())
+    assert pictures == [drawn]
 
 
 def test_without_optuna_there_is_one_sentence(pipe, tmp_path, monkeypatch) -> None:

@@ -182,9 +182,9 @@ class Tuner:
     def race(self, found: Candidate, progress: Progress | None = None) -> list[dict[str, Any]]:
         """Plain decoding, the method's own draft and the one found, taking turns: a row of figures for each."""
         batch, options = self.settings.batch_size, self.options
-        count = max(1, options.n // batch)  # batches
+        count = -(-options.n // batch)  # batches
         prompts = list(dict.fromkeys(spread(self.prompts, count)))
-        n = max(1, count // len(prompts)) * batch
+        n = -(-count // len(prompts)) * batch
         field = [Entry(BASELINE, BASELINE, {})]
         if not self.is_own(found):
             field.append(Entry(OWN, self.method, self.given))
