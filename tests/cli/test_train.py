@@ -140,6 +140,9 @@ def test_a_drafter_goes_on_from_recorded_runs_in_another_folder(run, shelf: Path
     base = ("train", "--model", "t2i", "--self", "--prompts", "prompts.txt", *SMALL)
     runs = ("--rollouts", 5, "--drafter", "t2i/parallel", "-o", "next")
     run(*base, *runs).refused("t2i/parallel holds no parallel drafter to go on with")
+    drafter = write_model(shelf / "mm") / "drafter"
+    eagle = ("--rollouts", 5, "--drafter", drafter, "-o", "next")
+    run(*base, *eagle).refused("mm/drafter holds no parallel drafter to go on with")
     run(*base, *runs[2:], "--rollouts", 0).refused("--rollouts 0 is out of range")
     run(*base, "--rollouts", 5).refused("give both")
     run(*base, "--method", "lantern++").refused("give both")

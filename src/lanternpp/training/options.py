@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from lanternpp.errors import InputError
+from lanternpp.util.jsonfile import read_object
 from lanternpp.util.options import Option, declared
 from lanternpp.util.registry import unknown
 
@@ -187,7 +188,9 @@ class TrainingData:
         for name in UNUSED[source]:
             if getattr(self, name) != getattr(TrainingData, name):
                 raise InputError(f"--{name.replace('_', '-')} has no effect with {source}: leave it out.")
-        if self.drafter is not None and not (self.drafter / "config.json").is_file():
-            raise InputError(
-                f"{self.drafter} holds no parallel drafter to go on with: train one first, without --rollouts."
-            )
+        if self.drafter is not None:
+            config = self.drafter / "config.json"
+            if not config.is_file() or read_object(config).get("kind") != "parallel":
+                raise InputError(
+                    f"{self.drafter} holds no parallel drafter to go on with: train one first, without --rollouts."
+                )
