@@ -34,6 +34,14 @@ def test_float32_round_trip_is_exact_with_its_config(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, two.state_dict()[name]) for name, tensor in one.state_dict().items())
 
 
+def test_the_same_weights_are_the_same_bytes(tmp_path: Path) -> None:
+    found = set()
+    for _ in range(20):
+        checkpoints.save(tmp_path, {}, net().state_dict())
+        found.add((tmp_path / checkpoints.WEIGHTS).read_bytes())
+    assert len(found) == 1
+
+
 def test_six_bits_are_three_quarters_of_eight_and_err_less_than_a_plain_grid_of_six(tmp_path: Path) -> None:
     tensors = {
         "conv": torch.randn(8, 512, 3, 3) * torch.logspace(-3, 2, 8)[:, None, None, None],

@@ -73,7 +73,9 @@ def save(
     if target.exists() and target.read_text(encoding="utf-8") != text:
         target.unlink()  # never new weights under an old config
     with replacing(folder / WEIGHTS) as temporary:
-        save_file(packed, temporary, metadata={"format": "pt", "store": store})
+        save_file(
+            packed, temporary, metadata={"format": "pt"}
+        )  # one, as safetensors writes them in any order
         temporary.chmod(0o666 & ~umask())  # safetensors writes for the owner alone
     write_text(target, text)
 
