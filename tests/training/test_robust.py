@@ -100,10 +100,20 @@ def test_a_cache_that_would_not_fit_is_rejected_before_it_is_made(
     monkeypatch.setattr(material.shutil, "disk_usage", lambda path: free)
     material.check_disk_space(tmp_path / "new" / "cache", 1 << 20, "the features")
     with pytest.raises(
-        InputError, match=r"the features takes? 1\.1 GB in .*cache and the disk has 536\.9 MB"
+        InputError,
+        match=r"the features takes? 1\.1 GB in .*cache and the disk has 536\.9 MB free, of which 268\.4 MB stay free",
     ):
         material.check_disk_space(tmp_path / "new" / "cache", 1 << 30, "the features")
     assert not (tmp_path / "new").exists()
+
+
+def test_a_batch_that_processes_cannot_share_says_where_its_size_is_from() -> None:
+    team = Team()
+    team.size = 2
+    said = (
+        "a batch of 9 pictures, which is --batch-size or all that there are, cannot be shared by 2 processes"
+    )
+    rejects(said, team.share, torch.zeros(9))
 
 
 def read(model: Path, dtype: torch.dtype = torch.float32) -> None:

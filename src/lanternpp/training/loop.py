@@ -77,7 +77,8 @@ class Team:
         """This process's part of a batch [B, ...]. InputError where the batch cannot be parted evenly."""
         if len(batch) % self.size:
             raise InputError(
-                f"a batch of {len(batch)} cannot be shared by {self.size} processes: use a multiple of {self.size}."
+                f"a batch of {len(batch)} pictures, which is --batch-size or all that there are, cannot be shared by "
+                f"{self.size} processes: use a multiple of {self.size}."
             )
         return batch[self.rank :: self.size]
 

@@ -92,6 +92,6 @@ def check_disk_space(folder: Path, size: int, what: str) -> None:
     free = shutil.disk_usage(there).free
     if size + SPARE > free:
         raise InputError(
-            f"{what} takes {megabytes(size)} in {folder} and the disk has {megabytes(free)} free: free some, or "
-            "leave it out."
+            f"{what} takes {megabytes(size)} in {folder} and the disk has {megabytes(free)} free, of which "
+            f"{megabytes(SPARE)} stay free: free some, or leave it out."
         )
