@@ -79,7 +79,9 @@ def test_the_defaults_of_the_signature_are_those_in_the_help(stage: str, done) -
 
 
 @pytest.mark.parametrize("head", [("--head", "mixture", "--components", 3), DENOISER])
-def test_latents_from_photos_to_a_comparison(head: tuple[object, ...], done, rejected) -> None:
+def test_latents_from_photos_to_a_comparison(
+    head: tuple[object, ...], command, done, rejected, tmp_path: Path
+) -> None:
     train = ("lanternpp", "train", *BASE)
     done("tokenizer", *BASE, *LATENTS, "--perceptual", 0, "--no-adversarial")
     assert "run recipes/nature/target.py" in rejected(*train)
@@ -87,7 +89,9 @@ def test_latents_from_photos_to_a_comparison(head: tuple[object, ...], done, rej
     draw = ("a red square", "--model", "mine")
     assert json.loads(done("lanternpp", "generate", *draw, "--json"))["method"] == "ar"
     assert "--kind eagle" in rejected(*train)
-    done(*train, "--kind", "eagle")
+    status, _, said = command(*train, "--kind", "eagle")
+    assert status == 0 and "counting how many drafted codes are accepted\n" in said, said
+    assert not list(tmp_path.rglob("acceptance.json"))
     rules = ("exact", "cspd") if head is DENOISER else ("exact",)
     for rule in rules:
         dials = ("--runs", 1, "--cfg", 2, "--method", "eagle", "--accept", rule)

@@ -70,7 +70,8 @@ def store_rates(
     if not team().leads:
         return
     pipe = Pipeline.from_pretrained(model, out, device=device, tuned=False)
-    print(f"counting how many drafted codes are accepted, for {folder / FILE}", file=sys.stderr)
+    stored = "" if pipe.target.channels else f", for {folder / FILE}"
+    print(f"counting how many drafted codes are accepted{stored}", file=sys.stderr)
     with progress_bar("counting accepted codes") as progress, warnings.catch_warnings():
         warnings.simplefilter("ignore", PromptWarning)  # as those of the training's captions
         found = record_rates(pipe, strengths(pipe, kind), folder, prompts, progress=progress)
