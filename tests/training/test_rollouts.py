@@ -125,6 +125,10 @@ def test_a_drafter_that_grows_drafts_as_before() -> None:
     target = ToyTarget(layers=3)
     small = parallel(target)
     large = grown(small, settings_of(layers=2, levels=9, aux_layers=2), target)
+    older = grown(parallel(target, confidence=False), settings_of(), target)
+    assert (
+        large.get_parameter("confidence.weight").any() and not older.get_parameter("confidence.weight").any()
+    )
     layers = len(small.decoder.blocks)
     assert (
         len(large.decoder.blocks) == layers + 1 and large.config.queries == 8 and large.aux_layers == (0, 1)

@@ -252,6 +252,7 @@ def grown(drafter: ParallelDrafter, settings: DrafterSettings, target: Target) -
     for name, parameter in made.decoder.blocks[shape.layers :].named_parameters():
         if name.endswith(("wo.weight", "w2.weight")):
             nn.init.zeros_(parameter)
+    nn.init.zeros_(made.get_parameter("confidence.weight"))
     tensors = {name: tensor.float() for name, tensor in drafter.state_dict().items()}
     added = larger.queries - config.queries
     tensors["queries"] = torch.cat((tensors["queries"], tensors["queries"][-1:].expand(added, -1)))
