@@ -188,9 +188,8 @@ class TrainingData:
         for name in UNUSED[source]:
             if getattr(self, name) != getattr(TrainingData, name):
                 raise InputError(f"--{name.replace('_', '-')} has no effect with {source}: leave it out.")
-        if self.drafter is not None:
-            config = self.drafter / "config.json"
-            if not config.is_file() or read_object(config).get("kind") != "parallel":
-                raise InputError(
-                    f"{self.drafter} holds no parallel drafter to go on with: train one first, without --rollouts."
-                )
+        config = self.drafter and self.drafter / "config.json"
+        if config and (not config.is_file() or read_object(config).get("kind") != "parallel"):
+            raise InputError(
+                f"{self.drafter} holds no parallel drafter to go on with: train one first, without --rollouts."
+            )

@@ -190,15 +190,14 @@ class ParallelTask(DrafterTask):
         level_slots, in_picture = slots.clamp(max=last), (slots <= last).float()
         first_level, features = self.level_features(drafter, batch, noise)
         features = self.conditioned(drafter, batch, features)
-        p, log_q = self.distributions(batch, level_slots.flatten(1), features.flatten(1, 2))
-        cost, chance = (x.view_as(in_picture) * in_picture for x in level_cost(self.hparams.loss, p, log_q))
+        p, log_q = self.distributions(batch, level_slots, features)
+        cost, chance = (x * in_picture for x in level_cost(self.hparams.loss, p, log_q))
         counted = in_picture.sum((0, 1)).clamp(min=1)
         fade = self.hparams.fade ** torch.arange(len(counted), device=counted.device)
         loss = (cost.sum((0, 1)) / counted * fade).sum() / fade.sum()
-        codes = batch.codes.gather(1, level_slots.flatten(1) + 1 - batch.prompts.shape[1])
-        chain = in_picture.shape[1:]
+        codes = batch.codes.gather(1, level_slots.flatten(1) + 1 - batch.prompts.shape[1]).view_as(slots)
         if self.hparams.loss == "block":
-            reach, keep = keep_chances(*(x.unflatten(1, chain) for x in (p, log_q, codes)))
+            reach, keep = keep_chances(p, log_q, codes)
             loss = loss - chain_gain(reach * keep * in_picture / counted, keep)
         if firsts is not None:
             first = gather_slots(first_level, firsts)
@@ -206,8 +205,8 @@ class ParallelTask(DrafterTask):
             loss = loss + FIRST * level_cost(self.hparams.loss, *at_firsts)[0].mean()
         with torch.no_grad():
             if batch.rows is None and not self.plain:
-                p, log_q = self.drawn(batch, level_slots.flatten(1), p.log(), log_q)
-            reach, keep = keep_chances(*(x.unflatten(1, chain) for x in (p, log_q, codes)))
+                p, log_q = self.drawn(batch, level_slots, p.log(), log_q)
+            reach, keep = keep_chances(p, log_q, codes)
         assert drafter.confidence is not None
         logits, reach = drafter.confidence(features.detach())[..., 0].float(), reach * in_picture
         # cross-entropy of the predictions, weighted by how often drafts come there
@@ -223,7 +222,7 @@ class ParallelTask(DrafterTask):
         return {"loss": loss, "confidence": confidence, "accept": found["levels"].mean(), **found}
 
     def distributions(self, batch: DraftBatch, slots: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        """At slots [B, n], p of the target and log q of features [B, n, D], both [B, n, V].
+        """At slots [B, ...], p of the target and log q of features [B, ..., D], both [B, ..., V].
 
         Training takes the head of guided features, which are the guided logits where the head is linear; a validation merges
         logits, and samples as drawing does.
@@ -239,8 +238,9 @@ class ParallelTask(DrafterTask):
         return p, self.target.head(features).float().log_softmax(-1)
 
     def drawn(self, batch: DraftBatch, slots: Tensor, *logits: Tensor) -> tuple[Tensor, Tensor]:
-        """p and log q that codes at slots [B, n] are drawn from, of logits of both, [B, n, V]."""
-        p, q = (self.sampled(x, slots + 1 - batch.prompts.shape[1]) for x in logits)
+        """p and log q that codes at slots [B, A, levels] are drawn from, of logits of both, [B, A, levels, V]."""
+        place = slots.flatten(1) + 1 - batch.prompts.shape[1]
+        p, q = (self.sampled(x.flatten(1, 2), place).view_as(x) for x in logits)
         return p, q.clamp(min=1e-20).log()
 
     def conditioned(self, drafter: ParallelDrafter, batch: DraftBatch, features: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from lanternpp.api.options import RuleDials, names
 from lanternpp.drafters.parallel import ParallelDrafter
 from lanternpp.engine.batching import drawing
 from lanternpp.engine.decode import Engine, Observer
-from lanternpp.engine.sampling import Guidance, Sampling
+from lanternpp.engine.sampling import Guidance
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
 from lanternpp.nn.sources import Source
@@ -132,8 +132,7 @@ class Runs(OwnCodes):
         chains |= {"min_survival": 0.0, "cfg": teacher.cfg, "batch_size": self.batch}
         self.drawn = teacher.pipeline().settings(source.method, **chains)
         drawn = {name: getattr(self.drawn, name) for name in ("verify", *names(RuleDials))}
-        sampling = Sampling(self.drawn.temperature, self.drawn.top_k, self.drawn.top_p)
-        drawn |= warping(sampling) or {}
+        drawn |= warping(self.drawn) or {}
         dials = sorted((name, value) for name, value in drawn.items() if value is not None)
         how = f"{teacher.cfg} {config.queries} {config.aux_layers} {self.seed} {self.drawn.accept} {dials}"
         self.key = digest([teacher.origin, origin, *self.texts, how])

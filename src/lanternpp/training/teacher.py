@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lanternpp.api.model import MODELS, Model, model_folder, placed, read_target
-from lanternpp.api.options import BASELINE
+from lanternpp.api.options import BASELINE, Settings
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.drafters.base import Drafter
 from lanternpp.engine.sampling import Sampling
@@ -22,6 +22,7 @@ from lanternpp.training.state import STATE
 from lanternpp.util.files import digest
 from lanternpp.util.jsonfile import read_object
 
+NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
 SAMPLED = 1 << 16  # numbers of a tensor, evenly over it, that are hashed to identify it
 
 
@@ -69,10 +70,10 @@ class Teacher:
         return self.target
 
 
-def warping(sampling: Sampling) -> dict[str, float] | None:
+def warping(drawn: Sampling | Settings) -> dict[str, float] | None:
     """Temperature, top-k and top-p by their names; None where they change nothing."""
-    names = ("temperature", "top_k", "top_p")
-    return None if sampling == Sampling() else dict(zip(names, sampling.warp, strict=True))
+    found = {name: getattr(drawn, name) for name in NEUTRAL}
+    return None if found == NEUTRAL else found
 
 
 def is_own_folder(model: str | Path) -> bool:
