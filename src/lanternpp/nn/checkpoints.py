@@ -73,9 +73,8 @@ def save(
     if target.exists() and target.read_text(encoding="utf-8") != text:
         target.unlink()  # never new weights under an old config
     with replacing(folder / WEIGHTS) as temporary:
-        save_file(
-            packed, temporary, metadata={"format": "pt"}
-        )  # one, as safetensors writes them in any order
+        # one entry, as safetensors writes several in any order
+        save_file(packed, temporary, metadata={"format": "pt"})
         temporary.chmod(0o666 & ~umask())  # safetensors writes for the owner alone
     write_text(target, text)
 
