@@ -39,6 +39,10 @@ def test_only_bfloat16_on_a_cpu_is_packed() -> None:
     pack(made, native.library())
     assert type(made[0]) is (nn.Linear if native.library() is None else KernelLinear)
     assert made(torch.ones(1, 32, dtype=torch.bfloat16)).eq(32).all()
+    if library := native.library():
+        in_a_subclass = layer.weight.detach().bfloat16().as_subclass(type("Own", (torch.Tensor,), {}))
+        with pytest.raises(AssertionError, match="subclass"):
+            KernelLinear(library, [(in_a_subclass, None)])
     pack(plain := nn.Sequential(layer.bfloat16()), None)
     assert type(plain[0]) is nn.Linear, "without kernels"
 

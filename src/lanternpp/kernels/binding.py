@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 BLOCK_N = 32  # outputs of a block of weights
 K_ALIGN = 64  # inputs are padded to a multiple of this
@@ -74,6 +74,8 @@ class Struct(Structure):
         mark, kind = self.marks[name]
         if isinstance(value, Tensor):
             value = value.contiguous() if mark == "*" else value
+            # the address of a subclass may be 0
+            assert type(value) in (Tensor, nn.Parameter), (name, type(value))
             assert value.is_contiguous() and value.device.type == "cpu", name
             assert not kind or value.dtype in DTYPES[kind], (name, value.dtype)
         self.alive[name] = value

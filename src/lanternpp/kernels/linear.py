@@ -77,6 +77,7 @@ class KernelLinear(nn.Module):
         exact = all(kept)
         rows = [pair[0] for pair in kept] if exact else [weight.detach().bfloat16() for weight, _ in layers]
         rows = [x.contiguous() for x in rows]
+        assert all(type(x) is Tensor for x in rows), "a subclass has no address"
         self.out_features, self.in_features = sum(map(len, rows)), rows[0].shape[1]
         # Where each output of the layers is among the packed ones; the sort puts zeros first. None: in order.
         self.places = None if order is None else order.argsort()[-self.out_features :]
@@ -155,6 +156,5 @@ def takes(x: Tensor) -> bool:
 
 
 def packable(weight: Tensor) -> bool:
-    """Whether a weight is one that can be packed: bfloat16 on a CPU, or the 8 bits of one."""
-    plain = type(weight.detach()) is Tensor or int8_parts(weight) is not None
-    return plain and weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
+    """Whether a weight is one that can be packed: bfloat16 on a CPU. A subclass of Tensor, such as torchao's, has no memory of its own."""
+    return type(weight.detach()) is Tensor and weight.dtype == torch.bfloat16 and weight.device.type == "cpu"

@@ -18,6 +18,7 @@ from helpers.families import (
     PIXELS,
     configured,
     with_drafters,
+    write_emu3,
     write_glm_image,
     write_glm_processor,
     write_janus,
@@ -402,6 +403,40 @@ def test_the_named_file_of_a_folder_is_read_and_a_damaged_one_blamed(
     rejects(r"/model\.safetensors is truncated", read_target, folder, torch.float32)
     (folder / "config.json").unlink()
     rejects(r"config\.json is missing", read_target, folder / "ema.safetensors", torch.float32)
+
+
+def test_what_torchao_quantised_is_drawn_with_by_pytorch_and_is_not_written(tmp_path: Path) -> None:
+    """Its weights have no address that kernels could read."""
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import Emu3ForConditionalGeneration, TorchAoConfig
+
+    write_emu3(tmp_path / "plain")
+    config = TorchAoConfig(Int8WeightOnlyConfig(version=2))
+    model = Emu3ForConditionalGeneration.from_pretrained(
+        tmp_path / "plain", dtype=torch.bfloat16, quantization_config=config
+    )
+    folder = tmp_path / "quantised"
+    model.save_pretrained(folder)
+    shutil.copy(tmp_path / "plain" / "tokenizer.json", folder)
+    configured(folder, size="32x32")
+    with pytest.warns(UserWarning, match="its weights stay as they are"):
+        result = pipeline(folder, "bfloat16")(PROMPT, temperature=0.0, method="ar")
+    assert result.images[0].size == (32, 32)
+    assert torch.equal(pipeline(folder, "bfloat16")(PROMPT, temperature=0.0).codes, result.codes)
+    target = pipeline(folder, "bfloat16").target
+    rejects("weights are quantised", target.save, tmp_path / "out", "bfloat16")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_generation_config_that_cannot_be_used_is_named(models: Path, tmp_path: Path) -> None:
+    folder = edited(models / "liquid", tmp_path / "liquid")
+    (folder / "generation_config.json").write_text('{"cache_implementation": "none"}')
+    said = r"generation_config\.json cannot be read .*none.*: correct it\.$"
+    rejects(said, read_target, folder, torch.float32)
+    (folder / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.5}')
+    target = read_target(folder, torch.float32)
+    rejects("generation_config.json cannot be written", target.save, tmp_path / "out", "float32")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])

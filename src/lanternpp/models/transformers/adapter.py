@@ -18,7 +18,7 @@ from lanternpp.models.hub import quiet
 from lanternpp.models.transformers.call import MODE, Call, set_length, token_rows
 from lanternpp.models.transformers.decoder import TransformersDecoder, replica
 from lanternpp.models.transformers.format import Format, Raster
-from lanternpp.models.transformers.opening import CORRECT, Text, adapted, opened
+from lanternpp.models.transformers.opening import CORRECT, GENERATION, Text, adapted, opened
 from lanternpp.models.vq.codes import Reader
 from lanternpp.nn.backend import backend
 from lanternpp.nn.checkpoints import Store
@@ -340,8 +340,14 @@ class TransformersTarget(Target):
             return super().save(folder, store)
         if store not in ("float32", "bfloat16"):
             raise InputError(f"{type(self).__name__} is written in float32 or bfloat16, not {store}")
+        if hasattr(self.model, "hf_quantizer"):
+            raise InputError(
+                "its weights are quantised, and are written in full alone; convert the model that they were made of"
+            )
         place, side = folder / "target", self.pixels_per_code
         self.model.config.size = f"{self.raster.columns * side}x{self.raster.rows * side}"
+        with wrong_file(f"its {GENERATION} cannot be written", "correct it"):
+            self.model.generation_config.validate(strict=True)
         with quiet():
             self.model.save_pretrained(place)
         self.text.save(place)

@@ -172,6 +172,9 @@ def opened(
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
     if source.given.get("tensor_parallel"):
         options["distributed_config"] = DistributedConfig(tp_plan="auto")
+    if (path := source.folder / GENERATION).is_file():
+        with quiet(), wrong_file(f"{path} cannot be read", "correct it"):
+            options["generation_config"] = transformers.GenerationConfig.from_pretrained(source.folder)
     remedy = f"fetch it again, or {CORRECT}"
     with quiet(), wrong_file(f"{source.path} cannot be opened", remedy), ExitStack() as stack:
         first = next((path for name in USUAL if (path := source.folder / name).is_file()), None)
@@ -179,8 +182,6 @@ def opened(
         if place is None:  # in its folder transformers would read another file
             parts = [stack.enter_context(contents(file)) for file in source.files]
             options["state_dict"] = {name: get(name) for names, get in parts for name in names}
-            if (source.folder / GENERATION).is_file():
-                options["generation_config"] = transformers.GenerationConfig.from_pretrained(source.folder)
         model, found = made.from_pretrained(place, config=config, dtype=dtype, **options)
     check_loaded(model, found, source.path, lacking)
     body = model.get_decoder()
