@@ -135,19 +135,21 @@ def adapter_of(model: Any) -> TransformersTarget:
     """The adapter of a model. InputError where there is none, or the model lies on several devices."""
     make = family_of(model)
     places = {str(parameter.device) for parameter in model.parameters()}
-    if len(places) > 1:
+    if len(places) > 1 or "meta" in places:
         raise InputError(f"the model lies on {', '.join(sorted(places))}; load it on one device")
     return adapted(make, model)
 
 
 def made_for(model: Any, drafter: str | None, kernels: str | None) -> tuple[Any, ...]:
     """The options and the state of a model that a pipeline is made for: where these change, another is made."""
-    weight = next(model.parameters())
-    return drafter, kernels, weight.dtype, weight.device, list(model.modules())
+    places = {parameter.device for parameter in model.parameters()}
+    return drafter, kernels, next(model.parameters()).dtype, places, list(model.modules())
 
 
 def held(model: Any, drafter: str | Path | None, kernels: str | None = None) -> Held:
-    """The pipeline of a model, made now or for an earlier call with the same drafter, kernels, dtype, device and modules."""
+    """The pipeline of a model, made now or for an earlier call with the same drafter, kernels, dtype, devices and modules."""
+    if hasattr(model, "_hf_hook"):
+        model._hf_hook.pre_forward(model)  # accelerate's, of `forward`: it may bring the weights to a GPU
     drafter = None if drafter is None else calls.text("drafter", drafter)
     kernels = None if kernels is None else calls.text("kernels", kernels)
     if getattr(getattr(model, HELD, None), "of", None) != made_for(model, drafter, kernels):

@@ -17,6 +17,7 @@ from lanternpp.engine.decode import FinishedSample
 from lanternpp.engine.threads import AdaptiveThreads
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
+from lanternpp.util.devices import inference
 from lanternpp.util.registry import unknown
 
 Pictures = TypeVar("Pictures")
@@ -193,7 +194,7 @@ def unfinished(target: Target, codes: Tensor) -> Image.Image:
     return image
 
 
-@torch.inference_mode()
+@inference()
 def _pixels(target: Target, codes: Tensor) -> Tensor:
     """codes [1, length] -> [1, 3, H, W] of float32 in [-1, 1]."""
     return target.pixels(codes).float().clamp(-1, 1)

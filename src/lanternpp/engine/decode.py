@@ -26,6 +26,7 @@ from lanternpp.errors import InputError, ModelError
 from lanternpp.models.base import Target
 from lanternpp.nn.backend import Step
 from lanternpp.types import Admission, Draft, Prompt, TargetOutput, Verdict
+from lanternpp.util.devices import inference
 from lanternpp.util.registry import imported
 
 Phase = Literal["draft", "pass", "verify", "observe", "rest"]
@@ -120,7 +121,7 @@ class Engine:
         """Sampling, guidance and verifier as what this engine decodes needs them."""
         return sampling, guidance, verifier
 
-    @torch.inference_mode()
+    @inference()
     def admit(self, slot: int, condition: str | None, seed: int, prompt: Prompt | None = None) -> None:
         """Start a sample at `slot`: prefill its prompt, draw its first code.
 
@@ -161,7 +162,7 @@ class Engine:
             cure = "use the dtype bfloat16 or float32" if dtype == "float16" else cure
             raise ModelError(f"the model's logits are no finite numbers in {dtype}; {cure}")
 
-    @torch.inference_mode()
+    @inference()
     def step(self) -> None:
         """Propose a draft, run the target over all its nodes in one pass, verify it, commit the accepted path."""
         if self.fused is not None and all(

@@ -26,6 +26,7 @@ from lanternpp.models.hub import quiet
 from lanternpp.models.transformers.opening import TOKENIZER, check_loaded
 from lanternpp.nn.checkpoints import CONFIG, read_safetensors
 from lanternpp.types import Prompt
+from lanternpp.util.devices import inference
 from lanternpp.util.jsonfile import read_object
 
 NAMES = Path(__file__).parent.parent / "assets" / "imagenet" / "classes.txt"
@@ -115,7 +116,7 @@ class T5Text:
         if count > self.tokens:
             warn_of_prompt(f"the prompt has {count} tokens; this model reads the first {self.tokens}")
         ids = self._tokenizer(plain, max_length=self.tokens, truncation=True, return_tensors="pt").input_ids
-        with torch.inference_mode():
+        with inference():
             states = self._encoder(input_ids=ids.to(like.device)).last_hidden_state[0]
         return states.clone()
 

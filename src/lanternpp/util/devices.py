@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -60,6 +61,15 @@ def half_width(device: torch.device) -> torch.dtype | None:
     probes = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
     found = any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
     return torch.bfloat16 if found else None
+
+
+@contextmanager
+def inference() -> Iterator[None]:
+    """`torch.inference_mode` in which models compute in their own dtype, also where the caller is within `torch.autocast`."""
+    with torch.inference_mode(), ExitStack() as stack:
+        for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def check_memory(needed: int, device: torch.device, what: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.cases import CASES, Case, emu3
+from helpers.cases import CASES, PROMPTS, Case, emu3
 from helpers.distributions import chi_square
 from helpers.families import CODES, LANGUAGE, with_drafters, write_janus
 from helpers.processes import SECONDS
@@ -460,6 +460,39 @@ def test_a_model_that_was_cast_after_a_draw_draws_as_one_that_was_cast_before(tm
             assert torch.equal(model.generate(**given), other.generate(**given)), method
             assert model.generate.codes_per_pass == other.generate.codes_per_pass > 1
         assert torch.equal(model.generate(**given), type(model).generate(model, **given))
+
+
+def test_autocast_does_not_change_what_a_model_in_float32_draws(tmp_path: Path) -> None:
+    case = emu3(tmp_path)
+    model, given = case.model.float(), case.inputs(2) | {"do_sample": False}
+    expected = model.generate(**given)
+    lanternpp.accelerate(model, window=5)
+    pipe = Pipeline.from_pretrained(str(tmp_path), device="cpu", dtype="float32")
+    plain = pipe(PROMPTS[1], method="ar", output_type="pt").images
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(model.generate(**given), expected)
+        assert torch.equal(pipe(PROMPTS[1], method="ar", output_type="pt").images, plain)
+
+
+def test_weights_that_accelerate_brings_for_a_pass_are_there_before_a_draw(tmp_path: Path) -> None:
+    """As from the CPU to a GPU, here from one dtype to another; those that it brings layer by layer are not drawn with."""
+    from accelerate import cpu_offload
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    class Brought(ModelHook):
+        def pre_forward(self, module: Any, *given: Any, **more: Any) -> Any:
+            module.double()
+            return given, more
+
+    case = CASES["glm-image"](tmp_path)
+    model, given = case.model, case.inputs(1) | {"do_sample": False}
+    expected = model.generate(**given)
+    lanternpp.accelerate(add_hook_to_module(model, Brought()), window=5)
+    model.model.vqmodel.float()
+    model.lm_head.float()
+    assert torch.equal(model.generate(**given), expected)
+    cpu_offload(model, execution_device="cpu")
+    rejects("the model lies on .*meta; load it on one device", model.generate, **given)
 
 
 @pytest.mark.gpu
