@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, TypeVar, Unpack, cast
@@ -48,6 +50,17 @@ NOT_READ = ("streamer", "assistant_model", "position_ids", *CACHES, *EMBEDDED)
 M = TypeVar("M")
 
 
+@contextmanager
+def python_names() -> Iterator[None]:
+    """InputErrors name options as Python has them, and not as the command line, except in a command."""
+    try:
+        yield
+    except InputError as error:
+        named = re.sub(r"`.*?`|--([a-z-]+)", lambda n: n[1].replace("-", "_") if n[1] else n[0], str(error))
+        error.args = (named,)
+        raise
+
+
 class Held(Pipeline):
     """The pipeline of a model that is open in transformers, kept with it for later calls; copies of the model have none."""
 
@@ -66,6 +79,7 @@ class Held(Pipeline):
         """Copies and pickles have None in its place."""
         return NoneType, ()
 
+    @python_names()
     def checked(self, method: str, dials: Mapping[str, Any], **sampling: Any) -> Settings:
         """The settings of a call; drafters that these need are read. InputError."""
         for name in dials.keys() - MethodDials.__annotations__:
@@ -126,8 +140,9 @@ def family_of(model: Any) -> Callable[[Any], TransformersTarget]:
     if name is not None:
         return find("model family", name, CLASSES)
     called = type(model).__name__
-    if hasattr(model, "get_base_model"):
-        raise InputError(f"{called} holds the model; use lanternpp.accelerate(model.get_base_model())")
+    for inside in ("get_base_model()", "_orig_mod", "module"):
+        if hasattr(model, inside.removesuffix("()")):
+            raise InputError(f"{called} holds the model; use lanternpp.accelerate(model.{inside})")
     raise InputError(unknown("a transformers model of class", called, CLASSES))
 
 
@@ -199,6 +214,15 @@ def custom_generate(
     dials = {name: more.pop(name) for name in MethodDials.__annotations__ if more.get(name) is not None}
     processors = Processors.read(logits_processor).greedy(not generation_config.do_sample)
     state = held(model, drafter, kernels)
+    owner = next(kind for kind in type(model).__mro__ if "forward" in vars(kind))
+    skipped = (
+        model._forward_hooks or model._forward_pre_hooks or owner.__module__.split(".")[0] != "transformers"
+    )
+    if state.target.by_forward and skipped:
+        raise InputError(
+            "hooks on the model itself and the forward of a subclass would be skipped by drafts; move them to its lm_head, or use "
+            "lanternpp.restore(model)"
+        )
     ends = [t for each in stopping_criteria for t in getattr(each, "eos_token_id", torch.tensor([])).tolist()]
     call = Call(input_ids, more.pop("attention_mask", None), generation_config, processors, ends, more)
     configs = (generation_config, model.generation_config)

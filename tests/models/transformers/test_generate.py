@@ -335,11 +335,15 @@ def test_adapters_and_later_changes_are_in_what_is_drawn(tmp_path: Path) -> None
     model, given = case.model, case.inputs(1) | {"do_sample": False}
     lanternpp.accelerate(model)
     before, body = model.generate(**given), copy.deepcopy(model.model.text_model)
+    head = model.lm_head
     attention, mlp = model.model.text_model.layers[0].self_attn, model.model.text_model.layers[1].mlp
     embeddings = torch.nn.Embedding(*model.get_input_embeddings().weight.shape, dtype=torch.float64)
     for change in (
         lambda: setattr(attention, "q_proj", adapted(attention.q_proj)),
         lambda: mlp.up_proj.weight.data.neg_(),
+        lambda: setattr(head, "forward", lambda x: torch.nn.functional.linear(-x, head.weight)),
+        lambda: head.register_forward_hook(lambda module, given, out: 1 / out),
+        lambda: head.register_forward_pre_hook(lambda module, given: (given[0].flip(-1),)),
         lambda: setattr(model, "lm_head", adapted(model.lm_head)),
         lambda: model.set_input_embeddings(embeddings),
         lambda: setattr(model.model, "text_model", body),
@@ -443,6 +447,7 @@ def test_a_forward_that_was_replaced_is_run_and_another_attention_is_refused(tmp
     expected = model.generate(**given)
     assert not torch.equal(before, expected)
     lanternpp.accelerate(model, window=5)
+    layers[1].compile(backend="eager")
     assert torch.equal(model.generate(**given), expected)
     layers[1].self_attn.forward = lambda hidden_states, **more: (hidden_states, None)
     rejects("1 of 2 layers do not use the attention functions of transformers", model.generate, **given)
@@ -561,11 +566,14 @@ def test_what_drafts_do_not_support_is_refused_in_a_sentence(
     other = torch.nn.Linear(1, 1)
     rejects("transformers model of class 'Linear' is unknown", lanternpp.accelerate, other)
     monkeypatch.setattr(other, "get_base_model", lambda: model, raising=False)  # as models of PEFT have
-    rejects(r"use lanternpp\.accelerate\(model\.get_base_model\(\)\)", lanternpp.accelerate, other)
+    compiled, parallel = torch.compile(model, backend="eager"), torch.nn.DataParallel(model)
+    for one, inside in ((other, "get_base_model()"), (compiled, "_orig_mod"), (parallel, "module")):
+        rejects(re.escape(f"use lanternpp.accelerate(model.{inside})"), lanternpp.accelerate, one)
     rejects("method 'fastest' is unknown", lanternpp.accelerate, model, method="fastest")
     rejects("option 'cfg' is unknown", lanternpp.accelerate, model, cfg=3.0)
     rejects(r"lambda 2\.0 would change nothing", lanternpp.accelerate, model, lam=2.0)
-    rejects("comes without a parallel drafter", lanternpp.accelerate, model, method="parallel")
+    without = "comes without a parallel drafter; name one with drafter, or .* method ar draw"
+    rejects(without, lanternpp.accelerate, model, method="parallel")
     rejects("independent needs prompts as text", lanternpp.accelerate, model, method="independent")
     assert not vars(model).keys() & {"generate", "_lanternpp"}
     lanternpp.accelerate(model)
@@ -579,7 +587,10 @@ def test_what_drafts_do_not_support_is_refused_in_a_sentence(
 
     refused: list[tuple[dict[str, Any], str]] = [
         ({"repetition_penalty": 1.2}, "RepetitionPenaltyLogitsProcessor is not supported"),
-        ({"do_sample": True, "min_p": 0.1}, "MinPLogitsWarper is not supported"),
+        (
+            {"do_sample": True, "min_p": 0.1},
+            "MinPLogitsWarper is not supported with drafts; the call or model.generation_config",
+        ),
         ({"logits_processor": LogitsProcessorList([MinPLogitsWarper(0.1)])}, "MinPLogitsWarper"),
         (
             {"do_sample": True, "top_k": 5, "logits_processor": LogitsProcessorList([TopPLogitsWarper(0.5)])},
@@ -625,6 +636,11 @@ def test_what_drafts_do_not_support_is_refused_in_a_sentence(
     for more, sentence in refused:
         rejects(re.escape(sentence), model.generate, **given | more)
     assert model.generate(**given).shape[0] == 2
+    with model.register_forward_hook(lambda *given: None):
+        rejects("hooks on the model itself", model.generate, **given)
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "__class__", type("Own", (type(model),), {"forward": type(model).forward}))
+        rejects("the forward of a subclass", model.generate, **given)
     prepare = functools.partial(model.prepare_inputs_for_generation)
     monkeypatch.setattr(model, "prepare_inputs_for_generation", prepare)  # as prompt tuning does
     rejects("prompt and prefix tuning", model.generate, **given)

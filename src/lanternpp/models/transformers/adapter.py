@@ -44,6 +44,7 @@ class TransformersTarget(Target):
     pixels_per_code = 16  # of a code's side
     by_product: ClassVar[bool] = False  # how its tokenizer finds codes, as `nearest` has it
     unguided: ClassVar[str] = ""  # why it is drawn without guidance, for a message
+    by_forward: ClassVar[bool] = True  # whether transformers' `generate` draws by the model's `forward`
     unit: ClassVar[bool] = False  # whether its codebook is looked up l2-normalised
     decoder: TransformersDecoder
     slots = 0
@@ -268,7 +269,8 @@ class TransformersTarget(Target):
         if self._code_head is not None:
             return self._code_head[0](features)
         head, ids = self.model.lm_head, self._code_ids
-        if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter:  # adapted or quantised
+        plain = type(head) is nn.Linear and type(head.weight) is nn.Parameter  # not adapted, not quantised
+        if not plain or "forward" in vars(head) or head._forward_hooks or head._forward_pre_hooks:
             return head(features)[..., ids]
         span, bias = self._span, None if head.bias is None else head.bias[self._span]
         return nn.functional.linear(features, head.weight[span], bias)[..., ids - span.start]

@@ -71,7 +71,8 @@ class Processors:
                 found["suppressed"] = found.get("suppressed", frozenset()) | tokens
             elif kind not in HARMLESS:
                 raise InputError(
-                    f"the logits processor {kind.__name__} is not supported with drafts; {RESTORE}"
+                    f"the logits processor {kind.__name__} is not supported with drafts; the call or model.generation_config asks for it: "
+                    f"{RESTORE}"
                 )
         return cls(**found)
 

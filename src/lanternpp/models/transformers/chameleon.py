@@ -35,6 +35,7 @@ class Chameleon(TokenizerBeside):
     class_name, model_type = "ChameleonForConditionalGeneration", "chameleon"
     about = "Anole-7B in transformers' layout"
     any_size = True
+    by_forward = False
     recommended: Mapping[str, Any] = {"cfg": 3.0, "temperature": 0.7, "top_p": 0.9}
     lacking, within = (VQ,), VQ
     dialect: ClassVar[str] = "anole"  # in a config.json of ours

@@ -85,6 +85,7 @@ def replica(module: M) -> M:
 
     # a list, as another thread may be setting attributes
     vars(made).update({name: own(value) for name, value in list(vars(module).items())})
+    vars(made)["_compiled_call_impl"] = None  # of `module`, which `compile` has set
     return made
 
 

@@ -31,6 +31,7 @@ class Janus(TransformersTarget):
     guidance = 5.0
     recommended = {"cfg": 5.0}  # noqa: RUF012
     unit = True
+    by_forward = False
 
     def __init__(self, model: Any):
         inner = model.model
