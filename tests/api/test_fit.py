@@ -212,6 +212,10 @@ def test_of_two_processes_that_measure_at_once_the_first_to_write_is_right(model
     assert fast.fit(fast.settings("parallel")).tree == "chain-2"
     timed(STEPS | {"chain-8": 0.1})
     assert slow.fit(slow.settings("parallel")).tree == "chain-2"
+    known, twice_as_fast = Step(PLAIN, 2, 1.0, 0.8, 1.0), Step(PLAIN, 2, 0.5, 0.4, 1.0)
+    fast._fit.store.add_steps("a", (known,))
+    slow._fit.store.add_steps("a", (twice_as_fast, Step("chain-4", 6, 0.9, 0.6, 1.0)))
+    assert slow._fit.store.steps["a"] == (known, Step("chain-4", 6, 1.8, 1.2, 1.0))
 
 
 def test_what_was_measured_beside_other_work_is_not_kept(model: Path, timed, own_cache: Path) -> None:

@@ -121,8 +121,9 @@ def test_what_is_transparent_is_white(mode: str, tmp_path: Path) -> None:
     image.putpixel((1, 0), (90, 90, 90, 255))
     image = image.convert(mode)
     save_png(image, tmp_path / "x.png", {"prompt": "a tulip"})
-    for found in (open_image(tmp_path / "x.png"), *pictures(image)):
+    for found in (open_image(tmp_path / "x.png"), *pictures(image), *pictures(tmp_path / "x.png")):
         assert isinstance(found, Image.Image) and found.mode == "RGB"
         assert [found.getpixel((x, 0)) for x in (0, 1)] == [(255,) * 3, (90,) * 3]
     found = open_image(tmp_path / "x.png")
     assert isinstance(found, Image.Image) and found.info["prompt"] == "a tulip"
+    assert "transparency" not in found.info, "which would be applied again"

@@ -321,6 +321,12 @@ def test_later_drafts_of_the_callers_own_are_not_checked(pipe: Pipeline) -> None
         assert "propose" in vars(engine.proposer)
         engine.step()
     assert "propose" not in vars(engine.proposer)
+    own = type("Own", (Guess,), {"__init__": lambda self: vars(self).update(propose=self.propose)})
+    engine = pipe.new_engine(pipe.settings("ar", proposer=own))
+    engine.admit(0, PROMPT, 0)
+    engine.step()
+    engine.step()
+    assert vars(engine.proposer)["propose"] == engine.proposer.propose, "what was there is put back"
     assert "propose" not in vars(pipe.new_engine(pipe.settings("eagle")).proposer)
 
 

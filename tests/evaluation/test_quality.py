@@ -104,9 +104,9 @@ def test_other_features_by_name_keep_the_classifier_for_the_prompts(folder: Path
         (type("NoSide", (Colours,), {"side": None}), "whole numbers as its side"),
         (
             type("Mean", (Colours,), {"__call__": lambda self, x: x.float().mean((1, 2, 3))}),
-            "are .1.; return .B, F.",
+            "return a tensor .B, F.",
         ),
-        (type("All", (Colours,), {"__call__": lambda self, x: x.float().mean()}), "are ..; return .B, F."),
+        (type("All", (Colours,), {"__call__": lambda self, x: x.float().mean()}), "return a tensor .B, F."),
         (type("Nan", (Colours,), {"__call__": lambda self, x: x[..., 0, 0] * torch.nan}), "finite numbers"),
     ],
 )

@@ -51,7 +51,7 @@ def test_methods_are_read_with_what_they_override() -> None:
         ("lantern++ k=1.5", "'1.5'"),
         ("lantern++ cfg=3", "'cfg=3'"),
         ("eagle hard=yes", "'yes' is not true or false"),
-        ("lantern++ k=10 neighbours=5", "'neighbours=5'"),
+        ("lantern++ k=10 neighbours=5", "gives a dial twice"),
     ],
 )
 def test_a_wrong_entry_is_named(text: str, named: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -315,7 +315,11 @@ def test_a_page_of_another_site_can_neither_draw_nor_read(named, name):
 
 
 def test_a_request_line_with_a_whole_url_is_answered_as_its_path(server):
-    for url, status in (("http://127.0.0.1/healthz", 200), ("http://127.0.0.1", 404)):
+    for url, status in (
+        ("http://127.0.0.1/healthz", 200),
+        ("http://127.0.0.1", 404),
+        ("http://[x/healthz", 200),
+    ):
         with dial(server) as line:
             line.sendall(f"GET {url} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
             assert line.recv(100).startswith(f"HTTP/1.1 {status}".encode()), url

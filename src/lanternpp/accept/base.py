@@ -47,11 +47,13 @@ class Acceptance(ABC):
     paper_residual_is_optimal: bool = False  # whether the papers' residual costs no more than the optimal one
 
     def __init_subclass__(cls, **given: Any):
-        """A class that overrides how is relaxed inherits nothing that a class above computes of its own `relax`."""
+        """A class that overrides `relax` does not inherit what a class above computes of the `relax` that it defines itself."""
         super().__init_subclass__(**given)
         if {"relax", "relax_with_draft"} & vars(cls).keys():
             for name in {"accept_mass", "paper_residual_is_optimal"} - vars(cls).keys():
-                setattr(cls, name, getattr(Acceptance, name))
+                owner = next(kind for kind in cls.__mro__ if name in vars(kind))
+                if not getattr(vars(owner).get("relax"), "__isabstractmethod__", "relax" not in vars(owner)):
+                    setattr(cls, name, getattr(Acceptance, name))
 
     @classmethod
     @abstractmethod

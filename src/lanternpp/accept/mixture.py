@@ -29,15 +29,19 @@ class DraftMixture(DecayingAcceptance):
         super().__init__(nu)
         self.delta = delta
 
-    def accept_mass(self, p: Tensor, q: Tensor) -> Tensor:
+    def _mixed(self, p: Tensor, q: Tensor) -> Tensor:
         """(1 - t) p + t q, where p stands in for any mass that q lacks; p itself where a code has probability 1."""
         share = (p.amax(-1, keepdim=True) < 1).to(p.dtype) * (self.delta * self.decay_factor(p))
         return p + share * (q - p * q.sum(-1, keepdim=True))
 
+    def accept_mass(self, p: Tensor, q: Tensor) -> Tensor:
+        """The mixture's probability of every code."""
+        return self._mixed(p, q)
+
     def relax_with_draft(self, p: Tensor, q: Tensor, code: Tensor) -> Tensor:
         """The mixture, whatever the candidate."""
-        return self.accept_mass(p, q)
+        return self._mixed(p, q)
 
     def relax(self, p: Tensor, code: Tensor) -> Tensor:
         """The mixture with a drafter that gives the code probability 1."""
-        return self.accept_mass(p, torch.zeros_like(p).scatter_(-1, code[..., None], 1))
+        return self._mixed(p, torch.zeros_like(p).scatter_(-1, code[..., None], 1))

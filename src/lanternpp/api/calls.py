@@ -112,8 +112,9 @@ def pictures(value: Any) -> list[Image.Image]:
         raise InputError("image is an empty list; give a picture, or leave it out")
     for number, one in enumerate(given, 1):
         path = isinstance(one, str | Path)
-        image = open_image(Path(one) if path else one) if path or hasattr(one, "read") else one
-        image = as_rgb(image) if isinstance(image, Image.Image) else image
+        image = as_rgb(one) if isinstance(one, Image.Image) else one
+        if path or hasattr(one, "read"):
+            image = open_image(Path(one) if path else one)
         if isinstance(image, str):
             raise InputError(f"image {one if path else number} cannot be read: {image}")
         if not isinstance(image, Image.Image):

@@ -95,7 +95,7 @@ class Engines:
             target = model.target.shaped(shape)
             proposer = build_proposer(settings, partial(model.network, shape=shape))
             rule = build_rule(settings, self._table)
-            if type(rule) not in RULES.values():
+            if type(rule) not in RULES.values() and not target.channels:
                 like = next(target.parameters())
                 check_relax(rule, str(settings.accept), target.vocab, proposer.depth, like)
             sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, backend=used)
@@ -103,8 +103,8 @@ class Engines:
             verifier = with_native(VERIFIERS[verify], PYTORCH if target.channels else used)
             parts = (target, proposer, rule, sampling, Guidance(settings.cfg))
             engine = engine_class(target)(*parts, settings.batch_size, settings.measure_tv, verifier)
-            # the second draft of compiled steps is traced
-            check_first_drafts(proposer, engine.codes, engine.count, 1 if settings.compile else 2)
+            if not timed:  # the second draft of compiled steps is traced
+                check_first_drafts(proposer, engine.codes, engine.count, 1 if settings.compile else 2)
             if settings.compile:
                 compile_steps(engine)
             elif not target.channels:

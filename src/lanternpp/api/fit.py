@@ -93,7 +93,12 @@ def measure(drafts: Iterable[tuple[str, Callable[[], Engine]]], length: int) -> 
         used = time.perf_counter() - began
         if measured and used + used / (1 + len(measured)) > budget:
             break
-        drafted = TimedEngine(make())
+        try:
+            drafted = TimedEngine(make())
+        except InputError:  # such as too little memory for it
+            if not measured:
+                raise
+            break
         fewest = FEWEST - (drafted.midway_step(first=True)[0] > SLOW)
         pairs, since, had = list[tuple[Span, Span]](), time.perf_counter(), time.thread_time()
         while len(pairs) < fewest or (len(pairs) < MOST and time.perf_counter() - since < LONG):
@@ -109,6 +114,14 @@ def measure(drafts: Iterable[tuple[str, Callable[[], Engine]]], length: int) -> 
         taken = [span[0] for span, _ in pairs]
         steps.append(Step(name, rows, seconds, target, max(waited, median(taken) / min(taken))))
     return tuple(steps)
+
+
+def joined(known: Sequence[Step], steps: Sequence[Step]) -> tuple[Step, ...]:
+    """Known steps, and others as if the machine had taken them at the pace of the known ones; plain decoding's is the first of `steps`."""
+    seconds = {one.draft: one.seconds for one in known}
+    scale = next((seconds[s.draft] / s.seconds for s in steps[:1] if s.draft in seconds), 1.0)
+    more = (s for s in steps if s.draft not in seconds)
+    return (*known, *(replace(s, seconds=s.seconds * scale, target=s.target * scale) for s in more))
 
 
 def disturbed(steps: Sequence[Step]) -> bool:
@@ -159,8 +172,7 @@ class Store:
     def add_steps(self, key: str, steps: tuple[Step, ...]) -> None:
         """Add the steps of a key; those of an earlier process stay."""
         self.read()
-        known = {step.draft: step for step in (*steps, *self.steps.pop(key, ()))}
-        self.steps[key] = tuple(known.values())
+        self.steps[key] = joined(self.steps.pop(key, ()), steps)
         self._write()
 
     def add_counts(self, key: str, counts: Counts) -> bool:
@@ -181,8 +193,7 @@ class Store:
             return
         # where nothing can be written, this process knows more
         for key, steps in found.steps.items():
-            both = (*self.steps.get(key, ()), *steps)
-            self.steps[key] = tuple({step.draft: step for step in both}.values())
+            self.steps[key] = joined(steps, self.steps.get(key, ()))
         for key, counts in found.counts.items():
             self.counts[key] = max(counts, self.counts.get(key, counts), key=lambda each: each.passes)
 
@@ -290,19 +301,15 @@ class Fit:
         offered.update(lacking)
         with suppress(InputError):  # such as too little memory for an engine more
             steps = measure(((name, partial(self.engine, candidates[name])) for name in lacking), self.length)
-            if PLAIN in known:  # the machine may have been faster then
-                scale = known[PLAIN].seconds / steps[0].seconds
-                steps = tuple(replace(s, seconds=s.seconds * scale, target=s.target * scale) for s in steps)
             if disturbed(steps):
-                self._disturbed[mine] = (*steps, *self._disturbed.get(mine, ()))
+                self._disturbed[mine] = joined(self._known(mine), steps)
             else:
                 self.store.add_steps(mine, steps)
         return {step.draft: step for step in self._known(mine) if step.draft in candidates}
 
     def _known(self, key: str) -> tuple[Step, ...]:
-        """The steps of a key that were measured, the stored ones last, as they hold where both are of one draft."""
-        known = (*self._disturbed.get(key, ()), *self.store.steps.get(key, ()))
-        return tuple({step.draft: step for step in known}.values())
+        """The steps of a key that were measured, the stored ones first, as they hold where both are of one draft."""
+        return joined(self.store.steps.get(key, ()), self._disturbed.get(key, ()))
 
     @staticmethod
     def _candidates(settings: Settings, own: Shape, counts: Counts) -> dict[str, tuple[Settings, float]]:

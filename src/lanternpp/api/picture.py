@@ -157,11 +157,13 @@ def as_rgb(image: Image.Image) -> Image.Image | str:
     if image.mode.startswith("I;16"):  # `convert` would clip them
         return image.convert("I").point(lambda grey: grey / 256).convert("L").convert("RGB")
     if image.mode in ("I", "F"):
-        return "its pixels are numbers of 32 bits, of which nothing says what is white: save it with 8 or 16 bits"
+        return "its pixels are numbers of 32 bits, of which nothing says what is white: save it as a PNG of 8 or 16 bits"
     if image.has_transparency_data:
         sheet = Image.new("RGBA", image.size, PAPER)
         sheet.alpha_composite(image.convert("RGBA"))
-        sheet.info, image = image.info, sheet
+        # what is transparent is no longer, where a caller converts the picture again
+        sheet.info = {name: value for name, value in image.info.items() if name != "transparency"}
+        image = sheet
     return image.convert("RGB")
 
 

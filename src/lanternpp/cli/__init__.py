@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from cyclopts import App, CycloptsError, UnknownOptionError, UnusedCliTokensError
@@ -78,7 +79,8 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     # a terminal that is closed ends a command as SIGTERM does; nohup's commands ignore it, Windows has none
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
-        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
+        with suppress(ValueError):  # in a thread, which takes no signals
+            signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     args = with_values(sys.argv[1:] if args is None else args)
     try:
         with one_line_warnings():

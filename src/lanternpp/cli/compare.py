@@ -103,6 +103,7 @@ def race(
     _, *pairs = [tuple(map(run, engines, sides)) for _ in range(1 + runs)]
     if not measure_tv:
         return pairs, None
+    engines.clear()
     measured = replace(sides[1], settings=replace(sides[1].settings, measure_tv=True))
     return pairs, run(pipe.new_engine(measured.settings), measured).stats
 

@@ -51,10 +51,10 @@ def check_first_drafts(proposer: Proposer, codes: Tensor, count: Tensor, drafts:
     own = next((part for part in parts if not type(part).__module__.startswith("lanternpp.")), None)
     if own is None or target.channels:
         return
-    left = [None] * drafts
+    left, usual, given = [None] * drafts, proposer.propose, vars(proposer).get("propose")
 
     def propose(noise: Noise) -> Draft:
-        draft = type(proposer).propose(proposer, noise)
+        draft = usual(noise)
         drawn = count < target.length  # other samples are idle
         root = codes.gather(1, (count - 1)[:, None])[:, 0]
         if fault := fault_of(draft, proposer, root, drawn):
@@ -62,6 +62,7 @@ def check_first_drafts(proposer: Proposer, codes: Tensor, count: Tensor, drafts:
         left.pop()
         if not left:
             del proposer.propose
+            vars(proposer).update({} if given is None else {"propose": given})
         return draft
 
     proposer.propose = propose  # type: ignore[method-assign]

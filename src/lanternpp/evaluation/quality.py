@@ -77,10 +77,16 @@ class Quality:
         extractor = classifier if classifier and kind is ClassifierFeatures else kind.open(folder, on)
         if kind not in EXTRACTORS.values():
             check_made("features", name, extractor, Extractor, "side")
-            found = extractor(torch.zeros(1, 3, extractor.side, extractor.side, dtype=torch.uint8))
-            if found.dim() != 2 or len(found) != 1 or not found.isfinite().all():
+            count, side = 3 * extractor.side**2, extractor.side
+            found = extractor(torch.arange(count).remainder(251).byte().view(1, 3, side, side))
+            if (
+                not isinstance(found, Tensor)
+                or found.dim() != 2
+                or len(found) != 1
+                or not found.isfinite().all()
+            ):
                 raise InputError(
-                    f"features {name!r} of a blank picture are {list(found.shape)}; return [B, F] finite numbers"
+                    f"features {name!r} of one picture are {found!r}; return a tensor [B, F] of finite numbers"
                 )
         if reference is not None:
             gallery = Gallery.read(reference_folder(reference), LEAST)

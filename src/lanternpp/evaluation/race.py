@@ -77,14 +77,9 @@ def parse_methods(text: str) -> list[Entry]:
         if not words:
             raise InputError(f"methods {text!r} has an empty entry; separate names by single commas")
         check_method(words[0])
-        label, overrides = " ".join(words), dict[str, Any]()
-        for word in words[1:]:
-            name, value = parse_override(word, item)
-            if name in overrides:
-                raise InputError(
-                    f"{word!r} in method {label!r} gives {DIALS[name].spoken} again; leave one out"
-                )
-            overrides[name] = value
+        label, given = " ".join(words), [parse_override(word, item) for word in words[1:]]
+        if len(overrides := dict(given)) < len(given):
+            raise InputError(f"method {label!r} gives a dial twice; leave one out")
         found[label] = Entry(label, words[0], overrides)
     return list({BASELINE: Entry(BASELINE, BASELINE, {}), **found}.values())
 

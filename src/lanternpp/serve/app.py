@@ -203,7 +203,8 @@ def router(batcher: Batcher, metrics: Metrics) -> APIRouter:
         if body.model not in (None, card.id):
             return unknown_model(body.model)
         try:
-            specs = mapper.specs(body, client_of(request), files)
+            # in a thread, as it may look at the model's tensors
+            specs = await run_sync(mapper.specs, body, client_of(request), files)
             # A full queue is reported before the prompt is encoded.
             with batcher.reserve(len(specs)) as submit, prompt_warnings() as warnings:
                 tickets = await run_sync(submit, specs, limiter=encoders)

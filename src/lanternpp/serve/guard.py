@@ -12,9 +12,9 @@ anywhere to the server work, and programs other than browsers send neither heade
 from __future__ import annotations
 
 import hmac
+import re
 from collections.abc import Callable
 from fnmatch import fnmatchcase
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -25,6 +25,7 @@ from lanternpp.serve.config import EDITS, ServerConfig, host_name
 from lanternpp.serve.error_responses import error_response
 
 TOO_LARGE = "the body is larger than {} bytes; send less"
+ORIGIN = re.compile("^[a-z]+://[^/]*", re.IGNORECASE)  # requests to a proxy have a whole URL as their path
 HEADERS = {  # added to every answer that does not set them itself
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
@@ -49,8 +50,7 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        if not scope["path"].startswith("/"):  # a whole URL, as requests to a proxy have
-            scope = {**scope, "path": urlsplit(scope["path"]).path or "/"}
+        scope = {**scope, "path": ORIGIN.sub("", scope["path"]) or "/"}
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}  # uvicorn leaves out the body of the answer
         received = 0

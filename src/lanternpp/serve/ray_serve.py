@@ -33,6 +33,7 @@ from lanternpp.serve.tickets import CLOSED, Closed
 
 NAME = "lanternpp"
 MAX_REQUESTS = 10_000  # of a replica at once; so high that only its batcher's queue limits them
+SCRAPE = 3.0  # seconds that a replica has for its metrics; Prometheus waits for 10
 GRACE = 10.0  # seconds that a call to all replicas may take beyond their own timeout
 
 log = logging.getLogger("lanternpp.serve")
@@ -123,7 +124,7 @@ class Replicas:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request to a replica, and its answer back. Once closed, answer it here: a replica that replaces another knows no signal."""
         if (scope["path"], scope["method"]) == ("/metrics", "GET"):
-            found = await asyncio.to_thread(self._ask_all, "metrics")
+            found = await asyncio.to_thread(self._ask_all, "metrics", timeout_s=SCRAPE)
             families = [family for each in found if isinstance(each, list) for family in each]
             await Response(self.metrics.text(families), media_type=CONTENT)(scope, receive, send)
             return

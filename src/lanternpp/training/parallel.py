@@ -205,7 +205,7 @@ class ParallelTask(DrafterTask):
             loss = loss + FIRST * level_cost(self.hparams.loss, *at_firsts)[0].mean()
         with torch.no_grad():
             if batch.rows is None and not self.plain:
-                p, log_q = self.drawn(batch, level_slots, p.log(), log_q)
+                p, log_q = self.drawn(batch, level_slots, p.clamp(min=1e-38).log(), log_q)
             reach, keep = keep_chances(p, log_q, codes)
         assert drafter.confidence is not None
         logits, reach = drafter.confidence(features.detach())[..., 0].float(), reach * in_picture

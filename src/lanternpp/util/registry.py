@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from functools import cache
+from numbers import Integral
 from typing import Any, Self
 
 from lanternpp.errors import InputError
@@ -124,7 +125,9 @@ def check_class(kind: str, name: str, entry: Any, base: type) -> None:
 
 def check_made(kind: str, name: str, made: Any, base: type, *sizes: str) -> None:
     """InputError unless an object is of the class `base` and has these sizes, whole numbers."""
-    if not isinstance(made, base) or not all(isinstance(getattr(made, size, None), int) for size in sizes):
+    if not isinstance(made, base) or not all(
+        isinstance(getattr(made, size, None), Integral) for size in sizes
+    ):
         what = f"makes a {type(made).__name__}; it must be of {base.__name__}, with whole numbers"
         raise InputError(f"{kind} {str(name)!r} {what} as its {' and '.join(sizes)}")
 
