@@ -87,6 +87,12 @@ def test_layers_that_stay_with_pytorch_are_not_said_to_have_8_bits(run, tmp_path
     assert "on cpu (bfloat16) with" in done.out
 
 
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_8_bits_of_latents_are_refused_with_and_without_kernels(run, tmp_path, monkeypatch, switch) -> None:
+    monkeypatch.setenv(SWITCH, switch)
+    run(*DRAW, write_diffusion(tmp_path), "--dtype", "int8").refused("draws continuous latents; leave it out")
+
+
 def test_8_bits_without_torchao_nor_kernels_are_refused_before_a_model_is_read(
     run, broken, monkeypatch, elsewhere
 ) -> None:

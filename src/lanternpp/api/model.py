@@ -267,6 +267,10 @@ class Model:
         """The target of a model, prepared for inference."""
         given = {"size": size, "tensor_parallel": self.tensor_parallel and folder == self.folder}
         source, family = target_source(folder, {name: value for name, value in given.items() if value})
+        if int8 and family.channels:
+            raise InputError(
+                f"dtype int8 is for models of codes, and {folder.name} draws continuous latents; leave it out"
+            )
         if size and not family.any_size:
             raise InputError(f"{folder.name} draws pictures of one size; leave out --size {size}")
         self._pack_while_reading(source, int8)
@@ -337,10 +341,6 @@ class Model:
 @torch.inference_mode()
 def in_eight_bits(target: Target) -> Effect:
     """Quantise a target's layers to 8 bits; the change of its logits on the null prompt and some random codes."""
-    if target.channels:
-        raise InputError(
-            "dtype int8 is for models of codes, and this one draws continuous latents; leave it out"
-        )
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(target.vocab, (1, min(PROBE, target.length)), generator=generator)
     codes, prompt = codes.to(target.decoder.rotary_table.device), target.prompt([None], 1).embeds
