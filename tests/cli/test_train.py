@@ -10,8 +10,10 @@ import pytest
 import torch
 from helpers.checkpoints import write_llamagen
 from helpers.families import write_janus
+from helpers.latents import small_diffusion
 from helpers.models import contents, write_model
 from helpers.photos import draw
+from helpers.refusals import rejects
 from safetensors.torch import save_file
 
 from lanternpp import Pipeline
@@ -232,6 +234,23 @@ def test_a_folder_of_codes_is_learned_from(run, shelf: Path) -> None:
     wrong = {"codes": torch.full((2, 16), 9999)}
     save_file(wrong, shelf / "x.safetensors", metadata={"facts": '{"texts": ["a", "b"]}'})
     run(*train, "--codes", ".").refused("x.safetensors has codes that are not of 0 to ")
+
+
+@pytest.mark.parametrize(
+    ("latents", "said"),
+    [
+        (torch.full((2, 4, 2), torch.nan), "y.safetensors has latents that are not finite floating-point"),
+        (
+            torch.zeros(2, 4, 2, dtype=torch.int64),
+            "y.safetensors has latents that are not finite floating-point",
+        ),
+        (torch.zeros(2, 4, 4), "y.safetensors has 4 numbers a latent, and files before it 2"),
+    ],
+)
+def test_a_wrong_file_of_latents_is_one_sentence(latents: torch.Tensor, said: str, tmp_path: Path) -> None:
+    for name, each in ("x", torch.zeros(2, 4, 2)), ("y", latents):
+        save_file({"codes": each}, tmp_path / f"{name}.safetensors", {"facts": '{"texts": ["a", "b"]}'})
+    rejects(said, codes.folder_codes, tmp_path, small_diffusion()[0])
 
 
 @pytest.mark.parametrize(

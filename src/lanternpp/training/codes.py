@@ -338,7 +338,15 @@ def folder_codes(folder: Path, target: Target) -> Codes:
             raise InputError(
                 f"{path} has no `codes` [n, {target.length}] of this model, or not as many `texts` in its facts."
             )
-        if not target.channels:
+        if target.channels:
+            if not codes.is_floating_point() or not codes.isfinite().all():
+                raise InputError(f"{path} has latents that are not finite floating-point numbers.")
+            if shards and codes.shape[2] != shards[0][0]["codes"].shape[2]:
+                raise InputError(
+                    f"{path} has {codes.shape[2]} numbers a latent, and files before it {shards[0][0]['codes'].shape[2]}: "
+                    f"drawn latents ({channels}) and moments ({2 * channels}) go into folders of their own."
+                )
+        else:
             numbers = codes.long()
             whole = not codes.is_floating_point() or torch.equal(numbers.to(codes.dtype), codes)
             if not whole or not 0 <= int(numbers.min()) <= int(numbers.max()) < target.vocab:
