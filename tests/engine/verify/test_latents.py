@@ -85,6 +85,12 @@ def test_broken_weights_end() -> None:
     assert draw_residual(nan, nan, torch.ones(2, dtype=torch.bool), noise, 1).shape == (2, 1)
 
 
+def test_densities_narrower_than_float32_end() -> None:
+    p, q = torch.tensor([[[0, 3, math.log(1e-8)]], [[0, 3 + 1e-9, math.log(9e-9)]]], dtype=torch.float64)
+    noise = Noise(torch.arange(1), torch.ones(1, dtype=torch.int64))
+    assert draw_residual(p, q, torch.ones(1, dtype=torch.bool), noise, 1).item() == 3
+
+
 def test_densities_are_those_of_pytorch() -> None:
     torch.manual_seed(0)
     params, x = torch.randn(4, 3 * 7, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)

@@ -119,12 +119,13 @@ def draw_residual(p: Tensor, q: Tensor, rejected: Tensor, noise: Noise, channels
         tries = min(MIN_DRAWS << block - 1, MAX_DRAWS) if block else 1
         mine = Noise(noise.seed[left], noise.step[left])
         u = mine.fine(RETRY + block if block else Noise.BONUS, tries, channels + 2)
-        y = GaussianMixture.of(p[left], channels).draw(u[..., 1:]).float()
+        y = GaussianMixture.of(p[left], channels).draw(u[..., 1:])
+        # Of y before it is rounded to float32: rounded, all of p may lie where q is greater, and none would be kept.
         log_p, log_q = (GaussianMixture.of(x[left, None], channels).log_prob(y) for x in (p, q))
         # Written so that a NaN, of weights that are broken, ends the loop.
         kept = ~(rejected[left, None] & (u[..., 0] >= -torch.expm1(log_q - log_p)))
         done, first = kept.any(1, keepdim=True), kept.byte().argmax(1)
-        drawn = y.gather(1, first[:, None, None].expand(-1, 1, channels))[:, 0]
+        drawn = y.gather(1, first[:, None, None].expand(-1, 1, channels))[:, 0].float()
         found[left] = drawn.where(done, found[left])
         left = left[~done[:, 0]]  # the host waits here and nowhere else
         if not len(left):
