@@ -108,6 +108,8 @@ def test_a_second_round_reads_the_drafters_own_features(ready: Path) -> None:
     rejects("rounds 0 is out of range", DrafterSettings(rounds=0).of, "eagle")
     check = EagleTask.check, DrafterSettings(rounds=16).of("eagle"), made.target, TrainingData()
     rejects("--rounds 16 is too many for pictures of 16 codes: use at most 15", *check)
+    made.target.length = 1
+    rejects("these pictures have one code", *check)
 
 
 @pytest.mark.parametrize(("loss", "cfg", "share"), [("paper", 3.0, 0.1), ("guided", 1.0, 0.0)])

@@ -179,6 +179,10 @@ class EagleTask(CodesTask, DrafterTask):
     def check(cls, settings: DrafterSettings, target: Target, source: TrainingData) -> None:
         """Whether there is such a loss for the target's predictions, and features of codes to cache."""
         comparison_of(target, settings.loss or "")
+        if target.length == 1:
+            raise InputError(
+                "--kind eagle drafts what follows the first code, and these pictures have one code."
+            )
         if settings.rounds >= target.length:
             raise InputError(
                 f"--rounds {settings.rounds} is too many for pictures of {target.length} codes: use at most {target.length - 1}."
