@@ -1,6 +1,6 @@
 """Continuous latents in the decoding loop: mixtures of Gaussians, or the steps of a diffusion head, in the place of codes.
 
-A mixture of diagonal Gaussians (GIVT, arXiv 2312.02116) is one row of P parameters, in the layout of `models/latents/target.py`.
+A mixture of diagonal Gaussians (GIVT, arXiv 2312.02116) is one row of P parameters, in the layout of `models/latents.py`.
 
 A latent of a diffusion head is given by the features that the head reads: D numbers, or under guidance 2 D, the
 conditional ones first. Its draw is a function of these and of T + 1 vectors of noise for T steps: the noise that the

@@ -220,7 +220,7 @@ class DiffusionTarget(LatentTarget):
 
     @classmethod
     def read(cls, source: Source, dtype: torch.dtype, device: torch.device | str = "cpu") -> Self:
-        """The head computes in float32 at least, so that rounding does not depend on the batch."""
+        """The head computes in float32 at least, so that rounding depends little on the batch."""
         target = super().read(source, dtype, device)
         target.denoiser.to(torch.promote_types(dtype, torch.float32))
         return target
