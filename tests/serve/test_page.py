@@ -13,6 +13,7 @@ from lanternpp.api.pipeline import Pipeline
 from lanternpp.serve.config import ServerConfig
 from lanternpp.serve.page import FILES, SHOWN, methods, setup
 from lanternpp.serve.schemas import ImagesRequest
+from lanternpp.trees import build_tree
 
 
 def test_a_method_shows_the_dials_that_it_reads_at_its_own_values(pipe: Pipeline) -> None:
@@ -32,12 +33,13 @@ def test_a_method_shows_the_dials_that_it_reads_at_its_own_values(pipe: Pipeline
     assert all(ImagesRequest.model_fields.keys() >= {dial.name} for dial in SHOWN)
 
 
-def test_the_rule_can_be_chosen_where_the_model_has_a_diffusion_head(tmp_path: Path) -> None:
+def test_the_rule_and_chains_can_be_chosen_where_the_model_has_a_diffusion_head(tmp_path: Path) -> None:
     shown = setup(tiny(write_diffusion(tmp_path)), ServerConfig())
     assert shown["methods"]["eagle"]["dials"]["accept"] == "exact"
     assert shown["methods"]["eagle"]["limits"] == {"temperature": (0.05, 2)}
-    (rule,) = (row for row in shown["dials"] if row["name"] == "accept")
-    assert rule["choices"] == ("exact", "cspd")
+    choices = {row["name"]: row["choices"] for row in shown["dials"]}
+    assert choices["accept"] == ("exact", "cspd")
+    assert choices["tree"] and all(build_tree(tree).chain for tree in choices["tree"])
 
 
 def test_what_the_server_was_started_with_holds_on_the_page(pipe: Pipeline) -> None:

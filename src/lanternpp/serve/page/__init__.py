@@ -76,20 +76,23 @@ def setup(pipe: Pipeline, config: ServerConfig) -> dict[str, Any]:
         "baseline": BASELINE,
         "method": next(name for name in (*preferred, *offered) if name in offered),
         "methods": {name: shown(pipe, config, name) for name in offered},
-        "dials": [row(dial) for dial in SHOWN],
+        "dials": [row(pipe, dial) for dial in SHOWN],
     }
 
 
-def row(dial: Dial) -> dict[str, Any]:
+def row(pipe: Pipeline, dial: Dial) -> dict[str, Any]:
     """A dial on the page: a number within a range, or one of `choices`. more: whether it is under "More dials"."""
     low, high, step = dial.slider
-    shown = {"name": dial.name, "label": dial.label, "info": dial.help, "choices": choices(dial)}
+    shown = {"name": dial.name, "label": dial.label, "info": dial.help, "choices": choices(pipe, dial)}
     return shown | {"low": low, "high": high, "step": step, "more": dial.folded}
 
 
-def choices(dial: Dial) -> tuple[str, ...]:
-    """The values that the page offers for a dial; empty for a number."""
-    return {"tree": tuple(TREES), "accept": WITHOUT_DIALS}.get(dial.name, dial.choices)
+def choices(pipe: Pipeline, dial: Dial) -> tuple[str, ...]:
+    """The values that the page offers for a dial on this model; empty for a number."""
+    if dial.name != "tree":
+        return WITHOUT_DIALS if dial.name == "accept" else dial.choices
+    latents = pipe.target.channels
+    return tuple(tree for tree in TREES if not latents or pipe.can_draft(pipe.settings("eagle", tree=tree)))
 
 
 def shown(pipe: Pipeline, config: ServerConfig, method: str) -> dict[str, Any]:
@@ -98,7 +101,9 @@ def shown(pipe: Pipeline, config: ServerConfig, method: str) -> dict[str, Any]:
     about = METHODS[method].about
     return {
         "about": f"{about[:1].upper()}{about[1:]}.",
-        "dials": {dial.name: _value(dial, settings) for dial in SHOWN if dial.name in _read(pipe, settings)},
+        "dials": {
+            dial.name: _value(pipe, dial, settings) for dial in SHOWN if dial.name in _read(pipe, settings)
+        },
         "limits": limits(pipe, settings),
         "sampling": {name: getattr(settings, name) for name in names(SamplingDials)},
     }
@@ -133,10 +138,10 @@ def _read(pipe: Pipeline, settings: Settings) -> frozenset[str]:
     return dials_read(settings.proposer, settings.accept) | choice | frozenset(names(SamplingDials))
 
 
-def _value(dial: Dial, settings: Settings) -> float | str | None:
+def _value(pipe: Pipeline, dial: Dial, settings: Settings) -> float | str | None:
     """The value that a dial shows; None: the value has no name, such as a tree that was tuned."""
     value = getattr(settings, dial.name)
-    known = choices(dial)
+    known = choices(pipe, dial)
     return None if known and value not in known else value
 
 
