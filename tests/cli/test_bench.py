@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from helpers.classifiers import splashes, write_classifier
+from helpers.latents import write_diffusion
 from PIL import Image
 
 from lanternpp import Pipeline
@@ -160,6 +161,12 @@ def test_what_cannot_be_done_is_refused_before_anything_is_drawn(run, model, pro
     Path("empty.txt").write_text("\n# nothing\n")
     saved(Path("mine"), splashes("red", 3))
     run("bench", "--model", model, *options).refused(named)
+
+
+def test_relaxed_rules_of_codes_are_not_raced_on_latents(run, prompts, tmp_path):
+    options = "bench", *TWO, "--model", write_diffusion(tmp_path), "-n", 1, "--no-plots"
+    run(*options, "--equal-tv", "0.1").refused("--equal-tv is for models of codes")
+    assert "draws latents, or lacks a network or codebook for them: " in run(*options).err
 
 
 def test_pictures_too_few_to_measure_are_refused_if_asked_for_and_else_only_timed(bench, own, tmp_path):

@@ -156,6 +156,10 @@ def bench(
         with_plots = opt.plots_enabled(plots)
         prompt_list = read_prompts(prompts, model_folder(options.model))
         pipe = opt.read(options)
+        if limits and pipe.target.channels:
+            raise InputError(
+                f"--equal-tv is for models of codes, and {pipe.name} draws latents; leave it out"
+            )
         shared = dict(options.overrides)
         if paper and named:
             named = [paper.entry(entry) for entry in named]
@@ -243,10 +247,11 @@ def at_equal_tv(search: StrengthSearch, field: Sequence[Entry], limits: Sequence
 
 
 def default_methods(pipe: Pipeline) -> list[str]:
-    """The methods that are compared by default; says on stderr which the model lacks a drafter or a codebook for."""
+    """The methods that are compared by default; says on stderr which do not suit the model."""
     ready = [name for name in DEFAULT_METHODS if pipe.can_draft(pipe.settings(name))]
     if lacking := ", ".join(name for name in DEFAULT_METHODS if name not in ready):
-        say("bench", f"left out, since {pipe.name} lacks a network or codebook for them: {lacking}")
+        draws = "draws latents, or " if pipe.target.channels else ""
+        say("bench", f"left out, since {pipe.name} {draws}lacks a network or codebook for them: {lacking}")
     return ready
 
 
