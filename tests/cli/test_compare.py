@@ -122,6 +122,6 @@ def test_a_gpu_whose_steps_are_not_compiled_is_told_how(
 
 def test_it_says_that_a_variation_cannot_be_measured(run, tmp_path: Path) -> None:
     model = write_diffusion(tmp_path / "latents")
-    rule = ("--method", "eagle", "--accept", "cspd", "--measure-tv", "--runs", 1)
-    outcome = run("compare", PROMPT, "--model", model, *rule)
+    outcome = run("compare", PROMPT, "--model", model, "--accept", "cspd", "--measure-tv", "--runs", 1)
+    assert "eagle, rule cspd (auto: its drafter)" in outcome.out and "lossless" not in outcome.out
     assert outcome.code == 0 and "of the rule cspd cannot be measured" in outcome.err

@@ -185,6 +185,8 @@ def test_a_model_without_a_drafter_draws_without_a_word_on_methods(run, broken: 
     assert "jacobi-coupled (auto: no drafter, lossless)" in outcome.out
     reported = run("generate", "a red tulip", "--model", broken, "--json").json
     assert (reported["method"], reported["auto"]) == ("jacobi-coupled", "no drafter, lossless")
+    relaxed = "--accept", "mixture", "--delta", 0.5
+    assert run("generate", "a red tulip", "--model", broken, "--json", *relaxed).json["auto"] == "no drafter"
     Path("prompts").write_text("a red tulip")
     args = ["--no-plots", "--no-quality", "--no-measure-tv", "--prompts", "prompts", "-n", 1, "--json"]
     raced = run("bench", "--model", broken, *args)

@@ -41,7 +41,7 @@ from lanternpp.api.options import (
     Settings,
     names,
 )
-from lanternpp.api.settings import TREE, network_needed, resolve
+from lanternpp.api.settings import TREE, network_needed, part, resolve
 from lanternpp.drafters import DRAFTERS
 from lanternpp.drafters.parallel import ParallelDrafter
 from lanternpp.errors import InputError
@@ -53,6 +53,7 @@ from lanternpp.util.jsonfile import checked, read_object, write_json
 from lanternpp.util.registry import unknown
 
 FILE = "tuned.json"
+LOSSLESS = ", lossless"  # the end of a reason
 CONDITIONS = ("device", "dtype", "batch_size", "compile", "proposer", "accept", "verify")
 DRAFTED = tuple(name for name in names(DraftDials) if name != "verify")
 CHOSEN = (*DRAFTED, *names(RuleDials))  # the settings that an entry may have
@@ -69,6 +70,12 @@ class Chosen:
 
     method: str
     why: str | None = None  # None: it was named
+
+    def reason(self, settings: Settings) -> str | None:
+        """`why`, without "lossless" where these settings of the method have a rule that is not."""
+        if self.why is None or part("accept", settings.accept).lossless:
+            return self.why
+        return self.why.removesuffix(LOSSLESS)
 
 
 @dataclass(frozen=True)
@@ -140,10 +147,10 @@ class Defaults:
                 return Chosen(method, why)
         if kind := self._network:
             method, what = NETWORKS[kind]
-            return Chosen(method, f"{'its' if self.drafter is None else 'the given'} {what}, lossless")
+            return Chosen(method, f"{'its' if self.drafter is None else 'the given'} {what}{LOSSLESS}")
         if latent_family(self.folder):
             return Chosen(BASELINE, "no drafter for its latents")
-        return Chosen("jacobi-coupled", "no drafter, lossless")
+        return Chosen("jacobi-coupled", f"no drafter{LOSSLESS}")
 
     @cached_property
     def weights(self) -> str:

@@ -297,7 +297,8 @@ class Pipeline(Engines):
         if given.get("compile") is None and self.is_warm(settings):
             settings = replace(settings, compile=True)
         settings = self.fit(settings)
-        request = Request([p for p in prompts for _ in range(n)], seeds, settings, self.chosen(method).why)
+        why = self.chosen(method).reason(settings)
+        request = Request([p for p in prompts for _ in range(n)], seeds, settings, why)
         with self._lock:
             target = self.target.shaped(request.shape)
             for one in dict.fromkeys(prompts):

@@ -69,6 +69,8 @@ def list_models(
     defaults = opt.defaults_of(replace(options, model=model, drafter=drafter))
     on, kind, int8 = placed(options.device, options.dtype, defaults.folder)
     where = {"device": on.type, "dtype": dtype_name(kind, int8)}
+    chosen = defaults.chosen()
+    why = chosen.reason(defaults.settings(chosen.method, {}, where))
     made = {name: build_tree(name) for name in TREES}
     cache = cache_folder(Path(__file__))
     listing: dict[str, Any] = {
@@ -78,7 +80,7 @@ def list_models(
         ],
         "published": [asdict(each) for each in PUBLISHED],
         "model": model,
-        "auto": asdict(defaults.chosen()),
+        "auto": {"method": chosen.method, "why": why},
         "methods": [describe_method(name, defaults, where) for name in METHODS],
         "trees": [
             {"name": name, "nodes": tree.size - 1, "depth": tree.depth, "static": name in SHAPES}

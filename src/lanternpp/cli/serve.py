@@ -104,7 +104,8 @@ def serve(
         else:
             batcher, app = spec.start()
             chosen, drawn = batcher.pipe.chosen(options.method), ray_serve.drawn_by(batcher.pipe)
-            ready_now = partial(ready, drawn_with(chosen.method, chosen.why), 1, *drawn)
+            why = chosen.reason(config.settings(batcher.pipe, None, {}))
+            ready_now = partial(ready, drawn_with(chosen.method, why), 1, *drawn)
             finished = server.run(app, batcher, bound, listen.drain, ready_now, proxies)
         if not finished:
             say("serve", "not all pictures were finished")

@@ -72,7 +72,7 @@ def tune(
         if race:
             with progress_bar("racing") as progress:
                 rows = tuner.race(found, progress)
-        result = tuner.report(found, rows) | {"folder": str(output), "auto": chosen.why}
+        result = tuner.report(found, rows) | {"folder": str(output), "auto": chosen.reason(tuner.settings)}
         result["slower"] = why_slower(result)
         if save and not result["slower"]:
             more = {name: result[name] for name in ("machine", "sampling", "speedup", "measured", "versions")}
@@ -84,7 +84,7 @@ def tune(
     if as_json:
         print(json.dumps(result))
         return
-    print(f"method: {drawn_with(method, chosen.why)}")
+    print(f"method: {drawn_with(method, result['auto'])}")
     show(result)
     if result["slower"]:
         unsaved = "nothing was saved, as " if save else ""

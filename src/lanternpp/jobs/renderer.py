@@ -44,7 +44,7 @@ class Renderer:
         check_output(pipe.target)
         given = {"batch_size": BATCH, **options.overrides}
         settings = info.settings if info else self._fitted(pipe.settings(options.method, **given), begun)
-        noted, why = pipe.describe(settings), pipe.chosen(options.method).why
+        noted, why = pipe.describe(settings), pipe.chosen(options.method).reason(settings)
         effect = str(pipe.model.effect) if pipe.model.effect else None
         self.info = JobInfo(pipe.name, settings, noted, versions(), pipe.target.length, why, effect)
         self._make_engine(BATCH)  # so that a wrong part is found before anything is drawn
