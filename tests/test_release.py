@@ -19,6 +19,7 @@ from helpers.models import write_model
 from helpers.photos import draw
 from helpers.processes import SECONDS, commands, python
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from PIL import Image
 
 import lanternpp
@@ -44,13 +45,11 @@ def build(kind: str, source: Path, out: Path) -> Path:
 
 
 def core(requirements: list[str]) -> Iterator[str]:
-    """The installed distributions that these requirements need, without any extra, and those that they need."""
+    """The installed distributions that these requirements need, with the extras that they name, and those that they need."""
     waiting, seen = list(requirements), set()
     while waiting:
         requirement = Requirement(waiting.pop())
         extras = requirement.extras or {""}
-        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
-            continue
         for extra in extras - {e for name, e in seen if name == requirement.name}:
             seen.add((requirement.name, extra))
             needs = distribution(requirement.name).requires or []
@@ -70,6 +69,14 @@ def fresh_environment(folder: Path) -> Path:
             if not (packages / top).exists():
                 (packages / top).symlink_to(found.locate_file(top))
     return packages
+
+
+def test_every_package_that_make_installs_is_pinned() -> None:
+    pinned = {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    pinned = {canonicalize_name(name) for name in pinned}
+    needed = {canonicalize_name(name) for name in core(["lanternpp[dev]"])} - {"lanternpp"}
+    # torch's own packages for a GPU are those of its build
+    assert not {name for name in needed - pinned if not name.startswith(("nvidia", "cuda", "triton"))}
 
 
 def test_the_wheel_of_the_sdist_works_in_an_environment_without_extras(tmp_path: Path) -> None:
