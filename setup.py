@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import runpy
 import shlex
 import shutil
@@ -67,15 +68,17 @@ class Toolchain(NamedTuple):
         machine = target.rpartition("-")[2].lower()
         machine = platform.machine().lower() if machine == "universal2" else MACHINES.get(machine, machine)
         try:
-            said = run((*command, "--version"), timeout=60)
             macros = run((*command, "-dM", "-E", "-x", "c", os.devnull), timeout=60)
         except (OSError, subprocess.SubprocessError) as error:
             raise LookupError(f"the C compiler {shlex.join(command)} does not run: {reason(error)}") from None
         # clang's OpenMP needs a library of its own beside the one that PyTorch brings, so it gets threads of our own.
         system = target.partition("-")[0]
         openmp = system == "linux" and "__clang__" not in macros
-        version = next(iter(said.splitlines()), command[0])
-        return cls(tuple(command), version, system, MACHINES.get(machine, machine), openmp)
+        # not of --version, with which zig for macOS leaves an a.o
+        version = re.search('__VERSION__ "(?:Clang )?([^" ]+)', macros)
+        name = "clang" if "__clang__" in macros else command[0]
+        said = f"{name} {version[1]}" if version else name
+        return cls(tuple(command), said, system, MACHINES.get(machine, machine), openmp)
 
     @property
     def suffix(self) -> str:
@@ -107,14 +110,20 @@ class Toolchain(NamedTuple):
         threads = "-fopenmp" if self.openmp else "-fopenmp-simd"
         options = (*OPTIONS, threads, *position, *self.options(options))
         run((*self.command, *options, "-c", str(source), "-o", str(compiled)))
-        libraries = {"linux": ("-lm", "-pthread")}.get(self.system, ())
-        run((*self.command, "-shared", str(compiled), *libraries, "-o", str(out)))
+        # Neither debugging data nor the temporary folder's name, so that the same sources give the same bytes.
+        linking = {
+            "linux": ("-lm", "-pthread"),
+            "macosx": (f"-Wl,-S,-install_name,@rpath/{out.name}",),
+            "win": ("-s",),
+        }.get(self.system, ())
+        run((*self.command, "-shared", str(compiled), *linking, "-o", str(out)))
         compiled.unlink()
 
 
 def run(command: Sequence[str], timeout: float = 600) -> str:
     """What a command says. OSError or subprocess.SubprocessError."""
     options: Any = {"check": True, "capture_output": True, "text": True, "errors": "replace"}
+    options["env"] = {"SOURCE_DATE_EPOCH": "0", **os.environ}  # the time that a library for Windows holds
     return subprocess.run(command, timeout=timeout, **options).stdout
 
 
@@ -157,7 +166,9 @@ def build(folder: Path) -> list[str]:
         manifest.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
         os.replace(manifest, folder / manifest.name)
     for path in folder.iterdir():
-        if path.name not in {"manifest.json", *files.values()}:
+        if path.is_dir() and path.stat().st_mtime < time.time() - 3600:  # of a build that was killed
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name not in {"manifest.json", *files.values()}:
             with suppress(OSError):  # Windows keeps what a process has loaded
                 path.unlink()
     return said

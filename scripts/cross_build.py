@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import shlex
 import subprocess
 import sys
 from pathlib import Path
-
-import ziglang
 
 # zig's name of each platform, with the oldest C library or system that the wheel may meet.
 TARGETS = {
@@ -25,7 +24,10 @@ def main() -> None:
     options.add_argument("platform", choices=TARGETS)
     options.add_argument("-o", "--out", default="dist", help="the folder for the wheel")
     given = options.parse_args()
-    compiler = [str(Path(ziglang.__file__).with_name("zig")), "cc", "-target", TARGETS[given.platform]]
+    zig = importlib.util.find_spec("ziglang")
+    if zig is None or zig.origin is None:
+        options.error("ziglang is not installed: pip install ziglang 'setuptools>=77'")
+    compiler = [str(Path(zig.origin).with_name("zig")), "cc", "-target", TARGETS[given.platform]]
     env = os.environ | {"CC": shlex.join(compiler), "_PYTHON_HOST_PLATFORM": given.platform}
     pip = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--no-build-isolation", "-w", given.out]
     root = Path(__file__).resolve().parent.parent

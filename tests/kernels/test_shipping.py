@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import os
 import platform
+import runpy
+import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -277,6 +281,8 @@ def test_kernels_with_more_instructions_than_their_kind_has_are_left_out(buildin
 def test_kinds_that_the_compiler_does_not_know_are_left_out_and_older_files_go(building, tmp_path: Path):
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "amx-0123456789abcdef.so").write_text("older")
+    (tmp_path / "lib" / "tmp-killed").mkdir()
+    os.utime(tmp_path / "lib" / "tmp-killed", (0, 0))
     said = building.build(tmp_path / "lib")
     kinds = json.loads((tmp_path / "lib" / "manifest.json").read_text())["libraries"]
     assert {path.name for path in (tmp_path / "lib").iterdir()} == {"manifest.json", *kinds.values()}
@@ -285,6 +291,35 @@ def test_kinds_that_the_compiler_does_not_know_are_left_out_and_older_files_go(b
         assert [
             line for line in said if "left out kernels for amx" in line and "unknown instructions" in line
         ]
+
+
+PLATFORMS = ("linux-x86_64", "macosx-11.0-arm64", "win-amd64")
+
+
+@pytest.mark.skipif(find_spec("ziglang") is None, reason="no ziglang here")
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_the_same_sources_give_the_same_bytes_and_leave_nothing_else(
+    building, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, platform: str
+):
+    target = runpy.run_path(str(ROOT / "scripts" / "cross_build.py"))["TARGETS"][platform]
+    monkeypatch.setenv("CC", shlex.join([sys.executable, "-m", "ziglang", "cc", "-target", target]))
+    monkeypatch.setenv("_PYTHON_HOST_PLATFORM", platform)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    made = []
+    for name in ("one", "two"):
+        building.build(tmp_path / name)
+        made.append(json.loads((tmp_path / name / "manifest.json").read_text()))
+        time.sleep(1.1)  # the time in a library for Windows is in seconds
+    assert made[0] == made[1] and len(made[0]["libraries"]) > 1
+    assert not list(Path.cwd().iterdir())
+
+
+def test_the_script_for_other_platforms_says_what_it_lacks():
+    script = ROOT / "scripts" / "cross_build.py"
+    assert python("-I", "-S", script, "--help").returncode == 0
+    done = python("-I", "-S", script, "win-amd64")
+    assert done.returncode == 2 and "pip install ziglang" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_pip_installs_without_a_compiler_and_says_what_is_lost(tmp_path: Path):
