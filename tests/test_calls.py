@@ -27,13 +27,14 @@ def test_a_notebook_completes_every_dial() -> None:
 
 
 TYPED = """
-from lanternpp import Pipeline, accelerate
+from lanternpp import RULES, Pipeline, accelerate
 pipe = Pipeline.from_pretrained("nature-128").to("cpu", dtype="float32")
 pipe("a tulip", 2, seed=[1], lam=3, tree=[[0]], cfg=None).images[0].save("tulip.png")
 reveal_type(pipe("a tulip", output_type="np").images)
 reveal_type(pipe("a tulip", output_type="pt").images)
 for partial in pipe.stream("a tulip", window=8):
     reveal_type(partial.images)
+pipe("a tulip", accept=RULES["lantern"])
 """
 REVEALED = [(True, False), (False, False), (False, True)]  # an array, a tensor, a list
 MISTAKES = [
