@@ -15,6 +15,7 @@ from lanternpp.evaluation.classifier import read_classifier
 from lanternpp.evaluation.features import ClassifierFeatures, extract
 from lanternpp.evaluation.pictures import Gallery
 from lanternpp.evaluation.quality import Quality, read_reference
+from lanternpp.nn import checkpoints
 
 CPU = torch.device("cpu")
 
@@ -53,6 +54,13 @@ def test_pictures_are_drawn_again_once(data: Path, model: Path) -> None:
     changed = kept.stat().st_mtime_ns
     assert train(data, model)
     assert kept.stat().st_mtime_ns == changed
+
+
+def test_a_run_whose_tokenizer_was_trained_on_can_only_start_over(data: Path, model: Path) -> None:
+    assert not train(data, model, stop=3)
+    config, weights = checkpoints.load(model / "tokenizer")
+    checkpoints.save(model / "tokenizer", config, {name: x * 1.01 for name, x in weights.items()})
+    rejects(r"as its tokenizer draws them\): pass --restart to start over", train, data, model)
 
 
 def test_labels_that_it_cannot_learn_from_are_rejected(data: Path, model: Path) -> None:

@@ -28,6 +28,7 @@ WRONG, RESTART = "is no state of this training", "pass --restart to start over"
 MEANINGS = {
     "data": ", which stands for the training data",
     "target": ", which stands for the target's weights",
+    "redrawn_data": ", which stands for the pictures as its tokenizer draws them",
 }
 PAUSE = 10  # seconds between two lines of a report
 M = TypeVar("M", bound=nn.Module)
@@ -160,10 +161,9 @@ def read_state(path: Path, known: Mapping[str, Any], partly: bool = False) -> di
         raise InputError(f"{path} {WRONG}: {RESTART}.")
     found = differences({name: old.get(name) for name in known} if partly else old, dict(known))
     if changed := [said + MEANINGS.get(said.partition(" ")[0], "") for said in sorted(found)]:
-        raise InputError(
-            f"{path} was trained with other settings ({'; '.join(changed)}): "
-            f"repeat its settings to resume, or {RESTART}."
-        )
+        # what the tokenizer draws is no option
+        repeat = "" if changed[0].startswith("redrawn_data ") else "repeat its settings to resume, or "
+        raise InputError(f"{path} was trained with other settings ({'; '.join(changed)}): {repeat}{RESTART}.")
     return content
 
 
