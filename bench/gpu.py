@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument(
         "--compile", action="store_true", help="compiled steps; each method takes half a minute"
     )
-    parser.add_argument("--tests", default="tests")
+    parser.add_argument("--tests", default=Path(__file__).parents[1] / "tests")
     parser.add_argument("--out", type=Path, default=Path("gpu.md"))
     given = parser.parse_args()
     try:

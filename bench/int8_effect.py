@@ -73,7 +73,8 @@ def main() -> None:
             f"{name:30} logits: max {effect.max_logit_difference:.3f}, mean {effect.mean_logit_difference:.4f}; "
             f"total variation {effect.total_variation:.4f}"
         )
-    print(f"as `--dtype int8` tells: {small.model.effect}")
+    if small.model.effect:
+        print(f"as `--dtype int8` tells: {small.model.effect}")
     for method in ("ar", options.method):
         taken: dict[str, list[float]] = {plain.dtype: [], small.dtype: []}
         for run in range(options.runs + 1):

@@ -57,6 +57,9 @@ def image_reward(pictures: str) -> float:
 METRICS: dict[str, Callable[..., float]] = {"fid": fid, "hpsv2": hpsv2, "image-reward": image_reward}
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & {*sys.argv}:
+        print(__doc__)
+        sys.exit()
     if len(sys.argv) != (4 if sys.argv[1:2] == ["fid"] else 3) or sys.argv[1] not in METRICS:
         sys.exit(__doc__)
     print(METRICS[sys.argv[1]](*sys.argv[2:]))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from lanternpp import Pipeline
+from lanternpp import InputError, Pipeline
 from lanternpp.api.picture import grid
 
 PROMPTS = [
@@ -45,8 +45,11 @@ def main() -> None:
     parser.add_argument("--cfg", type=float, help="classifier-free guidance; default: the model's")
     parser.add_argument("--seed", type=int, default=0, help="of the first picture; the next has the next")
     args = parser.parse_args()
-    pipe = Pipeline.from_pretrained(args.model)
-    drawn = pipe(PROMPTS, method=args.method, seed=args.seed, cfg=args.cfg)
+    try:
+        pipe = Pipeline.from_pretrained(args.model)
+        drawn = pipe(PROMPTS, method=args.method, seed=args.seed, cfg=args.cfg)
+    except InputError as error:
+        parser.error(str(error))
     grid(drawn.images).save(args.out)
     for row in range(0, len(PROMPTS), COLUMNS):
         print("; ".join(prompt.removeprefix("a photo of ") for prompt in PROMPTS[row : row + COLUMNS]))

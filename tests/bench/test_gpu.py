@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.models import write_model
+from helpers.processes import python
 
 from lanternpp.cli import main
 from lanternpp.evaluation import profile
@@ -71,6 +72,27 @@ def test_one_file_has_the_tests_and_the_races_and_profiles_of_both_models(
     assert "1 failed" in text and "FAILED test_one.py::test_one" in text and text.count("\n## ") == 2
     assert text.count("| `eagle tree=chain-4` |") == 2
     assert text.count("of memory bandwidth, %") >= 2
+
+
+def test_by_default_it_runs_the_tests_of_its_own_checkout(
+    status: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr("gpu.run", lambda *words: asked.append(words) or (1, "", ""))
+    assert status("--device", "cpu", "--random", "tiny") == 1
+    assert asked[0][-1] == BENCH.parent / "tests"
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "ends", "said"),
+    [
+        ("sheet.py", ("--model", "nowhere", "--out", "a.png"), 2, "error: model 'nowhere' is unknown"),
+        ("published_metrics.py", ("--help",), 0, "PICTURES holds metadata.jsonl"),
+    ],
+)
+def test_a_script_ends_in_a_sentence(script: str, options: tuple[str, ...], ends: int, said: str) -> None:
+    done = python(BENCH / script, *options)
+    assert done.returncode == ends and said in done.stdout + done.stderr and "Traceback" not in done.stderr
 
 
 def test_the_file_says_which_race_failed(status: Callable[..., int], tmp_path: Path) -> None:
