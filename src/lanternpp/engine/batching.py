@@ -96,16 +96,21 @@ def opened(
 
     Raises RuntimeError where the engine is drawing already.
     """
-    if engine.drawing:
-        raise RuntimeError("this engine is drawing already; make one for each thread and each generator")
-    batch = ContinuousBatch(engine, zip(conditions, seeds, strict=True))
-    engine.drawing = True
     try:
-        yield batch
+        engine.idle.pop()
+    except IndexError:
+        raise RuntimeError(
+            "this engine is drawing already; make one for each thread and each generator"
+        ) from None
+    try:
+        batch = ContinuousBatch(engine, zip(conditions, seeds, strict=True))
+        try:
+            yield batch
+        finally:
+            for slot in list(batch.running):
+                batch.drop(slot)
     finally:
-        engine.drawing = False
-        for slot in list(batch.running):
-            batch.drop(slot)
+        engine.idle.append(True)
 
 
 def drawing(

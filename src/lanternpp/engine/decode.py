@@ -82,7 +82,8 @@ class Engine:
         like = next(target.parameters())
         self.measure_tv = measure_tv and not (rule.lossless or rule.trajectories)
         self.run: Callable[..., Any] = operator.call  # how the parts of a step are called
-        self.drawing = False  # whether `batching.drawing` runs on it
+        # Empty while `batching.drawing` runs on it: one thread alone can take the element. Unlike a lock it can be copied.
+        self.idle = [True]
         self.observers: list[Observer] = []
         self.fused: Step | None = None  # whole steps, where the kernels know all parts
         self.target, self.proposer, self.rule = target, proposer, rule
