@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,6 +45,7 @@ from lanternpp.models.transformers.opening import adapted
 from lanternpp.util.registry import find, unknown
 
 HELD = "_lanternpp"  # the attribute of a model that keeps its pipeline
+HOLDING = threading.RLock()  # of whoever sets or removes it
 EMBEDDED = ("inputs_embeds", "pixel_values", "image")  # prompts that are more than tokens
 CACHES = ("cache", "past_key_values")  # since transformers 5.24, and before
 NOT_READ = ("streamer", "assistant_model", "position_ids", *CACHES, *EMBEDDED)
@@ -163,14 +165,15 @@ def made_for(model: Any, drafter: str | None, kernels: str | None) -> tuple[Any,
 
 def held(model: Any, drafter: str | Path | None, kernels: str | None = None) -> Held:
     """The pipeline of a model, made now or for an earlier call with the same drafter, kernels, dtype, devices and modules."""
-    if hasattr(model, "_hf_hook"):
-        model._hf_hook.pre_forward(model)  # accelerate's, of `forward`: it may bring the weights to a GPU
     drafter = None if drafter is None else calls.text("drafter", drafter)
     kernels = None if kernels is None else calls.text("kernels", kernels)
-    if getattr(getattr(model, HELD, None), "of", None) != made_for(model, drafter, kernels):
-        vars(model).pop(HELD, None)  # freed before another one is made
-        vars(model)[HELD] = Held(model, drafter, kernels)
-    return getattr(model, HELD)
+    with HOLDING:
+        if hasattr(model, "_hf_hook"):
+            model._hf_hook.pre_forward(model)  # accelerate's, of `forward`: it may bring the weights to a GPU
+        if getattr(getattr(model, HELD, None), "of", None) != made_for(model, drafter, kernels):
+            vars(model).pop(HELD, None)  # freed before another one is made
+            vars(model)[HELD] = Held(model, drafter, kernels)
+        return getattr(model, HELD)
 
 
 @listing(MethodDials)
@@ -307,24 +310,27 @@ def accelerate(
     Raises InputError for a model that is not known, a method without its drafter, a wrong dial, and layers that the kernels
     do not compute; the model is then as before.
     """
-    vars(model).pop(HELD, None)
-    try:
-        state = held(model, drafter, kernels)
-        state.checked(method, dials)
-    except InputError:
+    with HOLDING:
         vars(model).pop(HELD, None)
-        raise
-    vars(restore(model))[HELD] = state
-    setattr(model, "generate", Generate(model, method=method, drafter=drafter, kernels=kernels, **dials))  # noqa: B010
+        try:
+            state = held(model, drafter, kernels)
+            state.checked(method, dials)
+        except InputError:
+            vars(model).pop(HELD, None)
+            raise
+        vars(restore(model))[HELD] = state
+        made = Generate(model, method=method, drafter=drafter, kernels=kernels, **dials)
+        setattr(model, "generate", made)  # noqa: B010
     return model
 
 
 def restore(model: M) -> M:
     """Undo `accelerate`, and free the pipeline that was kept for the model; returns the model."""
-    made = vars(model).get("generate")
-    if isinstance(made, Generate):
-        delattr(model, "generate")
-        if made.replaced is not None:
-            setattr(model, "generate", made.replaced)  # noqa: B010
-    vars(model).pop(HELD, None)
+    with HOLDING:
+        made = vars(model).get("generate")
+        if isinstance(made, Generate):
+            delattr(model, "generate")
+            if made.replaced is not None:
+                setattr(model, "generate", made.replaced)  # noqa: B010
+        vars(model).pop(HELD, None)
     return model

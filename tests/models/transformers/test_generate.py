@@ -9,7 +9,7 @@ import pickle
 import re
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ from transformers.generation import (
 
 import lanternpp
 from lanternpp import InputError, Pipeline
-from lanternpp.api import fit
+from lanternpp.api import accelerate, fit
 from lanternpp.api.accelerate import adapter_of, held
 from lanternpp.api.fit import Fit
 from lanternpp.api.rates import Counts
@@ -411,6 +411,22 @@ def test_threads_generate_as_usual_while_one_draws(made: Callable[[str], Case]) 
         texts = [pool.submit(call, **text) for call in (usual, model.generate) for _ in range(10)]
         assert all(torch.equal(one.result(SECONDS), picture) for one in drawn)
         assert all(torch.equal(one.result(SECONDS), expected) for one in texts)
+
+
+def test_a_call_keeps_the_pipeline_that_another_thread_frees(
+    made: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, usual = made("emu3").model, accelerate.made_for
+    expected = held(model, None)
+    with ThreadPoolExecutor(1) as pool:
+
+        def meanwhile(*args: Any) -> tuple[Any, ...]:
+            wait([pool.submit(lanternpp.restore, model)], 0.2)
+            return usual(*args)
+
+        monkeypatch.setattr(accelerate, "made_for", meanwhile)
+        assert held(model, None) is expected
+    assert not hasattr(model, accelerate.HELD)
 
 
 def test_a_draw_leaves_the_positions_of_another_call_as_they_are(made: Callable[[str], Case]) -> None:
