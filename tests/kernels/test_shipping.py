@@ -103,7 +103,11 @@ def test_a_kind_can_be_asked_for(fresh: pytest.MonkeyPatch):
 @installed
 @pytest.mark.parametrize(
     ("asked", "said"),
-    [("avx-512", "there are no kernels for 'avx-512'"), ("x86-64-v4", "this CPU cannot run 'x86-64-v4'")],
+    [
+        ("avx-512", "there are no kernels for 'avx-512'"),
+        ("x86-64-v4", "this CPU cannot run 'x86-64-v4'"),
+        ("cpu", "there are no kernels for 'cpu'"),
+    ],
 )
 def test_a_kind_that_is_not_to_be_had_is_refused_with_those_that_are(fresh, asked: str, said: str):
     fresh.setattr(loading, "features", lambda path: V3)

@@ -42,14 +42,12 @@ def library(kind: str | None = None) -> ctypes.CDLL | None:
     """
     try:
         files = installed()
-        able = [name for name in choose(features(_intact(files["cpu"]))) if name in files]
+        able = [name for name in choose(features(_intact(files.pop("cpu")))) if name in files]
         if kind is not None and kind not in able:
             what = f"this CPU cannot run {kind!r}" if kind in files else f"there are no kernels for {kind!r}"
             raise InputError(f"{SWITCH}: {what}: choose {', '.join([*able, '0'])}.")
         if not able:
-            raise OSError(
-                f"there are no kernels for this CPU, only for {', '.join(sorted(files.keys() - {'cpu'}))}"
-            )
+            raise OSError(f"there are no kernels for this CPU, only for {', '.join(sorted(files))}")
         return load(_intact(files[kind or able[0]]))
     except OSError as error:
         warnings.warn(f"{error}, so that passes take several times as long", stacklevel=2)
