@@ -107,7 +107,7 @@ static void head_of_levels(const Chain *c, const Linear *head, ChainMemory *m) {
 static void activate(const Chain *c, int64_t level, int64_t hidden, bf16 *act) {
     for (int64_t b = 0; b < c->batch; b++) {
         const bf16 *query = c->query + (b * c->levels + level) * hidden;
-        const bf16 *prev = c->prev + c->drawn[b * (c->levels + 1) + level] * hidden;
+        const bf16 *prev = c->prev + __atomic_load_n(&c->drawn[b * (c->levels + 1) + level], __ATOMIC_RELAXED) * hidden;
         for (int64_t i = 0; i < hidden; i += LANES)
             *(bf16x16 *)(act + b * hidden + i) = narrow_all(silu(widen_all(query + i) + widen_all(prev + i)));
     }
@@ -182,7 +182,7 @@ static void draw_level(const Chain *c, int64_t level, ChainMemory *m, const Team
         int64_t block = 0;
         for (; (block + 1) * BLOCK < c->codes && sum + sums[block] <= most; block++) sum += sums[block];
         const int64_t code = first_above(row, block * BLOCK, (block + 1) * BLOCK, sum, most);
-        c->drawn[b * (c->levels + 1) + level + 1] = code; /* all threads write the same */
+        __atomic_store_n(&c->drawn[b * (c->levels + 1) + level + 1], code, __ATOMIC_RELAXED); /* all threads write the same */
         float *probs = c->probs + (b * (c->levels + 1) + level) * c->codes;
         const float over = (float)total;
         for (int64_t i = m->from; i < m->to && i < c->codes; i++) probs[i] = row[i] / over;
