@@ -16,6 +16,7 @@ import torch
 from lanternpp import Pipeline
 from lanternpp.engine import threads
 from lanternpp.engine.threads import AdaptiveThreads
+from lanternpp.kernels.binding import own
 
 IN_C: Any = SimpleNamespace(native=object())
 IN_PYTORCH: Any = SimpleNamespace(native=None)
@@ -90,18 +91,21 @@ def test_the_next_drawing_begins_with_as_many_threads_as_the_last_one_had(run: R
 
 
 @pytest.mark.filterwarnings("ignore:other work")
-def test_threads_that_begin_meanwhile_have_as_many_as_ever(run: Run):
+@pytest.mark.parametrize("openmp", [True, False])
+def test_threads_that_begin_meanwhile_have_as_many_as_ever(openmp: bool, run: Run):
     decoder, found = Pipeline.from_pretrained("nature-128", device="cpu").target.decoder, []
     if decoder.native is None:
         pytest.skip("no kernels here")
+    if not openmp:
+        decoder.native.library = SimpleNamespace(use_threads=lambda count: 0)
     with AdaptiveThreads(decoder) as fitted:
         run(0.1, 0.1)
         fitted.update()
         begun = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
         begun.start()
         begun.join()
-        assert torch.get_num_threads() == 2
-    assert found == [4] and torch.get_num_threads() == 4
+        assert torch.get_num_threads() == (2 if openmp else 4) and own.threads == (0 if openmp else 2)
+    assert found == [4] and torch.get_num_threads() == 4 and own.threads == 0
 
 
 def test_passes_that_pytorch_computes_keep_their_threads(run: Run):

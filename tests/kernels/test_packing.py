@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from lanternpp.api.model import ASSETS, pack_target, read_target
 from lanternpp.api.results import images
 from lanternpp.kernels import loading as native
 from lanternpp.kernels.linear import KernelLinear
-from lanternpp.kernels.packing import PackedConvolution, pack, supports
+from lanternpp.kernels.packing import PackedConvolution, SerialGroupNorm, pack, supports
 from lanternpp.nn.backend import backend
 
 LESS = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}  # what oneDNN and PyTorch may use
@@ -91,6 +92,23 @@ def test_the_shipped_tokenizer_draws_the_same_with_packed_weights() -> None:
     codes = torch.randint(plain.vocab, (1, plain.length), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         assert torch.allclose(packed_one.pixels(codes), plain.pixels(codes), atol=1e-4)
+
+
+def test_groups_are_normed_the_same_by_any_number_of_threads_of_pytorch_beside_those_of_kernels(
+    threads: Callable[[int], None],
+) -> None:
+    """As kernels without OpenMP have threads of their own, whose number says nothing of PyTorch's."""
+    x = torch.randn(1, 64, 96, 96, generator=torch.Generator().manual_seed(0))
+    x, norm = x.contiguous(memory_format=torch.channels_last), nn.GroupNorm(4, 64)
+    expected, found = norm.double()(x.double()).float(), []
+    norm.float().__class__, norm.library = SerialGroupNorm, SimpleNamespace(use_threads=lambda count: 0)
+    for count in (1, 2, 3):
+        threads(count)
+        found.append(norm(x))
+    assert all(torch.equal(each, found[0]) for each in found) and torch.allclose(
+        found[0], expected, atol=1e-5
+    )
+    assert found[0].is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.skipif(native.library() is None, reason="no kernels here")

@@ -54,7 +54,8 @@ DTYPES = {
     "i": (torch.int64,),
     "b": (torch.bool, torch.uint8),
 }
-_own = threading.local()  # scratch memory of each thread
+# Of each thread: scratch memory, and how many threads its kernels have; none or 0: as many as PyTorch.
+own = threading.local()
 
 
 class Struct(Structure):
@@ -87,10 +88,10 @@ class Struct(Structure):
 
     def run(self, library: CDLL) -> None:
         """Call the kernel that takes this, with scratch memory of the calling thread, as much as it asks for."""
-        kernel, threads = getattr(library, self.kernel), torch.get_num_threads()
-        scratch = getattr(_own, "scratch", None) or structs.Scratch()
+        kernel, threads = getattr(library, self.kernel), getattr(own, "threads", 0) or torch.get_num_threads()
+        scratch = getattr(own, "scratch", None) or structs.Scratch()
         while size := kernel(byref(self), byref(scratch), threads):
-            scratch = _own.scratch = structs.Scratch(memory=torch.empty(size, dtype=torch.uint8), bytes=size)
+            scratch = own.scratch = structs.Scratch(memory=torch.empty(size, dtype=torch.uint8), bytes=size)
 
 
 def _declared() -> SimpleNamespace:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
-from lanternpp.kernels.binding import BLOCK_N, K_ALIGN, LANES, structs
+from lanternpp.kernels.binding import BLOCK_N, K_ALIGN, LANES, own, structs
 from lanternpp.kernels.linear import PAGES, KernelLinear, packable, takes
 from lanternpp.nn.checkpoints import quantised
 from lanternpp.nn.decoder import Block, Decoder, Stack, StackLayer
@@ -63,10 +63,9 @@ class KernelDecoder:
         self.shape.scale = stack.head_dim**-0.5 if stack.scale is None else stack.scale
 
     def use_threads(self, count: int) -> None:
-        """Compute with so many threads from now on, in PyTorch too, but in the calling thread alone."""
+        """Compute with so many threads from now on, in PyTorch too where they are its own, but in the calling thread alone."""
         self.library.use_threads(count)
-        if torch.get_num_threads() != count:  # kernels without OpenMP
-            torch.set_num_threads(count)
+        own.threads = count if torch.get_num_threads() != count else 0
 
     def __call__(self, x: Tensor, nodes: Nodes, kv: Tensor, aux_layers: tuple[int, ...] = ()) -> Tensor:
         """As `DecoderForward`, with keys and values [L, 2, R, Hkv, S, head_dim up to a multiple of 32].
@@ -224,18 +223,21 @@ class SerialGroupNorm(nn.GroupNorm):
     """Group normalisation of x [B, C, H, W] by one thread, unless x is large.
 
     Where channels come last, PyTorch adds up what each thread has summed, so that the result depends on how many there are.
-    `torch.set_num_threads` would also set the number of those threads that begin meanwhile.
+    `torch.set_num_threads` would also set the number of those threads that begin meanwhile. Kernels without OpenMP have
+    threads of their own, and then channels come first here.
     """
 
     library: CDLL
 
     def forward(self, x: Tensor) -> Tensor:
         """The normalised x."""
-        before = self.library.use_threads(1) if x.numel() <= MOST_SERIAL else 0
+        before = self.library.use_threads(1) if x.numel() <= MOST_SERIAL else -1
         try:
-            return super().forward(x)
-        finally:
             if before:
+                return super().forward(x)
+            return super().forward(x.contiguous()).contiguous(memory_format=torch.channels_last)
+        finally:
+            if before > 0:
                 self.library.use_threads(before)
 
 
