@@ -73,7 +73,7 @@ int use_threads(int count) {
     return before;
 }
 #else
-int use_threads(int count) { return 0 * count; } /* 0: PyTorch's are others */
+int use_threads(int count) { return (void)count, 0; } /* PyTorch has threads of its own */
 
 typedef struct {
     Team team;
