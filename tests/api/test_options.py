@@ -35,7 +35,7 @@ except InputError as error:
 print(json.dumps({{
     "keyword": str(inspect.signature(Pipeline.__call__).parameters["grain"]),
     "schema": ImagesRequest.model_json_schema()["properties"]["grain"],
-    "page": [row(dial) for dial in SHOWN if dial.name == "grain"],
+    "page": [row(None, dial) for dial in SHOWN if dial.name == "grain"],
     "settings": asdict(settings)["grain"],
     "part": build_rule(settings, lambda k: None).grain,
     "refused": refused,

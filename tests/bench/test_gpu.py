@@ -7,6 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+# PyTorch's profiler imports it: what it adds to sys.path stays where monkeypatch puts that back
+import setuptools  # noqa: F401
 import torch
 from helpers.models import write_model
 from helpers.processes import python
