@@ -52,7 +52,8 @@ class Acceptance(ABC):
         if {"relax", "relax_with_draft"} & vars(cls).keys():
             for name in {"accept_mass", "paper_residual_is_optimal"} - vars(cls).keys():
                 owner = next(kind for kind in cls.__mro__ if name in vars(kind))
-                if not getattr(vars(owner).get("relax"), "__isabstractmethod__", "relax" not in vars(owner)):
+                relax = vars(owner).get("relax")
+                if relax is not None and not getattr(relax, "__isabstractmethod__", False):
                     setattr(cls, name, getattr(Acceptance, name))
 
     @classmethod
@@ -124,7 +125,7 @@ class Acceptance(ABC):
         for codes, each, relaxed in self._candidates(p, q):
             left = self.residual(p.expand_as(relaxed), relaxed, q, each)  # [m, ..., V]
             out += (rejected[..., codes].movedim(-1, 0)[..., None] * left).sum(0)
-        # a forbidden candidate, of which q has no mass, leaves p as it is and is rejected
+        # q has no mass for forbidden codes: such a candidate leaves p as it is, and is rejected
         left = self.residual(p, p, q, q.argmax(-1))
         return out + left * (1 - q.sum(-1, keepdim=True)).clamp_(min=0)
 

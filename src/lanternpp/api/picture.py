@@ -157,7 +157,7 @@ def as_rgb(image: Image.Image) -> Image.Image | str:
     if image.mode.startswith("I;16"):  # `convert` would clip them
         return image.convert("I").point(lambda grey: grey / 256).convert("L").convert("RGB")
     if image.mode in ("I", "F"):
-        return "its pixels are numbers of 32 bits, of which nothing says what is white: save it as a PNG of 8 or 16 bits"
+        return "its pixels are numbers of 32 bits without a known white: save it as a PNG of 8 or 16 bits"
     if image.has_transparency_data:
         sheet = Image.new("RGBA", image.size, PAPER)
         sheet.alpha_composite(image.convert("RGBA"))

@@ -92,7 +92,7 @@ def passes(length: int, codes: float) -> float:
 class Counter(AcceptanceByRank):
     """Counts the acceptance of an engine's drafts and hands the counts over now and then, until they are enough.
 
-    It then leaves the engine's observers, as steps are not taken whole in C while it counts. save: takes the counts since the last
+    It then leaves the engine's observers: while it counts, a step is not one call of C. save: takes the counts since the last
     call; returns whether more are needed.
     """
 

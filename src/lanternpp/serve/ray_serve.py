@@ -78,7 +78,7 @@ class Replica:
             raise self.batcher.broken
 
     def metrics(self) -> list[Metric]:
-        """Its metrics with a label `replica`, but for the requests, which are counted where they arrive."""
+        """Its metrics with a label `replica`, except those of requests, which are counted where they arrive."""
         from ray import serve
 
         label = {"replica": serve.get_replica_context().replica_id.unique_id}
@@ -155,7 +155,7 @@ class Replicas:
             log.error("a replica did not answer", exc_info=not isinstance(error, RayActorError))
             message = "the server failed at this request; try again"
             failed = error_response(503, message, "unavailable", Retry_After="5")
-            if begun:  # a stream: other answers come as a whole
+            if begun:  # a stream: other answers are sent in one piece
                 event = b"event: error\ndata: %b\n\n" % bytes(failed.body)
                 await send({"type": "http.response.body", "body": event})
             else:
