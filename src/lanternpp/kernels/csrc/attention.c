@@ -11,10 +11,10 @@ static const int dot_bf16_is_faster = 1;
 
 /* The sums where their mask [count] is set, else -infinity; up to LANES are read of the mask. */
 static inline f32x16 masked(f32x16 sums, const uint8_t *mask, int64_t count) {
-    uint8_t seen[LANES] = {0};
-    if (count < LANES) mask = memcpy(seen, mask, count);
-    const i32x16 kept = widen_flags(mask) != 0, none = (i32x16)((f32x16){0} - INFINITY);
-    return (f32x16)(((i32x16)sums & kept) | (none & ~kept));
+    uint8_t mask_bytes[LANES] = {0};
+    if (count < LANES) mask = memcpy(mask_bytes, mask, count);
+    const i32x16 kept = widen_flags(mask) != 0, negative_infinity = (i32x16)((f32x16){0} - INFINITY);
+    return (f32x16)(((i32x16)sums & kept) | (negative_infinity & ~kept));
 }
 
 /* exp(x) over its sum, of x [size], size a multiple of LANES. */
@@ -22,8 +22,8 @@ static void softmax(float *x, int64_t size) {
     const float highest = max_of(x, size);
     f32x16 total = {0};
     for (int64_t j = 0; j < size; j += LANES) {
-        f32x16 *some = (f32x16 *)(x + j);
-        total += *some = exp_all(*some - highest);
+        f32x16 *chunk = (f32x16 *)(x + j);
+        total += *chunk = exp_all(*chunk - highest);
     }
     const float scale = 1 / reduce_add(total);
     for (int64_t j = 0; j < size; j += LANES) *(f32x16 *)(x + j) *= scale;
@@ -35,17 +35,17 @@ static void softmax(float *x, int64_t size) {
 ALWAYS_INLINE void attend_f32(const float *query, int64_t count, const bf16 *keys, const bf16 *values, const uint8_t **mask, int64_t size,
                    int64_t d, float *weights, int64_t stride, bf16 **out) {
     for (int64_t j = 0; j < size; j += LANES) {
-        f32x16 key[LANES][d / LANES]; /* after the last one, the last again */
+        f32x16 key[LANES][d / LANES]; /* slots after the last repeat the last */
         for (int64_t k = 0; k < LANES; k++)
             for (int64_t i = 0; i < d / LANES; i++)
                 key[k][i] = widen_all(keys + (j + k < size ? j + k : size - 1) * d + i * LANES);
         for (int64_t q = 0; q < count; q++) {
-            const f32x16 *some = (const f32x16 *)(query + q * d);
+            const f32x16 *query_chunks = (const f32x16 *)(query + q * d);
             f32x16 sums[LANES];
 #pragma GCC unroll 16
             for (int k = 0; k < LANES; k++) {
-                sums[k] = (f32x16){0}; /* of two products a compiler chooses which one it rounds; of a sum and a product not */
-                for (int64_t i = 0; i < d / LANES; i++) sums[k] += some[i] * key[k][i];
+                sums[k] = (f32x16){0}; /* start from 0: of a sum of two products a compiler chooses which one it rounds */
+                for (int64_t i = 0; i < d / LANES; i++) sums[k] += query_chunks[i] * key[k][i];
             }
             *(f32x16 *)(weights + q * stride + j) = masked(reduce_add_each(sums), mask[q] + j, size - j);
         }
@@ -96,21 +96,21 @@ static inline __m512bh pairs_at(const bf16 *x) { return (__m512bh)_mm512_loadu_s
    While keys are read values are fetched, and meanwhile the keys at `next`. */
 ALWAYS_INLINE void attend_bf16(int tile, float *query, int64_t count, const bf16 *keys, const bf16 *values, const bf16 *next,
                                const uint8_t **mask, int64_t size, int64_t d, float *weights, int64_t stride, bf16 **out) {
-    const int64_t whole = size / LANES * LANES, left = size - whole;
-    bf16 last[LANES * d]; /* the keys of the last vector of weights, zeros after them */
-    memcpy(last, keys + whole * d, 2 * left * d);
-    memset(last + left * d, 0, 2 * (LANES - left) * d);
+    const int64_t full_size = size / LANES * LANES, tail_size = size - full_size;
+    bf16 tail_keys[LANES * d]; /* the keys of the last vector of weights, zeros after them */
+    memcpy(tail_keys, keys + full_size * d, 2 * tail_size * d);
+    memset(tail_keys + tail_size * d, 0, 2 * (LANES - tail_size) * d);
     narrow_in_place(query, count * d);
     for (int64_t j = 0; j < size; j += LANES) {
-        const bf16 *key = j < whole ? keys + j * d : last;
+        const bf16 *key = j < full_size ? keys + j * d : tail_keys;
         for (int64_t i = 0; i < LANES * d; i += 32) _mm_prefetch((const char *)(values + j * d + i), _MM_HINT_T0);
         for (int64_t q = 0; q < count; q++) {
-            const bf16 *some = (const bf16 *)query + q * d;
+            const bf16 *query_channels = (const bf16 *)query + q * d;
             f32x16 sums[LANES];
 #pragma GCC unroll 16
             for (int k = 0; k < LANES; k++) {
                 __m512 sum = _mm512_setzero_ps();
-                for (int64_t i = 0; i < d; i += 32) sum = _mm512_dpbf16_ps(sum, pairs_at(some + i), pairs_at(key + k * d + i));
+                for (int64_t i = 0; i < d; i += 32) sum = _mm512_dpbf16_ps(sum, pairs_at(query_channels + i), pairs_at(key + k * d + i));
                 sums[k] = (f32x16)sum;
             }
             *(f32x16 *)(weights + q * stride + j) = masked(reduce_add_each(sums), mask[q] + j, size - j);
@@ -139,11 +139,11 @@ ALWAYS_INLINE void attend_bf16(int tile, float *query, int64_t count, const bf16
                     load_pairs(values + i + c * LANES, j, size, d, pairs);
 #pragma GCC unroll 4
                     for (int q = 0; q < tile; q++) {
-                        int32_t two;
-                        memcpy(&two, weight[q] + j, 4);
-                        const __m512bh both = (__m512bh)_mm512_set1_epi32(two);
-                        sums[q][c] = _mm512_dpbf16_ps(sums[q][c], both, (__m512bh)pairs[0]);
-                        sums[q][c + 1] = _mm512_dpbf16_ps(sums[q][c + 1], both, (__m512bh)pairs[1]);
+                        int32_t weight_pair;
+                        memcpy(&weight_pair, weight[q] + j, 4);
+                        const __m512bh weight_pairs = (__m512bh)_mm512_set1_epi32(weight_pair);
+                        sums[q][c] = _mm512_dpbf16_ps(sums[q][c], weight_pairs, (__m512bh)pairs[0]);
+                        sums[q][c + 1] = _mm512_dpbf16_ps(sums[q][c + 1], weight_pairs, (__m512bh)pairs[1]);
                     }
                 }
             }
@@ -154,7 +154,7 @@ ALWAYS_INLINE void attend_bf16(int tile, float *query, int64_t count, const bf16
 }
 #endif
 
-enum { FEW_QUERIES = 4 }; /* for which tiles do not pay */
+enum { FEW_QUERIES = 4 }; /* up to this many queries AMX tiles are slower */
 
 /* `attend_f32`, with a constant number of channels where that is a usual one, so that a key stays in registers. */
 static void attend(float *query, int64_t count, const bf16 *keys, const bf16 *values, const bf16 *next, const uint8_t **mask, int64_t size,

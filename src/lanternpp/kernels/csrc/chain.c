@@ -40,8 +40,8 @@ typedef struct {
 /* Codes, up to whole groups of blocks. */
 static int64_t width_of(const Linear *layer) { return up_to(GROUP * BLOCK_N, layer->outputs); }
 
-/* What the threads of `sample_chain` share, and what each has for itself. Levels alternate between two buffers, so that a thread may
-   begin with the next one while another still reads. */
+/* Memory of `sample_chain`, shared and per thread. Levels alternate between two buffers, so that a thread may begin the next level while
+   another still reads this one. */
 typedef struct {
     float *logits[2];  /* [batch, size], of which each thread writes its own columns */
     float *highest[2]; /* [batch, threads], of a thread's columns */
@@ -54,7 +54,7 @@ typedef struct {
     void *spare;       /* [size] floats */
 } ChainMemory;
 
-/* The memory of a thread, of which those before it have as much. */
+/* A thread's part of the memory: after the shared buffers and the parts of lower ranks. */
 static ChainMemory chain_memory(const DraftLayers *layers, int64_t batch, int64_t levels, const Team *team, char **at) {
     const int64_t size = width_of(&layers->head_up), groups = size / (GROUP * BLOCK_N);
     ChainMemory m = {.size = size, .from = share_begin(team, groups) * GROUP * BLOCK_N, .to = share_end(team, groups) * GROUP * BLOCK_N};
@@ -102,8 +102,8 @@ static void head_of_levels(const Chain *c, const Linear *head, ChainMemory *m) {
     configure_tiles(m->active.tile_rows);
 }
 
-/* act [batch, hidden] of a level: silu(query + prev) of the codes before. Every thread computes all, which takes less time than
-   waiting for another. */
+/* act [batch, hidden] of a level: silu(query + prev) of the code before. Every thread computes all rows, which is faster than waiting
+   for other threads. */
 static void activate(const Chain *c, int64_t level, int64_t hidden, bf16 *act) {
     for (int64_t b = 0; b < c->batch; b++) {
         const bf16 *query = c->query + (b * c->levels + level) * hidden;
@@ -116,7 +116,7 @@ static void activate(const Chain *c, int64_t level, int64_t hidden, bf16 *act) {
 /* How likely the draft codes of a level will be kept; survival [batch] is of the level before, then of this one. Returns whether any is at
    least the min_survival. */
 static int surviving(const Chain *c, int64_t level, int64_t dim, int64_t hidden, const bf16 *act, float *survival) {
-    int any = 0;
+    int any_survives = 0;
     for (int64_t b = 0; b < c->batch; b++) {
         const bf16 *x = c->features + (b * c->levels + level) * dim;
         float logit = (float)c->layers->confidence_bias;
@@ -128,9 +128,9 @@ static int surviving(const Chain *c, int64_t level, int64_t dim, int64_t hidden,
             for (int64_t i = 0; i < hidden; i++) logit += widen(act[b * hidden + i]) * c->layers->confidence_up[i];
         }
         survival[b] = (level ? survival[b] : 1) / (1 + expf(-logit));
-        any |= survival[b] >= (float)c->min_survival;
+        any_survives |= survival[b] >= (float)c->min_survival;
     }
-    return any;
+    return any_survives;
 }
 
 /* This thread's columns of the logits of a level, and the highest of them. */
@@ -143,10 +143,10 @@ static void logits_of_level(const DraftLayers *layers, const Chain *c, int64_t l
     for (int64_t b = 0; b < c->batch; b++) {
         const float *head = c->probs + (b * (c->levels + 1) + level) * c->codes, *bias = c->bias ? c->bias + (b * c->levels + level) * c->codes : NULL;
         float *row = logits + b * m->size;
-        const int64_t to = m->to < c->codes ? m->to : c->codes;
-        for (int64_t i = m->from; i < to; i++) row[i] = level ? row[i] + head[i] : head[i];
-        for (int64_t i = m->from; bias && i < to; i++) row[i] += bias[i];
-        for (int64_t i = to > m->from ? to : m->from; i < m->to; i++) row[i] = -INFINITY;
+        const int64_t last_column = m->to < c->codes ? m->to : c->codes;
+        for (int64_t i = m->from; i < last_column; i++) row[i] = level ? row[i] + head[i] : head[i];
+        for (int64_t i = m->from; bias && i < last_column; i++) row[i] += bias[i];
+        for (int64_t i = last_column > m->from ? last_column : m->from; i < m->to; i++) row[i] = -INFINITY;
         m->highest[level % 2][b * team->size + team->rank] = m->from < m->to ? max_of(row + m->from, m->to - m->from) : -INFINITY;
     }
 }
@@ -161,13 +161,13 @@ static void draw_level(const Chain *c, int64_t level, ChainMemory *m, const Team
     for (int64_t b = 0; b < c->batch; b++) {
         float *row = m->logits[parity] + b * m->size, highest = -INFINITY;
         for (int64_t t = 0; t < team->size; t++) {
-            const float other = m->highest[parity][b * team->size + t];
-            highest = other > highest ? other : highest;
+            const float thread_highest = m->highest[parity][b * team->size + t];
+            highest = thread_highest > highest ? thread_highest : highest;
         }
         for (int64_t i = m->from; i < m->to; i += BLOCK) {
             for (int64_t j = i; j < i + BLOCK; j += LANES) {
-                f32x16 *each = (f32x16 *)(row + j);
-                *each = exp_all((*each - highest) * scale);
+                f32x16 *chunk = (f32x16 *)(row + j);
+                *chunk = exp_all((*chunk - highest) * scale);
             }
             m->sums[parity][b * blocks + i / BLOCK] = block_sum(row + i);
         }
@@ -178,14 +178,14 @@ static void draw_level(const Chain *c, int64_t level, ChainMemory *m, const Team
         const double *sums = m->sums[parity] + b * blocks;
         double total = 0, sum = 0;
         for (int64_t i = 0; i < blocks; i++) total += sums[i];
-        const double most = c->u[b * c->levels + level] * total;
+        const double threshold = c->u[b * c->levels + level] * total;
         int64_t block = 0;
-        for (; (block + 1) * BLOCK < c->codes && sum + sums[block] <= most; block++) sum += sums[block];
-        const int64_t code = first_above(row, block * BLOCK, (block + 1) * BLOCK, sum, most);
+        for (; (block + 1) * BLOCK < c->codes && sum + sums[block] <= threshold; block++) sum += sums[block];
+        const int64_t code = first_above(row, block * BLOCK, (block + 1) * BLOCK, sum, threshold);
         __atomic_store_n(&c->drawn[b * (c->levels + 1) + level + 1], code, __ATOMIC_RELAXED); /* all threads write the same */
         float *probs = c->probs + (b * (c->levels + 1) + level) * c->codes;
-        const float over = (float)total;
-        for (int64_t i = m->from; i < m->to && i < c->codes; i++) probs[i] = row[i] / over;
+        const float divisor = (float)total;
+        for (int64_t i = m->from; i < m->to && i < c->codes; i++) probs[i] = row[i] / divisor;
     }
 }
 
@@ -221,10 +221,10 @@ static void chain_team(const Team *team, void *work) {
         if (by_rows) draw_level_by_rows(&c, level, &memory, team);
         else draw_level(&c, level, &memory, team);
     }
-    const int64_t to = memory.to < c.codes ? memory.to : c.codes;
+    const int64_t last_column = memory.to < c.codes ? memory.to : c.codes;
     for (; level < c.levels; level++) /* after the end of a chain */
-        for (int64_t b = 0; b < c.batch && memory.from < to; b++)
-            memset(c.probs + (b * (c.levels + 1) + level) * c.codes + memory.from, 0, 4 * (to - memory.from));
+        for (int64_t b = 0; b < c.batch && memory.from < last_column; b++)
+            memset(c.probs + (b * (c.levels + 1) + level) * c.codes + memory.from, 0, 4 * (last_column - memory.from));
     release_tiles();
 }
 

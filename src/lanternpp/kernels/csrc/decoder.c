@@ -5,7 +5,7 @@
    8 bits as gemm.h has them. A row's result depends on that row alone and not on how many rows or threads there are. */
 #include "attention.c"
 
-enum { SKINNY_ROWS = 4 }; /* up to which every thread prepares all inputs for itself, which takes less time than waiting for the others */
+enum { SKINNY_ROWS = 4 }; /* up to this many rows every thread prepares all inputs itself, which is faster than waiting for other threads */
 
 /* The memory of a pass, and what follows from its shape. */
 typedef struct {
@@ -17,34 +17,34 @@ typedef struct {
     float *stream, *qkv, *product; /* [m, dim], [blocks, lines, BLOCK_N], [m, dim] */
     float *bias;                   /* [rows, slots, lanes]: 0 where a node attends, else -infinity */
     int64_t (*span)[2];            /* [rows] the slots from the first to after the last that a node of the row attends to */
-    Inputs normed, mixed, active;
-    char *own;
-    int64_t own_bytes;
+    Inputs normed, attended, active;
+    char *thread_memory;
+    int64_t thread_bytes;
 } Work;
 
 /* The memory of one thread. */
 typedef struct {
-    Inputs normed, mixed, active;
+    Inputs normed, attended, active;
     float *query, *weights; /* [queries, head], [queries, slots] */
     bf16 *values, *out;     /* [slots, head] as tiles, [queries, head] */
     char *scratch;
     const uint8_t **mask;
     bf16 **where;
-} Own;
+} Buffers;
 
-static void plan_own(const Work *w, Own *own, char **at) {
+static void plan_buffers(const Work *w, Buffers *buffers, char **at) {
     const int64_t queries = w->p.nodes * w->group, slots = up_to(32, w->p.slots);
-    const int64_t rows = w->m < SKINNY_ROWS ? w->m : SKINNY_ROWS; /* also where there are more, so that more rows never take less memory */
-    own->normed = new_inputs(at, rows, &w->layers->wqkv);
-    own->mixed = new_inputs(at, rows, &w->layers->wo);
-    own->active = new_inputs(at, rows, &w->layers->w2);
-    own->query = arena_alloc(at, 4 * queries * w->head);
-    own->weights = arena_alloc(at, 4 * queries * slots);
-    own->values = arena_alloc(at, 2 * slots * w->head);
-    own->out = arena_alloc(at, 2 * queries * w->head);
-    own->scratch = arena_alloc(at, 64 * w->head + 96 * slots);
-    own->mask = arena_alloc(at, 8 * queries);
-    own->where = arena_alloc(at, 8 * queries);
+    const int64_t rows = w->m < SKINNY_ROWS ? w->m : SKINNY_ROWS; /* also with more rows in all: bytes never shrink as rows grow */
+    buffers->normed = new_inputs(at, rows, &w->layers->wqkv);
+    buffers->attended = new_inputs(at, rows, &w->layers->wo);
+    buffers->active = new_inputs(at, rows, &w->layers->w2);
+    buffers->query = arena_alloc(at, 4 * queries * w->head);
+    buffers->weights = arena_alloc(at, 4 * queries * slots);
+    buffers->values = arena_alloc(at, 2 * slots * w->head);
+    buffers->out = arena_alloc(at, 2 * queries * w->head);
+    buffers->scratch = arena_alloc(at, 64 * w->head + 96 * slots);
+    buffers->mask = arena_alloc(at, 8 * queries);
+    buffers->where = arena_alloc(at, 8 * queries);
 }
 
 static Work plan(const Pass *pass, char **at) {
@@ -65,12 +65,12 @@ static Work plan(const Pass *pass, char **at) {
     w.bias = arena_alloc(at, 4 * pass->rows * pass->slots * w.lanes);
     w.span = arena_alloc(at, 16 * pass->rows);
     w.normed = new_inputs(at, w.m, &layers->wqkv);
-    w.mixed = new_inputs(at, w.m, &layers->wo);
+    w.attended = new_inputs(at, w.m, &layers->wo);
     w.active = new_inputs(at, w.m, &layers->w2);
-    Own own;
-    char *begin = w.own = *at;
-    plan_own(&w, &own, at);
-    w.own_bytes = *at - begin;
+    Buffers buffers;
+    char *begin = w.thread_memory = *at;
+    plan_buffers(&w, &buffers, at);
+    w.thread_bytes = *at - begin;
     *at = begin;
     return w;
 }
@@ -78,7 +78,7 @@ static Work plan(const Pass *pass, char **at) {
 static int64_t pass_bytes(const Pass *pass, int64_t threads) {
     char *at = (char *)64;
     const Work w = plan(pass, &at);
-    return at - (char *)64 + threads * w.own_bytes;
+    return at - (char *)64 + threads * w.thread_bytes;
 }
 
 /* x [nodes, dim] of all rows as the residual stream, with zeros after the last channel. */
@@ -110,44 +110,44 @@ static void read_mask(const Work *w, const Team *team) {
     }
 }
 
-/* What RMSNorm multiplies x [dim] with; 1 without a weight. */
+/* The factor of RMSNorm for x [dim]: 1 over the root mean square; 1 without a weight. */
 static float rms_scale(const Work *w, const float *x, const float *weight) {
-    f32x16 sum = {0}; /* a loop that the compiler makes vectors of may add in another order in each of its copies */
+    f32x16 sum = {0}; /* explicit vectors: an auto-vectorised loop may add in another order in each of its copies */
     if (!weight) return 1;
     for (int64_t j = 0; j < w->dim; j += LANES) sum += *(const f32x16 *)(x + j) * *(const f32x16 *)(x + j);
     return 1 / sqrtf(reduce_add(sum) / w->s.dim + w->s.eps);
 }
 
 static inline f32x16 normed_at(const float *x, const float *weight, float scale, int64_t j) {
-    const f32x16 some = *(const f32x16 *)(x + j);
-    return weight ? some * scale * *(const f32x16 *)(weight + j) : some;
+    const f32x16 chunk = *(const f32x16 *)(x + j);
+    return weight ? chunk * scale * *(const f32x16 *)(weight + j) : chunk;
 }
 
 /* The first of the rows that a thread prepares, and the one after the last: its share, or all. */
 static int64_t first_row(const Work *w, const Team *team) { return w->skinny ? 0 : share_begin(team, w->m); }
 static int64_t end_row(const Work *w, const Team *team) { return w->skinny ? w->m : share_end(team, w->m); }
 
-/* Inputs of a product, where it reads 8 bits quantised, for all threads or for this one. */
-static const Inputs *ready(const Work *w, const Team *team, const Inputs *in) {
+/* Quantise the inputs of a GEMM that reads 8 bits: this thread's rows of shared inputs, or all rows of its own inputs. */
+static const Inputs *quantize_own_rows(const Work *w, const Team *team, const Inputs *in) {
     quantize_rows(in, first_row(w, team), end_row(w, team));
     if (!w->skinny) wait_for_team(team);
     return in;
 }
 
 /* The residual stream, normalised, as inputs of a product. */
-static const Inputs *norm_stage(const Work *w, const Team *team, const float *weight, const Inputs *own) {
-    const Inputs *in = w->skinny ? own : &w->normed;
+static const Inputs *norm_stage(const Work *w, const Team *team, const float *weight, const Inputs *thread_inputs) {
+    const Inputs *in = w->skinny ? thread_inputs : &w->normed;
     for (int64_t i = first_row(w, team); i < end_row(w, team); i++) {
         const float *x = w->stream + i * w->dim, scale = rms_scale(w, x, weight);
         for (int64_t j = 0; j < w->dim; j += LANES) *(bf16x16 *)(in->x + offset_of(in, i, j)) = narrow_all(normed_at(x, weight, scale, j));
     }
-    return ready(w, team, in);
+    return quantize_own_rows(w, team, in);
 }
 
-/* Inputs that all threads have written, quantised where products read 8 bits. */
-static const Inputs *quantize_stage(const Work *w, const Team *team, const Inputs *written, Inputs *own) {
-    own->x = written->x;
-    return written->is_int8 ? ready(w, team, w->skinny ? own : written) : written;
+/* Quantise inputs that all threads have written together. */
+static const Inputs *quantize_stage(const Work *w, const Team *team, const Inputs *written, Inputs *thread_inputs) {
+    thread_inputs->x = written->x;
+    return written->is_int8 ? quantize_own_rows(w, team, w->skinny ? thread_inputs : written) : written;
 }
 
 /* The product of inputs with a layer, normalised where there is a weight, is added to the residual stream. */
@@ -166,13 +166,13 @@ static void residual_stage(Work *w, const Team *team, const Linear *layer, const
     wait_for_team(team);
 }
 
-/* Of a block, LANES gates and as many numbers that they let through. */
+/* act(gate) * up: a block has LANES gates and then the LANES values that they multiply. */
 static void store_gated(void *work, int64_t block, int64_t first, int64_t rows, float (*out)[BLOCK_N]) {
     const Work *w = work;
     for (int64_t r = 0; r < rows; r++) {
         const f32x16 gate = *(f32x16 *)out[r], up = *(f32x16 *)(out[r] + LANES);
-        const f32x16 open = w->s.gate_kind == GATE_SILU ? silu(gate) : gelu_tanh(gate);
-        *(bf16x16 *)(w->active.x + offset_of(&w->active, first + r, block * LANES)) = narrow_all(open * up);
+        const f32x16 activated = w->s.gate_kind == GATE_SILU ? silu(gate) : gelu_tanh(gate);
+        *(bf16x16 *)(w->active.x + offset_of(&w->active, first + r, block * LANES)) = narrow_all(activated * up);
     }
 }
 
@@ -202,36 +202,36 @@ static void norm_head(const Work *w, const Layer *layer, int64_t head, float *x)
 static void rotate(const Work *w, const float *restrict x, const float *restrict rotation, float *restrict y) {
     const int64_t d = w->s.head_dim, half = d / 2;
     for (int64_t i = 0; i < half; i++) {
-        /* of two products a compiler chooses which one it rounds first, not the same one in all copies of a loop */
+        /* fmaf fixes which product is rounded first; compilers choose differently in the copies of a loop */
         y[i] = fmaf(x[i + half], rotation[d + i], x[i] * rotation[i]);
         y[i + half] = fmaf(x[i], rotation[d + i + half], x[i + half] * rotation[i + half]);
     }
     for (int64_t i = d; i < w->head; i++) y[i] = 0;
 }
 
-/* Keys and values of a row's nodes go to the cache, and its queries to `own`, of one key-value head. */
-static void prepare_head(const Work *w, const Own *own, const Layer *layer, int64_t row, int64_t head, bf16 *keys, bf16 *values) {
+/* Of one key-value head: store keys and values of a row's nodes in the cache, and its queries in the thread's buffers. */
+static void prepare_head(const Work *w, const Buffers *buffers, const Layer *layer, int64_t row, int64_t head, bf16 *keys, bf16 *values) {
     const Shape *s = &w->s;
     const int64_t d = s->head_dim, width = w->head;
-    float given[width], turned[width];
-    for (int64_t j = d; j < width; j++) given[j] = 0;
+    float channels[width], rotated[width];
+    for (int64_t j = d; j < width; j++) channels[j] = 0;
     for (int64_t n = 0; n < w->p.nodes; n++) {
         const int64_t i = row * w->p.nodes + n, slot = w->p.slot[i];
         const float *rotation = w->p.rotation + i * 2 * d;
-        load_head(w, i, (s->heads + head) * d, given);
-        if (s->qk_kind) norm_head(w, layer, s->heads + head, given);
-        rotate(w, given, rotation, turned);
-        load_head(w, i, (s->heads + s->kv_heads + head) * d, given);
+        load_head(w, i, (s->heads + head) * d, channels);
+        if (s->qk_kind) norm_head(w, layer, s->heads + head, channels);
+        rotate(w, channels, rotation, rotated);
+        load_head(w, i, (s->heads + s->kv_heads + head) * d, channels);
         for (int64_t j = 0; j < width; j += LANES) {
-            *(bf16x16 *)(keys + slot * width + j) = narrow_all(*(f32x16 *)(turned + j));
-            *(bf16x16 *)(values + slot * width + j) = narrow_all(*(f32x16 *)(given + j));
+            *(bf16x16 *)(keys + slot * width + j) = narrow_all(*(f32x16 *)(rotated + j));
+            *(bf16x16 *)(values + slot * width + j) = narrow_all(*(f32x16 *)(channels + j));
         }
         for (int64_t g = 0; g < w->group; g++) {
             const int64_t q = n * w->group + g, h = head * w->group + g;
-            float *query = own->query + q * width;
-            load_head(w, i, h * d, given);
-            if (s->qk_kind) norm_head(w, layer, h, given);
-            rotate(w, given, rotation, query);
+            float *query = buffers->query + q * width;
+            load_head(w, i, h * d, channels);
+            if (s->qk_kind) norm_head(w, layer, h, channels);
+            rotate(w, channels, rotation, query);
             for (int64_t j = 0; j < width; j += LANES) *(f32x16 *)(query + j) *= s->scale;
         }
     }
@@ -239,47 +239,47 @@ static void prepare_head(const Work *w, const Own *own, const Layer *layer, int6
 
 #ifdef __AMX_BF16__
 /* Attention of many queries with tiles: those of one node after the other for each query head of the group. */
-static void attend_tiles(const Work *w, const Own *own, int64_t row, const bf16 *keys, const bf16 *values, int64_t size, int64_t stride) {
+static void attend_tiles(const Work *w, const Buffers *buffers, int64_t row, const bf16 *keys, const bf16 *values, int64_t size, int64_t stride) {
     const int64_t d = w->head, nodes = w->p.nodes, from = w->span[row][0];
-    pack_values(values, size, d, own->values);
+    pack_values(values, size, d, buffers->values);
     for (int64_t g = 0; g < w->group; g++)
         for (int64_t n = 0; n < nodes; n += TILE_M) {
             bf16 *where[TILE_M];
             const int64_t count = nodes - n < TILE_M ? nodes - n : TILE_M;
-            for (int64_t q = 0; q < count; q++) where[q] = own->where[(n + q) * w->group + g];
-            attend_amx(own->query + (n * w->group + g) * d, w->group * d, count, keys, own->values,
-                       w->bias + (row * w->p.slots + from) * w->lanes + n, w->lanes, size, d, own->scratch, where, stride);
+            for (int64_t q = 0; q < count; q++) where[q] = buffers->where[(n + q) * w->group + g];
+            attend_amx(buffers->query + (n * w->group + g) * d, w->group * d, count, keys, buffers->values,
+                       w->bias + (row * w->p.slots + from) * w->lanes + n, w->lanes, size, d, buffers->scratch, where, stride);
         }
 }
 #endif
 
-/* One key-value head of one row: its keys and values go to the cache, then its queries attend. */
-static void attend_head(const Work *w, const Own *own, int64_t l, int64_t row, int64_t head) {
+/* One key-value head of one row: store its keys and values in the cache, then attend with its queries. */
+static void attend_head(const Work *w, const Buffers *buffers, int64_t l, int64_t row, int64_t head) {
     const Pass *p = &w->p;
     const int64_t d = w->head, queries = p->nodes * w->group, from = w->span[row][0], size = w->span[row][1] - from;
     bf16 *keys = p->kv + ((l * 2 * p->rows + row) * w->s.kv_heads + head) * p->slots * d;
     bf16 *values = keys + p->rows * w->s.kv_heads * p->slots * d;
-    const int tiles = has_amx && queries > FEW_QUERIES, direct = w->s.head_dim == d && (tiles || !has_tiles(&w->mixed));
-    prepare_head(w, own, w->layers + l, row, head, keys, values);
+    const int tiles = has_amx && queries > FEW_QUERIES, direct = w->s.head_dim == d && (tiles || !has_tiles(&w->attended));
+    prepare_head(w, buffers, w->layers + l, row, head, keys, values);
     for (int64_t q = 0; q < queries; q++) {
         const int64_t i = row * p->nodes + q / w->group, h = head * w->group + q % w->group;
-        own->mask[q] = p->mask + i * p->slots + from;
-        own->where[q] = direct ? w->mixed.x + offset_of(&w->mixed, i, h * d) : own->out + q * d;
+        buffers->mask[q] = p->mask + i * p->slots + from;
+        buffers->where[q] = direct ? w->attended.x + offset_of(&w->attended, i, h * d) : buffers->out + q * d;
     }
 #ifdef __AMX_BF16__
-    if (tiles) attend_tiles(w, own, row, keys + from * d, values + from * d, size, direct && has_tiles(&w->mixed) ? TILE_M : 1);
+    if (tiles) attend_tiles(w, buffers, row, keys + from * d, values + from * d, size, direct && has_tiles(&w->attended) ? TILE_M : 1);
     else
 #endif
-        attend(own->query, queries, keys + from * d, values + from * d, keys + (p->slots + from) * d, own->mask, size, d, own->weights,
-               up_to(LANES, size), own->where);
+        attend(buffers->query, queries, keys + from * d, values + from * d, keys + (p->slots + from) * d, buffers->mask, size, d, buffers->weights,
+               up_to(LANES, size), buffers->where);
     for (int64_t q = 0; q < queries && !direct; q++) {
         const int64_t i = row * p->nodes + q / w->group, first = (head * w->group + q % w->group) * w->s.head_dim;
-        for (int64_t j = 0; j < w->s.head_dim; j++) w->mixed.x[offset_of(&w->mixed, i, first + j)] = own->out[q * d + j];
+        for (int64_t j = 0; j < w->s.head_dim; j++) w->attended.x[offset_of(&w->attended, i, first + j)] = buffers->out[q * d + j];
     }
 }
 
-/* Queries, keys and values, and attention. A thread attends with heads that it has computed itself, where all have as many. */
-static void attention_stage(const Work *w, const Team *team, const Own *own, int64_t l, const Inputs *in) {
+/* The QKV product and attention. Where heads divide evenly among threads, a thread attends with the heads that it has computed itself. */
+static void attention_stage(const Work *w, const Team *team, const Buffers *buffers, int64_t l, const Inputs *in) {
     const Linear *layer = &w->layers[l].wqkv;
     const int64_t d = w->s.head_dim, heads = w->s.heads, kv_heads = w->s.kv_heads;
     if (d % BLOCK_N == 0 && kv_heads % team->size == 0) {
@@ -288,11 +288,11 @@ static void attention_stage(const Work *w, const Team *team, const Own *own, int
             gemm(layer, in, begin + share_begin(team, blocks), begin + share_end(team, blocks), 0, w->qkv);
         }
         for (int64_t row = 0; row < w->p.rows; row++)
-            for (int64_t head = share_begin(team, kv_heads); head < share_end(team, kv_heads); head++) attend_head(w, own, l, row, head);
+            for (int64_t head = share_begin(team, kv_heads); head < share_end(team, kv_heads); head++) attend_head(w, buffers, l, row, head);
     } else {
         gemm(layer, in, share_begin(team, blocks_of(layer)), share_end(team, blocks_of(layer)), 0, w->qkv);
         wait_for_team(team);
-        for (int64_t task = team->rank; task < w->p.rows * kv_heads; task += team->size) attend_head(w, own, l, task / kv_heads, task % kv_heads);
+        for (int64_t task = team->rank; task < w->p.rows * kv_heads; task += team->size) attend_head(w, buffers, l, task / kv_heads, task % kv_heads);
     }
     wait_for_team(team);
 }
@@ -301,20 +301,20 @@ static void attention_stage(const Work *w, const Team *team, const Own *own, int
 static void write_part(const Work *w, const Team *team, const float *weight, int64_t part) {
     for (int64_t i = share_begin(team, w->m); i < share_end(team, w->m); i++) {
         const float *x = w->stream + i * w->dim, scale = rms_scale(w, x, weight);
-        bf16 *to = w->p.out + (i * w->p.parts + part) * w->s.dim;
+        bf16 *out = w->p.out + (i * w->p.parts + part) * w->s.dim;
         for (int64_t j = 0; j < w->s.dim; j += LANES) {
-            const bf16x16 some = narrow_all(normed_at(x, weight, scale, j));
-            memcpy(to + j, &some, 2 * (w->s.dim - j < LANES ? w->s.dim - j : LANES));
+            const bf16x16 chunk = narrow_all(normed_at(x, weight, scale, j));
+            memcpy(out + j, &chunk, 2 * (w->s.dim - j < LANES ? w->s.dim - j : LANES));
         }
     }
 }
 
 static void decode_team(const Team *team, void *work) {
     Work *w = work;
-    Own own = {0};
-    char *at = w->own + team->rank * w->own_bytes;
-    plan_own(w, &own, &at);
-    zero_padding(&w->mixed, team);
+    Buffers buffers = {0};
+    char *at = w->thread_memory + team->rank * w->thread_bytes;
+    plan_buffers(w, &buffers, &at);
+    zero_padding(&w->attended, team);
     zero_padding(&w->active, team);
     configure_tiles(w->normed.tile_rows);
     load_stream(w, team);
@@ -323,14 +323,14 @@ static void decode_team(const Team *team, void *work) {
     for (int64_t l = 0; l < w->s.layers; l++) {
         const Layer *layer = w->layers + l;
         if (l && w->p.part[l - 1]) write_part(w, team, 0, w->p.part[l - 1]);
-        const Inputs *normed = norm_stage(w, team, layer->attention_norm, &own.normed);
-        attention_stage(w, team, &own, l, normed);
-        const Inputs *mixed = quantize_stage(w, team, &w->mixed, &own.mixed);
-        residual_stage(w, team, &layer->wo, mixed, layer->attention_out_norm);
-        normed = norm_stage(w, team, layer->ffn_norm, &own.normed);
+        const Inputs *normed = norm_stage(w, team, layer->attention_norm, &buffers.normed);
+        attention_stage(w, team, &buffers, l, normed);
+        const Inputs *attended = quantize_stage(w, team, &w->attended, &buffers.attended);
+        residual_stage(w, team, &layer->wo, attended, layer->attention_out_norm);
+        normed = norm_stage(w, team, layer->ffn_norm, &buffers.normed);
         gemm(&layer->w13, normed, share_begin(team, blocks_of(&layer->w13)), share_end(team, blocks_of(&layer->w13)), store_gated, w);
         wait_for_team(team);
-        const Inputs *active = quantize_stage(w, team, &w->active, &own.active);
+        const Inputs *active = quantize_stage(w, team, &w->active, &buffers.active);
         residual_stage(w, team, &layer->w2, active, layer->ffn_out_norm);
     }
     write_part(w, team, w->s.norm, 0);

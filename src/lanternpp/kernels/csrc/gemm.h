@@ -1,4 +1,4 @@
-/* Products of rows of inputs with a block of a linear layer's weights: which instructions compute them, and what they read. */
+/* GEMM of rows of inputs with blocks of a linear layer's weights: the instructions, and the layouts that they read. */
 #ifndef GEMM_H
 #define GEMM_H
 
@@ -54,15 +54,15 @@ static inline int64_t offset_of(const Inputs *in, int64_t row, int64_t k) {
 
 /* Memory for `rows` rows of inputs of a layer; what is after the last input of a row has to be zero. */
 static inline Inputs new_inputs(char **at, int64_t rows, const Linear *layer) {
-    const int64_t most = up_to(TILE_M, rows), width = up_to(K_ALIGN, layer->inputs), groups = width / K_ALIGN;
-    Inputs in = {rows, layer->inputs, width, most / TILE_M, TILE_M, layer->scale != 0, 0, 0, 0, 0};
+    const int64_t padded_rows = up_to(TILE_M, rows), width = up_to(K_ALIGN, layer->inputs), groups = width / K_ALIGN;
+    Inputs in = {rows, layer->inputs, width, padded_rows / TILE_M, TILE_M, layer->scale != 0, 0, 0, 0, 0};
 #ifdef __AMX_INT8__
     in.tile_rows = in.tiles ? (rows + in.tiles - 1) / in.tiles : 0; /* a tile's products take as long as it has rows */
 #endif
-    in.x = arena_alloc(at, 2 * most * width);
-    in.number = arena_alloc(at, 2 * most * width);
-    in.scale = arena_alloc(at, 4 * most * groups);
-    in.start = arena_alloc(at, 4 * most * groups);
+    in.x = arena_alloc(at, 2 * padded_rows * width);
+    in.number = arena_alloc(at, 2 * padded_rows * width);
+    in.scale = arena_alloc(at, 4 * padded_rows * groups);
+    in.start = arena_alloc(at, 4 * padded_rows * groups);
     return in;
 }
 
@@ -72,7 +72,7 @@ static inline int64_t inputs_bytes(int64_t rows, const Linear *layer) {
     return at - (char *)64;
 }
 
-/* Zeros after the last input of a thread's rows. */
+/* Write zeros after the last input of a thread's rows. */
 static inline void zero_padding(const Inputs *in, const Team *team) {
     for (int64_t row = share_begin(team, in->rows); row < share_end(team, in->rows); row++)
         for (int64_t k = in->inputs; k < in->width; k++) in->x[offset_of(in, row, k)] = 0;
@@ -80,7 +80,7 @@ static inline void zero_padding(const Inputs *in, const Team *team) {
 
 static inline int64_t blocks_of(const Linear *layer) { return (layer->outputs + BLOCK_N - 1) / BLOCK_N; }
 
-/* x of rows [first, last) as numbers of 8 or 16 bits, where products read these. */
+/* Quantise x of rows [first, last) to 8 or 16 bits, where the GEMM reads these. */
 static void quantize_rows(const Inputs *in, int64_t first, int64_t last);
 
 /* out [rows of the tiles, BLOCK_N] = the rows of `tiles` tiles from `tile` on times one block of weights, without the bias.
@@ -107,28 +107,28 @@ typedef struct {
 } FloatRows;
 
 static void store_floats(void *work, int64_t block, int64_t first, int64_t rows, float (*out)[BLOCK_N]) {
-    const FloatRows *to = work;
-    for (int64_t r = 0; r < rows; r++) memcpy(to->y + (first + r) * to->stride + block * BLOCK_N, out[r], sizeof out[r]);
+    const FloatRows *destination = work;
+    for (int64_t r = 0; r < rows; r++) memcpy(destination->y + (first + r) * destination->stride + block * BLOCK_N, out[r], sizeof out[r]);
 }
 
 static void add_floats(void *work, int64_t block, int64_t first, int64_t rows, float (*out)[BLOCK_N]) {
-    const FloatRows *to = work;
-    float *y = to->y + first * to->stride + block * BLOCK_N;
-    for (int64_t r = 0; r < rows; r++, y += to->stride)
+    const FloatRows *destination = work;
+    float *y = destination->y + first * destination->stride + block * BLOCK_N;
+    for (int64_t r = 0; r < rows; r++, y += destination->stride)
         for (int64_t c = 0; c < BLOCK_N; c += LANES) *(f32x16 *)(y + c) += *(f32x16 *)(out[r] + c);
 }
 
-/* Without `store` they stay in `work`, floats [blocks, rows up to a multiple of TILE_M, BLOCK_N]. */
+/* All rows times blocks [begin, end). Without `store` products stay in `work`, floats [blocks, rows up to a multiple of TILE_M, BLOCK_N]. */
 static void gemm(const Linear *layer, const Inputs *in, int64_t begin, int64_t end, Store *store, void *work) {
     float product[MAX_BLOCK_M][BLOCK_N] __attribute__((aligned(64)));
     for (int64_t block = begin; block < end; block++)
         for (int64_t tile = 0, tiles; tile < in->tiles; tile += tiles) {
-            const int64_t most = MAX_BLOCK_M / TILE_M, first = tile * in->tile_rows;
-            tiles = in->tiles - tile < most ? in->tiles - tile : most;
-            const int64_t rows = tiles * in->tile_rows, left = in->rows - first;
+            const int64_t max_tiles = MAX_BLOCK_M / TILE_M, first = tile * in->tile_rows;
+            tiles = in->tiles - tile < max_tiles ? in->tiles - tile : max_tiles;
+            const int64_t rows = tiles * in->tile_rows, rows_left = in->rows - first;
             float (*out)[BLOCK_N] = store ? product : (float (*)[BLOCK_N])work + block * up_to(TILE_M, in->rows) + first;
             gemm_block(layer, block, in, tile, tiles, out);
-            if (store) store(work, block, first, rows < left ? rows : left, out);
+            if (store) store(work, block, first, rows < rows_left ? rows : rows_left, out);
         }
 }
 

@@ -22,7 +22,7 @@ static void configure_tiles(int64_t rows) {
 
 static void release_tiles(void) { _tile_release(); }
 
-/* One or two tiles of rows; the weights after the block are fetched at the first ones. */
+/* Multiply one or two tiles of rows; with `fetch` also prefetch the next weights. */
 ALWAYS_INLINE void amx_bf16(int two, const Inputs *in, int64_t tile, const bf16 *weight, int fetch, float (*out)[BLOCK_N]) {
     const bf16 *x = in->x + tile * TILE_M * in->width, *next = x + TILE_M * in->width;
     _tile_zero(0);

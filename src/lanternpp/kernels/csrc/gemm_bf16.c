@@ -99,7 +99,7 @@ static void gemm_skinny_dot(int64_t rows, const bf16 *x, int64_t width, const bf
 static void measure_bf16(void) {
     bf16 x[DOT_M * 128] = {0}, weight[128 * BLOCK_N + PREFETCH_BYTES / 2] = {0};
     float out[DOT_M][BLOCK_N];
-    uint64_t least[2] = {UINT64_MAX, UINT64_MAX};
+    uint64_t min_cycles[2] = {UINT64_MAX, UINT64_MAX};
     for (int run = 0; run < 16; run++) {
         const uint64_t begin = __builtin_ia32_rdtsc();
         gemm_skinny_fma(DOT_M, x, 128, weight, out);
@@ -108,10 +108,10 @@ static void measure_bf16(void) {
         gemm_skinny_dot(DOT_M, x, 128, weight, out);
         KEEP(out);
         const uint64_t end = __builtin_ia32_rdtsc();
-        least[0] = middle - begin < least[0] ? middle - begin : least[0];
-        least[1] = end - middle < least[1] ? end - middle : least[1];
+        min_cycles[0] = middle - begin < min_cycles[0] ? middle - begin : min_cycles[0];
+        min_cycles[1] = end - middle < min_cycles[1] ? end - middle : min_cycles[1];
     }
-    dot_bf16_is_faster = least[1] < least[0];
+    dot_bf16_is_faster = min_cycles[1] < min_cycles[0];
 }
 #else
 static void measure_bf16(void) {}
@@ -120,13 +120,13 @@ static void measure_bf16(void) {}
 #ifndef __AMX_BF16__
 /* By the faster instruction. */
 static void gemm_bf16(const Linear *layer, int64_t block, const Inputs *in, int64_t tile, int64_t tiles, float (*out)[BLOCK_N]) {
-    const int64_t first = tile * in->tile_rows, rows = tiles * in->tile_rows, left = in->rows - first;
+    const int64_t first = tile * in->tile_rows, rows = tiles * in->tile_rows, rows_left = in->rows - first;
     const bf16 *weight = (const bf16 *)layer->weight + block * in->width * BLOCK_N;
     const bf16 *x = in->x + first * in->width;
 #ifdef __AVX512BF16__
-    if (dot_bf16_is_faster) gemm_skinny_dot(rows < left ? rows : left, x, in->width, weight, out);
+    if (dot_bf16_is_faster) gemm_skinny_dot(rows < rows_left ? rows : rows_left, x, in->width, weight, out);
     else
 #endif
-        gemm_skinny_fma(rows < left ? rows : left, x, in->width, weight, out);
+        gemm_skinny_fma(rows < rows_left ? rows : rows_left, x, in->width, weight, out);
 }
 #endif

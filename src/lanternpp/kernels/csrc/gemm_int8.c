@@ -60,7 +60,7 @@ typedef int32x4_t dot_vec;
 typedef int32_t dot_ints __attribute__((vector_size(4 * DOT_N), aligned(4)));
 typedef float dot_floats __attribute__((vector_size(4 * DOT_N), aligned(4)));
 
-/* Adds to out, or puts there at first, the sums of `count` rows, a constant, over some groups, without the outputs' scales. */
+/* Add the sums of `count` rows (a constant) over some groups to out, or with `first` store them, without the outputs' scales. */
 ALWAYS_INLINE void grouped_tile(int count, const int8_t *x, const float *scale, const int32_t *start, int64_t groups, const char *weight,
                                 const char *next, int64_t share, int first, float (*out)[BLOCK_N]) {
     for (int column = 0; column < BLOCK_N; column += 2 * DOT_N) {
@@ -135,10 +135,10 @@ static void quantize_row(const Inputs *in, int64_t row) {
     const bf16 *x = in->x + row * in->width, largest = largest_magnitude(x, in->width);
     f32x16 total = {0};
     for (int64_t k = 0; k < in->width; k += LANES) {
-        const f32x16 some = widen_all(x + k);
-        total += (f32x16)((i32x16)some & 0x7fffffff);
+        const f32x16 chunk = widen_all(x + k);
+        total += (f32x16)((i32x16)chunk & 0x7fffffff);
     }
-    const float most = widen(largest) / 0x7f7f, mean = reduce_add(total) / 16000000, scale = most > mean ? most : mean;
+    const float scale_of_largest = widen(largest) / 0x7f7f, scale_of_sum = reduce_add(total) / 16000000, scale = scale_of_largest > scale_of_sum ? scale_of_largest : scale_of_sum;
     const float inverse = scale > 1e-30f && largest < 0x7f80 ? 1 / scale : 0;
     in->scale[row] = largest < 0x7f80 ? scale : NAN;
 #ifdef INT8_PLANES
@@ -146,14 +146,14 @@ static void quantize_row(const Inputs *in, int64_t row) {
     int8_t *upper = in->number + row / in->tile_rows * 2 * TILE_M * in->width + row % in->tile_rows * K_ALIGN;
     for (int64_t k = 0; k < in->width; k += LANES) {
         const i32x16 number = nearest(widen_all(x + k) * inverse), low = number << 24 >> 24;
-        int8_t *to = upper + k / K_ALIGN * 2 * PLANE + k % K_ALIGN;
-        *(i8x16 *)to = __builtin_convertvector((number - low) >> 8, i8x16);
-        *(i8x16 *)(to + PLANE) = __builtin_convertvector(low, i8x16);
+        int8_t *numbers = upper + k / K_ALIGN * 2 * PLANE + k % K_ALIGN;
+        *(i8x16 *)numbers = __builtin_convertvector((number - low) >> 8, i8x16);
+        *(i8x16 *)(numbers + PLANE) = __builtin_convertvector(low, i8x16);
     }
 #else
-    int16_t *to = (int16_t *)in->number + row * in->width;
+    int16_t *numbers = (int16_t *)in->number + row * in->width;
     for (int64_t k = 0; k < in->width; k += LANES)
-        *(i16x16 *)(to + k) = __builtin_convertvector(nearest(widen_all(x + k) * inverse), i16x16);
+        *(i16x16 *)(numbers + k) = __builtin_convertvector(nearest(widen_all(x + k) * inverse), i16x16);
 #endif
 }
 

@@ -16,10 +16,10 @@ typedef struct {
 
 static void store_linear(void *work, int64_t block, int64_t first, int64_t rows, float (*out)[BLOCK_N]) {
     const LinearWork *w = work;
-    const int64_t outputs = w->call->layer->outputs, left = outputs - block * BLOCK_N, columns = left < BLOCK_N ? left : BLOCK_N;
+    const int64_t outputs = w->call->layer->outputs, columns_left = outputs - block * BLOCK_N, columns = columns_left < BLOCK_N ? columns_left : BLOCK_N;
     for (int64_t r = 0; r < rows; r++) {
-        const int64_t at = (first + r) * outputs + block * BLOCK_N;
-        float *y = (float *)w->call->out + at;
+        const int64_t offset = (first + r) * outputs + block * BLOCK_N;
+        float *y = (float *)w->call->out + offset;
 #ifdef __AVX512F__
         if (w->stream && columns == BLOCK_N) {
             _mm512_stream_ps(y, _mm512_loadu_ps(out[r]));
@@ -30,8 +30,8 @@ static void store_linear(void *work, int64_t block, int64_t first, int64_t rows,
         if (w->call->out_is_float) memcpy(y, out[r], 4 * columns);
         else
             for (int64_t c = 0; c < columns; c += LANES) {
-                const bf16x16 some = narrow_all(*(f32x16 *)(out[r] + c));
-                memcpy((bf16 *)w->call->out + at + c, &some, 2 * (columns - c < LANES ? columns - c : LANES));
+                const bf16x16 chunk = narrow_all(*(f32x16 *)(out[r] + c));
+                memcpy((bf16 *)w->call->out + offset + c, &chunk, 2 * (columns - c < LANES ? columns - c : LANES));
             }
     }
 }
@@ -40,12 +40,12 @@ static void linear_team(const Team *team, void *work) {
     LinearWork *w = work;
     const LinearCall *call = w->call;
     const int64_t blocks = blocks_of(call->layer), inputs = w->in.inputs;
-    const float more = (float)call->guidance - 1;
+    const float extra_guidance = (float)call->guidance - 1;
     bf16 guided[inputs];
     configure_tiles(w->in.tile_rows);
     for (int64_t i = share_begin(team, call->rows); i < share_end(team, call->rows); i++) {
-        const bf16 *x = call->x + i * call->pitch, *other = x + call->rows * call->pitch;
-        for (int64_t k = 0; k < inputs && call->branches > 1; k++) guided[k] = narrow(widen(x[k]) + more * (widen(x[k]) - widen(other[k])));
+        const bf16 *x = call->x + i * call->pitch, *unconditional = x + call->rows * call->pitch;
+        for (int64_t k = 0; k < inputs && call->branches > 1; k++) guided[k] = narrow(widen(x[k]) + extra_guidance * (widen(x[k]) - widen(unconditional[k])));
         load_row(&w->in, i, call->branches > 1 ? guided : x);
     }
     quantize_rows(&w->in, share_begin(team, call->rows), share_end(team, call->rows));
@@ -67,16 +67,16 @@ int64_t linear(const LinearCall *call, const Scratch *scratch, int64_t threads) 
 }
 
 static void pack_bf16(const Packing *p, int64_t block) {
-    bf16 *to = (bf16 *)p->weight + block * p->width * BLOCK_N;
+    bf16 *packed = (bf16 *)p->weight + block * p->width * BLOCK_N;
     for (int64_t c = 0; c < BLOCK_N; c++) {
         const bf16 *row = p->row[block * BLOCK_N + c];
-        for (int64_t k = 0; k < p->width; k++) to[(k / 2 * BLOCK_N + c) * 2 + k % 2] = row && k < p->inputs ? row[k] : 0;
+        for (int64_t k = 0; k < p->width; k++) packed[(k / 2 * BLOCK_N + c) * 2 + k % 2] = row && k < p->inputs ? row[k] : 0;
     }
 }
 
 /* A scale for every output, so that the largest weight is 127 times it; or the scale that int8 rows have. */
 static void pack_int8(const Packing *p, int64_t block) {
-    uint8_t *to = (uint8_t *)p->weight + block * p->width * BLOCK_N;
+    uint8_t *packed = (uint8_t *)p->weight + block * p->width * BLOCK_N;
     for (int64_t c = 0; c < BLOCK_N; c++) {
         const int64_t output = block * BLOCK_N + c;
         const void *row = p->row[output];
@@ -87,7 +87,7 @@ static void pack_int8(const Packing *p, int64_t block) {
             int32_t number = 0;
             if (row && k < p->inputs)
                 number = p->given ? ((const int8_t *)row)[k] : scale > 0 ? (int32_t)lrintf(widen(((const bf16 *)row)[k]) / scale) : 0;
-            to[(k / 4 * BLOCK_N + c) * 4 + k % 4] = (uint8_t)(number + WEIGHT_ZERO);
+            packed[(k / 4 * BLOCK_N + c) * 4 + k % 4] = (uint8_t)(number + WEIGHT_ZERO);
         }
     }
 }

@@ -9,7 +9,7 @@
 #define BLOCK 64 /* codes whose probabilities are summed at once; a row of scratch memory is as many times that as it needs */
 
 typedef double doubles __attribute__((vector_size(64)));
-typedef int32_t bits32 __attribute__((may_alias)); /* of a float */
+typedef int32_t bits32 __attribute__((may_alias)); /* of floats */
 
 /* `Sampling` of engine/sampling.py. */
 typedef struct {
@@ -58,8 +58,8 @@ static double sum_above(const float *x, int64_t size, int32_t bits) {
     for (int64_t i = 0; i < size; i += BLOCK) {
         float kept[BLOCK] __attribute__((aligned(64)));
         for (int j = 0; j < BLOCK; j += LANES) {
-            f32x16 each = *(const f32x16 *)(x + i + j);
-            *(f32x16 *)(kept + j) = (f32x16)((i32x16)each & ((i32x16)each > bits));
+            f32x16 chunk = *(const f32x16 *)(x + i + j);
+            *(f32x16 *)(kept + j) = (f32x16)((i32x16)chunk & ((i32x16)chunk > bits));
         }
         sum += block_sum(kept);
     }
@@ -75,29 +75,29 @@ static int64_t count_above(const bits32 *x, int64_t size, int32_t bits) {
 }
 
 /* The bits of the smallest number with less than `limit` of x [size] >= 0 above it; `some` [size] is scratch. */
-static int32_t least_of(const float *x, int64_t size, int64_t limit, bits32 *some) {
+static int32_t least_of(const float *x, int64_t size, int64_t limit, bits32 *candidates) {
     const bits32 *from = (const bits32 *)x;
     int32_t least = INT32_MAX;
-    int64_t above = 0; /* what is counted already */
+    int64_t above = 0; /* numbers above all candidates */
     for (int32_t bit = 1 << 30; bit; bit >>= 1) {
-        if (bit == 1 << 21) { /* from here on of those alone that may be above it or not */
+        if (bit == 1 << 21) { /* continue with the candidates whose upper bits match */
             const int32_t low = least & ~(2 * bit - 1);
             int64_t count = 0;
             above = count_above(from, size, least);
 #ifdef __AVX512F__
             for (int64_t i = 0; i < size; i += LANES) {
-                const __m512i each = _mm512_loadu_si512(from + i), bottom = _mm512_set1_epi32(low), top = _mm512_set1_epi32(least);
-                const __mmask16 kept = _mm512_cmpgt_epi32_mask(each, bottom) & _mm512_cmple_epi32_mask(each, top);
-                _mm512_mask_compressstoreu_epi32(some + count, kept, each);
+                const __m512i chunk = _mm512_loadu_si512(from + i), bottom = _mm512_set1_epi32(low), top = _mm512_set1_epi32(least);
+                const __mmask16 kept = _mm512_cmpgt_epi32_mask(chunk, bottom) & _mm512_cmple_epi32_mask(chunk, top);
+                _mm512_mask_compressstoreu_epi32(candidates + count, kept, chunk);
                 count += __builtin_popcount(kept);
             }
 #else
             for (int64_t i = 0; i < size; i++) {
-                some[count] = from[i];
+                candidates[count] = from[i];
                 count += from[i] > low && from[i] <= least;
             }
 #endif
-            from = some;
+            from = candidates;
             size = count;
         }
         if (above + count_above(from, size, least & ~bit) < limit) least &= ~bit;
@@ -115,11 +115,11 @@ static void keep_largest(float *x, int64_t size, double limit, int counted, void
             if (sum_above(x, size, least & ~bit) < limit) least &= ~bit;
     double sum = counted ? 0 : sum_above(x, size, least);
     for (int64_t i = 0; i < size; i += LANES) {
-        const f32x16 some = *(const f32x16 *)(x + i);
-        *(f32x16 *)(x + i) = (f32x16)((i32x16)some & ((i32x16)some >= least));
-        for (unsigned equal = counted ? 0 : bits_of((i32x16)some == least); equal; equal &= equal - 1) {
+        const f32x16 chunk = *(const f32x16 *)(x + i);
+        *(f32x16 *)(x + i) = (f32x16)((i32x16)chunk & ((i32x16)chunk >= least));
+        for (unsigned equal = counted ? 0 : bits_of((i32x16)chunk == least); equal; equal &= equal - 1) {
             const int j = __builtin_ctz(equal);
-            if (sum < limit) sum += some[j];
+            if (sum < limit) sum += chunk[j];
             else x[i + j] = 0;
         }
     }
@@ -134,8 +134,8 @@ static void probabilities(const Sampling *sampling, float *x, int64_t codes, int
     for (int64_t i = codes; i < size; i++) x[i] = -INFINITY;
     const float highest = max_of(x, size);
     for (int64_t i = 0; i < size; i += LANES) {
-        f32x16 *each = (f32x16 *)(x + i);
-        *each = exp_all((*each - highest) * scale);
+        f32x16 *chunk = (f32x16 *)(x + i);
+        *chunk = exp_all((*chunk - highest) * scale);
     }
     if (!greedy && sampling->top_k > 0 && sampling->top_k < codes) keep_largest(x, size, (double)sampling->top_k, 1, spare);
     if (!greedy && sampling->top_p < 1) keep_largest(x, size, sampling->top_p * sum_all(x, size), 0, spare);
@@ -152,23 +152,23 @@ static void probabilities_of(const Sampling *sampling, const float *logits, int6
 }
 
 /* The first of x [from, to) at which `sum` and what they add up to exceeds `most`; else the last that is above 0, or `from`. */
-static int64_t first_above(const float *x, int64_t from, int64_t to, double sum, double most) {
+static int64_t first_above(const float *x, int64_t from, int64_t to, double sum, double threshold) {
     int64_t code = from;
     for (int64_t i = from; i < to; i++)
         if (x[i] > 0) {
             code = i;
-            if ((sum += x[i]) > most) break;
+            if ((sum += x[i]) > threshold) break;
         }
     return code;
 }
 
 /* The first of x [size] at which their running sum exceeds the share u in (0, 1) of the whole. */
 static int64_t draw(const float *x, int64_t size, double u) {
-    const double most = u * sum_all(x, size);
+    const double threshold = u * sum_all(x, size);
     double sum = 0;
     int64_t first = 0;
-    for (double next; first < size - BLOCK && (next = sum + block_sum(x + first)) <= most; first += BLOCK) sum = next;
-    return first_above(x, first, first + BLOCK, sum, most);
+    for (double next; first < size - BLOCK && (next = sum + block_sum(x + first)) <= threshold; first += BLOCK) sum = next;
+    return first_above(x, first, first + BLOCK, sum, threshold);
 }
 
 /* The first of the largest of x [size]. */
@@ -178,10 +178,10 @@ static int64_t largest(const float *x, int64_t size) {
     return code;
 }
 
-static void probs_of_row(const void *work, int64_t r, char *own) {
+static void probs_of_row(const void *work, int64_t r, char *scratch) {
     const Rows *w = work;
-    float *x = arena_alloc(&own, bytes_of_row(w->codes));
-    probabilities_of(&w->sampling, w->logits + r * w->codes, w->codes, x, own);
+    float *x = arena_alloc(&scratch, bytes_of_row(w->codes));
+    probabilities_of(&w->sampling, w->logits + r * w->codes, w->codes, x, scratch);
     memcpy(w->probs + r * w->codes, x, 4 * w->codes);
 }
 
@@ -192,40 +192,40 @@ int64_t row_probs(const Rows *rows, const Scratch *scratch, int64_t threads) {
 
 /* The sum of x [size], for any size. */
 static double sum_of_row(const float *x, int64_t size) {
-    const int64_t whole = size / BLOCK * BLOCK;
-    double sum = sum_all(x, whole);
-    for (int64_t i = whole; i < size; i++) sum += x[i];
+    const int64_t full_size = size / BLOCK * BLOCK;
+    double sum = sum_all(x, full_size);
+    for (int64_t i = full_size; i < size; i++) sum += x[i];
     return sum;
 }
 
 /* `draw` for many shares u [each] of x [codes]; running sums are in `until` [blocks]. */
-static void draw_all(const float *x, int64_t codes, const double *u, int64_t each, int64_t *drawn, double *until) {
+static void draw_all(const float *x, int64_t codes, const double *u, int64_t each, int64_t *drawn, double *running_sums) {
     const int64_t blocks = up_to(BLOCK, codes) / BLOCK;
     for (int64_t b = 0; b < blocks; b++) {
         const int64_t size = codes - b * BLOCK < BLOCK ? codes - b * BLOCK : BLOCK;
-        until[b] = (b ? until[b - 1] : 0) + sum_of_row(x + b * BLOCK, size);
+        running_sums[b] = (b ? running_sums[b - 1] : 0) + sum_of_row(x + b * BLOCK, size);
     }
     for (int64_t n = 0; n < each; n++) {
-        const double most = u[n] * until[blocks - 1];
+        const double threshold = u[n] * running_sums[blocks - 1];
         int64_t low = 0, high = blocks - 1; /* the first block at which the sum exceeds it, or the last */
         while (low < high) {
             const int64_t middle = (low + high) / 2;
-            if (until[middle] > most) high = middle;
+            if (running_sums[middle] > threshold) high = middle;
             else low = middle + 1;
         }
         const int64_t end = (low + 1) * BLOCK;
-        drawn[n] = first_above(x, low * BLOCK, end < codes ? end : codes, low ? until[low - 1] : 0, most);
+        drawn[n] = first_above(x, low * BLOCK, end < codes ? end : codes, low ? running_sums[low - 1] : 0, threshold);
     }
 }
 
 /* The first `count` different ones of drawn [each], in order; where there are fewer, repetitions follow in order. */
 static void first_different(const int64_t *drawn, int64_t each, int64_t count, int64_t *out) {
-    int64_t found = 0;
+    int64_t num_out = 0;
     for (int repeated = 0; repeated < 2; repeated++)
-        for (int64_t i = 0; i < each && found < count; i++) {
-            int seen = 0;
-            for (int64_t j = 0; j < i && !seen; j++) seen = drawn[j] == drawn[i];
-            if (seen == repeated) out[found++] = drawn[i];
+        for (int64_t i = 0; i < each && num_out < count; i++) {
+            int is_repeated = 0;
+            for (int64_t j = 0; j < i && !is_repeated; j++) is_repeated = drawn[j] == drawn[i];
+            if (is_repeated == repeated) out[num_out++] = drawn[i];
         }
 }
 
@@ -245,23 +245,23 @@ static void likeliest(const float *x, int64_t codes, int64_t count, int64_t *out
                 if (!taken) best[b] = i;
             }
         }
-        int64_t most = -1;
+        int64_t best_block = -1;
         for (int64_t b = 0; b < blocks; b++)
-            if (best[b] >= 0 && (most < 0 || x[best[b]] > x[most])) most = best[b];
-        out[n] = most;
-        changed = most / BLOCK;
+            if (best[b] >= 0 && (best_block < 0 || x[best[b]] > x[best_block])) best_block = best[b];
+        out[n] = best_block;
+        changed = best_block / BLOCK;
     }
     for (int64_t n = codes; n < count; n++) out[n] = out[n - codes];
 }
 
-static void children_of_row(const void *work, int64_t r, char *own) {
+static void children_of_row(const void *work, int64_t r, char *scratch) {
     const Children *w = work;
     const float *q = w->q + r * w->codes;
-    int64_t *drawn = arena_alloc(&own, 8 * w->each);
+    int64_t *drawn = arena_alloc(&scratch, 8 * w->each);
     if (w->u) {
-        draw_all(q, w->codes, w->u + r * w->each, w->each, drawn, (double *)own);
+        draw_all(q, w->codes, w->u + r * w->each, w->each, drawn, (double *)scratch);
         first_different(drawn, w->each, w->count, w->drawn + r * w->count);
-    } else likeliest(q, w->codes, w->count, w->drawn + r * w->count, (int64_t *)own);
+    } else likeliest(q, w->codes, w->count, w->drawn + r * w->count, (int64_t *)scratch);
 }
 
 /* `Sampling.children`, and `Sampling.likeliest` where there is no u. */

@@ -29,9 +29,9 @@ static inline int64_t align64(int64_t bytes) { return up_to(64, bytes); }
 
 /* The next `bytes` of an arena, which moves on. */
 static inline void *arena_alloc(char **at, int64_t bytes) {
-    void *found = *at;
+    void *memory = *at;
     *at += align64(bytes);
-    return found;
+    return memory;
 }
 
 static inline void prefetch(const void *from, int64_t bytes) {
@@ -83,9 +83,9 @@ static inline bf16 narrow(float x) {
 
 /* `narrow` of all lanes. */
 static inline bf16x16 narrow_all(f32x16 x) {
-    u32x16 bits = (u32x16)x, known = (u32x16)(x == x);
+    u32x16 bits = (u32x16)x, is_number = (u32x16)(x == x);
     bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    return __builtin_convertvector((bits & known) | (0x7fc0 & ~known), bf16x16);
+    return __builtin_convertvector((bits & is_number) | (0x7fc0 & ~is_number), bf16x16);
 }
 
 /* exp(x) for x <= 88, to some 2 units in the last place; 0 below -87. */
@@ -129,8 +129,8 @@ static inline f32x16 max_all(f32x16 a, f32x16 b) {
 #ifdef __AVX512F__
     return (f32x16)_mm512_max_ps((__m512)a, (__m512)b);
 #else
-    const i32x16 more = b > a;
-    return (f32x16)(((i32x16)b & more) | ((i32x16)a & ~more));
+    const i32x16 greater = b > a;
+    return (f32x16)(((i32x16)b & greater) | ((i32x16)a & ~greater));
 #endif
 }
 
@@ -142,9 +142,9 @@ static inline float reduce_max(f32x16 x) {
 
 /* The largest of x [size], size a multiple of LANES. */
 static inline float max_of(const float *x, int64_t size) {
-    f32x16 most = *(const f32x16 *)x;
-    for (int64_t i = LANES; i < size; i += LANES) most = max_all(most, *(const f32x16 *)(x + i));
-    return reduce_max(most);
+    f32x16 maxima = *(const f32x16 *)x;
+    for (int64_t i = LANES; i < size; i += LANES) maxima = max_all(maxima, *(const f32x16 *)(x + i));
+    return reduce_max(maxima);
 }
 
 /* The sum of each of LANES vectors. */

@@ -88,7 +88,7 @@ typedef struct {
     FloatRows hinted; /* [rows, dim] products of the hints */
 } InputsWork;
 
-/* The products of what is known are added to those of the hints. */
+/* Add the products of known positions to the products of the hints. */
 static void add_known(void *work, int64_t block, int64_t first, int64_t rows, float (*out)[BLOCK_N]) {
     const InputsWork *w = work;
     const int64_t known = w->call->known, nodes = known + w->call->queries;
@@ -98,7 +98,7 @@ static void add_known(void *work, int64_t block, int64_t first, int64_t rows, fl
     }
 }
 
-/* Channels [from, to) of all rows of `out`: what is in `hinted`, and the queries of further levels. */
+/* Write channels [from, to) of all rows of `out`: `hinted`, plus the learned queries at queries. */
 static void write_inputs(const InputsWork *w, int64_t from, int64_t to) {
     const DraftLayers *l = w->call->layers;
     const int64_t known = w->call->known, nodes = known + w->call->queries;
@@ -160,9 +160,9 @@ static inline uint32_t mix(uint32_t x) {
 /* Number `index` of `Noise.fine` for a purpose, of a sample's seed and step. */
 static double fine(int64_t seed, int64_t step, uint32_t purpose, uint32_t index) {
     const uint32_t golden = 0x9E3779B9u, a = 0x7FEB352Du, b = 0x846CA68Bu;
-    const uint32_t low = (uint32_t)seed, high = (uint32_t)((uint64_t)seed >> 32), now = (uint32_t)step;
-    const uint32_t first = mix(mix(low + (purpose + 1) * golden) ^ mix(now + high * a));
-    const uint32_t second = mix(mix(now + (purpose + 1) * a) ^ mix(high + low * b));
+    const uint32_t low = (uint32_t)seed, high = (uint32_t)((uint64_t)seed >> 32), step_bits = (uint32_t)step;
+    const uint32_t first = mix(mix(low + (purpose + 1) * golden) ^ mix(step_bits + high * a));
+    const uint32_t second = mix(mix(step_bits + (purpose + 1) * a) ^ mix(high + low * b));
     double number[2];
     for (uint32_t i = 0; i < 2; i++) {
         const uint32_t bits = mix(((2 * index + i) * golden + first) ^ second);
@@ -187,20 +187,20 @@ static void draft(const Step *s, const Scratch *scratch, int64_t threads) {
         if (waiting) memcpy(hints + (waiting - 1) * dim, d.hints + b * levels * dim, 2 * dim);
         memcpy(hints + known * dim, d.hints + (b * levels + 1) * dim, 2 * (levels - 1) * dim);
         for (int64_t n = 0; n < nodes; n++) {
-            /* The scratch slot does not depend on how many wait, as sums over slots are rounded in their order. */
-            const int64_t own = n < known ? n : first_query + n - known, position = used + (n < known ? n : waiting + n - known), i = b * nodes + n;
+            /* A query's slot does not depend on how many inputs wait: sums over slots are rounded in the order of slots. */
+            const int64_t cache_slot = n < known ? n : first_query + n - known, position = used + (n < known ? n : waiting + n - known), i = b * nodes + n;
             uint8_t *mask = net.mask + i * net.slots;
-            net.slot[i] = used + own;
+            net.slot[i] = used + cache_slot;
             memcpy(net.rotation + i * rotation, net.rotary + (position < net.positions ? position : net.positions - 1) * rotation, 4 * rotation);
             if (start < used) memset(mask + start, 1, used - start);
-            for (int64_t j = 0; j < span && j <= own; j++) mask[used + j] = j >= first_query || j < waiting || j == own;
+            for (int64_t j = 0; j < span && j <= cache_slot; j++) mask[used + j] = j >= first_query || j < waiting || j == cache_slot;
         }
     }
     const QueryInputs inputs = {d.layers, s->batch, known, levels - 1, levels + 1, d.next_embeds, d.features, d.all_hints, d.x};
     drafter_inputs(&inputs, scratch, threads);
-    int64_t none[net.shape->layers];
-    memset(none, 0, sizeof none);
-    const Pass pass = {net.shape, net.layers, s->batch, nodes, net.slots, d.x, net.rotation, net.slot, net.mask, net.kv, d.out, 1, none};
+    int64_t no_parts[net.shape->layers];
+    memset(no_parts, 0, sizeof no_parts);
+    const Pass pass = {net.shape, net.layers, s->batch, nodes, net.slots, d.x, net.rotation, net.slot, net.mask, net.kv, d.out, 1, no_parts};
     decode(&pass, scratch, threads);
     for (int64_t b = 0; b < s->batch; b++) {
         const bf16 *out = d.out + b * nodes * dim;
@@ -251,7 +251,7 @@ static void verify_drafts(const Step *s, const Scratch *scratch, int64_t threads
     verify(v, scratch, threads);
 }
 
-/* Keep the accepted codes; a finished sample keeps nothing, and what it would write falls into the margin of `decided`. */
+/* Append the accepted codes. A finished sample accepts nothing; its writes fall into the margin of `decided`. */
 static void commit(const Step *s) {
     const int64_t nodes = s->levels + 1, dim = s->target.shape->dim, wide = s->parts * dim;
     const Verification *v = &s->verification;
@@ -268,7 +268,7 @@ static void commit(const Step *s) {
         const Drafter *d = s->drafter;
         d->waiting[b] = kept;
         for (int64_t n = 0; n < nodes; n++) memcpy(d->next_embeds + (b * nodes + n) * dim, s->embed + following[n] * dim, 2 * dim);
-        for (int64_t i = 0; i < s->levels; i++) { /* what the target saw at rejected nodes */
+        for (int64_t i = 0; i < s->levels; i++) { /* the target's features at rejected nodes */
             bf16 *hint = d->hints + (b * s->levels + i) * dim;
             if (kept + i < nodes) memcpy(hint, s->guided + (b * nodes + kept + i) * wide, 2 * dim);
             else memset(hint, 0, 2 * dim);
@@ -281,16 +281,16 @@ static int64_t larger(int64_t x, int64_t y) { return x > y ? x : y; }
 static int64_t step_bytes(const Step *s, int64_t threads) {
     const Drafter *d = s->drafter;
     const Pass pass = {.shape = s->target.shape, .layers = s->target.layers, .rows = s->branches * s->batch, .nodes = s->levels + 1, .slots = s->target.slots};
-    int64_t most = larger(pass_bytes(&pass, threads), threads * bytes_of_rows(s->verification.codes, 0));
-    most = larger(most, inputs_bytes(s->batch * pass.nodes, s->head));
+    int64_t max_bytes = larger(pass_bytes(&pass, threads), threads * bytes_of_rows(s->verification.codes, 0));
+    max_bytes = larger(max_bytes, inputs_bytes(s->batch * pass.nodes, s->head));
     if (d) {
-        most = larger(most, drafter_inputs_bytes(d->layers, s->batch * pass.nodes, s->batch * 2 * s->levels));
-        most = larger(most, inputs_bytes(s->batch * s->levels, &d->layers->down));
-        most = larger(most, chain_bytes(d->layers, s->batch, s->levels, threads));
-        const Pass largest = {.shape = d->decoder.shape, .layers = d->decoder.layers, .rows = s->batch, .nodes = 2 * s->levels, .slots = d->decoder.slots};
-        most = larger(most, pass_bytes(&largest, threads));
+        max_bytes = larger(max_bytes, drafter_inputs_bytes(d->layers, s->batch * pass.nodes, s->batch * 2 * s->levels));
+        max_bytes = larger(max_bytes, inputs_bytes(s->batch * s->levels, &d->layers->down));
+        max_bytes = larger(max_bytes, chain_bytes(d->layers, s->batch, s->levels, threads));
+        const Pass drafter_pass = {.shape = d->decoder.shape, .layers = d->decoder.layers, .rows = s->batch, .nodes = 2 * s->levels, .slots = d->decoder.slots};
+        max_bytes = larger(max_bytes, pass_bytes(&drafter_pass, threads));
     }
-    return most + 64;
+    return max_bytes + 64;
 }
 
 int64_t run_step(const Step *s, const Scratch *scratch, int64_t threads) {

@@ -25,8 +25,8 @@ typedef struct {
 
 typedef void Task(const Team *team, void *work);
 
-/* Work on row `row` by a thread with memory of its own. */
-typedef void RowTask(const void *work, int64_t row, char *own);
+/* Work on one row. */
+typedef void RowTask(const void *work, int64_t row, char *scratch);
 
 typedef struct {
     RowTask *task;
@@ -38,7 +38,7 @@ typedef struct {
 static inline int64_t share_begin(const Team *team, int64_t count) { return count * team->rank / team->size; }
 static inline int64_t share_end(const Team *team, int64_t count) { return count * (team->rank + 1) / team->size; }
 
-/* Threads that arrive wait in a loop, as they do for microseconds; where others take longer they have no core, which is then given up. */
+/* A barrier. Waits take microseconds, so threads spin; a longer wait means that another thread has no core, so yield this one. */
 static inline void wait_for_team(const Team *team) {
     enum { SPINS = 20000 };
     const int64_t count = *team->reached[team->rank] + 1;
@@ -110,10 +110,10 @@ static void rows_of_team(const Team *team, void *work) {
     for (int64_t row = team->rank; row < rows->rows; row += team->size) rows->task(rows->work, row, team->memory + team->rank * rows->bytes);
 }
 
-/* Every row in turn by one of the threads, each with so many bytes of scratch memory. */
-static int64_t run_rows(int64_t threads, int64_t rows, RowTask *task, const void *work, const Scratch *scratch, int64_t each) {
-    ENSURE(scratch, threads * each);
-    RowsOfTeam given = {task, work, rows, each};
-    return run_team(threads, rows_of_team, &given, scratch->memory);
+/* Run `task` on every row, each by one of the threads, which have `bytes_per_thread` of scratch memory each. */
+static int64_t run_rows(int64_t threads, int64_t rows, RowTask *task, const void *work, const Scratch *scratch, int64_t bytes_per_thread) {
+    ENSURE(scratch, threads * bytes_per_thread);
+    RowsOfTeam shared = {task, work, rows, bytes_per_thread};
+    return run_team(threads, rows_of_team, &shared, scratch->memory);
 }
 #endif
