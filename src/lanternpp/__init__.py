@@ -44,12 +44,12 @@ _HOMES = {
 
 
 def __dir__() -> list[str]:
-    """The public names, loaded or not."""
+    """Return the public names, loaded or not."""
     return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, imported when first used: `import lanternpp` alone does not load torch."""
+    """Import a public name at its first use, so that `import lanternpp` alone does not load torch."""
     if name not in _HOMES:
         raise AttributeError(f"module 'lanternpp' has no attribute {name!r}")
     from importlib import import_module

@@ -1,4 +1,4 @@
-"""`python -m lanternpp`, and with it `accelerate launch -m lanternpp`: the command line."""
+"""The command line, as `python -m lanternpp` and `accelerate launch -m lanternpp` run it."""
 
 from lanternpp.cli import main
 

@@ -1,17 +1,17 @@
-"""The exceptions that a user's mistake raises."""
+"""The exceptions that a user's mistake raises, and their one-line messages."""
 
 from __future__ import annotations
 
 import pickle
 
-MOST = 2000  # characters of a sentence
+MOST = 2000  # the maximum number of characters of a message
 
 
 class InputError(ValueError):
     """A wrong prompt, option, file or checkpoint.
 
-    The message is one sentence that names the value and what would be right. The command line
-    prints it on one line and exits with status 2; a server answers with a 4xx.
+    The message is one sentence that names the wrong value and a right one. The command line prints
+    the message on one line and exits with status 2; a server answers with a 4xx.
     """
 
     def __init__(self, message: object = ""):
@@ -19,11 +19,11 @@ class InputError(ValueError):
 
 
 class ModelError(InputError):
-    """A model that cannot be drawn with as it was opened; a server answers with a 500."""
+    """A model that cannot draw in the form in which it was opened; a server answers with a 500."""
 
 
 def reason(error: BaseException) -> str:
-    """The first line of a library's error, and the second after a colon; advice to let a file run code is not repeated."""
+    """Return the first line of a library's error, and the second if the first ends with a colon, but no advice to let a file run code."""
     text = str(error).strip()
     advice = "weights_only" in text or "trust_remote_code" in text
     if advice or isinstance(error, pickle.UnpicklingError):
@@ -33,9 +33,9 @@ def reason(error: BaseException) -> str:
 
 
 def one_line(text: str, most: int = MOST) -> str:
-    """Text that may quote what strangers wrote, safe to print: line breaks are spaces and control characters are escaped.
+    """Return a text of unknown origin in a form that is safe to print: line breaks as spaces, control characters escaped.
 
-    Of text longer than `most` characters the middle is left out.
+    The middle of a text of more than `most` characters is left out.
     """
     if len(text) > most:
         text = f"{text[: most // 2]} ... {text[-most // 2 :]}"

@@ -15,7 +15,7 @@ from helpers.refusals import rejects
 from lanternpp.errors import MOST, InputError
 from lanternpp.util import jsonfile
 from lanternpp.util.jsonfile import (
-    DEEPEST,
+    MAX_DEPTH,
     Between,
     append_row,
     checked,
@@ -29,8 +29,8 @@ from lanternpp.util.jsonfile import (
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"[" * 100_000 + b"]" * 100_000, f"nests lists and objects more than {DEEPEST} deep"),
-        (b"[" * 70 + b"]" * 70, f"nests lists and objects more than {DEEPEST} deep"),
+        (b"[" * 100_000 + b"]" * 100_000, f"nests lists and objects more than {MAX_DEPTH} deep"),
+        (b"[" * 70 + b"]" * 70, f"nests lists and objects more than {MAX_DEPTH} deep"),
         (b'{"a": ' + b"1" * 5000 + b"}", "a number of too many digits"),
         (b'{"a": "\xff"}', "no text in UTF-8 (byte 7)"),
         ("{}".encode("utf-16"), "no text in UTF-8"),

@@ -1,7 +1,7 @@
-"""JSON of any origin: files, logs of a line for each thing done, and values checked against the annotations of a dataclass.
+"""JSON of any origin: files, logs with one row of JSON per line, and values checked against the annotations of a dataclass.
 
-What is wrong with a file is said in a sentence, also where it is far too large or deep. `Annotated[int, Between(1, 64)]` bounds a
-number, `Annotated[str, Len(1, 8)]` a length; pydantic checks them.
+An InputError says in one sentence why a file is wrong, also if the file is far too large or nested. pydantic checks the annotations:
+`Annotated[int, Between(1, 64)]` bounds a number, `Annotated[str, Len(1, 8)]` a length.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from lanternpp.errors import InputError, one_line
 from lanternpp.util.files import write_text
 
 T = TypeVar("T")
-MOST, LINES = 1 << 26, 1 << 32  # bytes of a file, and of one that has a line for each of many things
-DEEPEST = 64  # lists and objects in each other
+MAX_BYTES, LINES = 1 << 26, 1 << 32  # maximum bytes of a file, and of a log or another list of lines
+MAX_DEPTH = 64  # levels of nested lists and objects
 REMEDY = "restore it from its source"
-SHOWN = 80  # characters of a wrong value that a sentence repeats
+MAX_VALUE_CHARS = 80  # characters of a wrong value that a message repeats
 
 
 def read_json(path: Path, remedy: str = REMEDY) -> Any:
-    """The content of a JSON file. Raises InputError, which ends with the remedy."""
+    """Return the content of a JSON file. Raise InputError, ending with the remedy, if it cannot be read."""
     return parse_json(read_text(path, remedy), str(path), remedy)
 
 
 def read_object(path: Path, remedy: str = REMEDY) -> dict[str, Any]:
-    """The content of a JSON file, which must be an object. InputError as `read_json`."""
+    """Return the object in a JSON file. Raise InputError as `read_json`, and for any other content."""
     content = read_json(path, remedy)
     if not isinstance(content, dict):
         raise InputError(
@@ -42,15 +42,15 @@ def read_object(path: Path, remedy: str = REMEDY) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """A JSON file that people can read, replaced as a whole. InputError where it cannot be written."""
+    """Write an indented JSON file, replaced as a whole. Raise InputError if it cannot be written."""
     write_text(path, json.dumps(dict(content), indent=2) + "\n")
 
 
-def read_text(path: Path, remedy: str = REMEDY, most: int = MOST) -> str:
-    """A text file in UTF-8: no byte order mark, and only \\n at the ends of lines, by which a caller splits it.
+def read_text(path: Path, remedy: str = REMEDY, most: int = MAX_BYTES) -> str:
+    """Return the text of a UTF-8 file without a byte order mark, its lines ended by \\n alone.
 
-    `str.splitlines` would also split at U+2028, which a caption may hold. Raises InputError where the file is missing, no plain
-    file, too large, or other text.
+    Callers split the text at \\n: `str.splitlines` would also split at U+2028, which a caption may hold. Raise InputError if the
+    file is missing, no plain file, larger than `most` bytes, or not UTF-8.
     """
     try:
         if not path.is_file():
@@ -68,107 +68,107 @@ def read_text(path: Path, remedy: str = REMEDY, most: int = MOST) -> str:
 
 
 def parse_json(text: str, source: str, remedy: str = REMEDY) -> Any:
-    """The content of JSON. Raises InputError, which names `source`."""
+    """Return the content of a JSON text. Raise InputError, naming `source`, if it is invalid or nested too deep."""
     try:
         content = json.loads(text)
-        if nests_deeper(content, DEEPEST):
+        if nests_deeper(content, MAX_DEPTH):
             raise RecursionError
         return content
     except RecursionError:
-        wrong = f"nests lists and objects more than {DEEPEST} deep"
+        fault = f"nests lists and objects more than {MAX_DEPTH} deep"
     except json.JSONDecodeError as error:
-        wrong = f"is not valid JSON ({error})"
-    except ValueError:  # Python's limit of digits
-        wrong = "is not valid JSON (a number of too many digits)"
-    raise InputError(f"{source} {wrong}: {remedy}.")
+        fault = f"is not valid JSON ({error})"
+    except ValueError:  # Python limits the digits of an integer
+        fault = "is not valid JSON (a number of too many digits)"
+    raise InputError(f"{source} {fault}: {remedy}.")
 
 
 def read_lines(path: Path, key: str, remedy: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a .jsonl, each with the name of its line for messages. InputError where one has no text under `key`."""
+    """Yield "FILE, line N," and the object of each line of a .jsonl. Raise InputError if an object has no text under `key`."""
     for number, line in enumerate(read_text(path, remedy, LINES).split("\n"), 1):
         if line.strip():
-            row, where = None, f"{path}, line {number},"
+            row = None
             with suppress(InputError):
-                row = parse_json(line, where)
+                row = parse_json(line, "it")
             if not isinstance(row, dict) or not isinstance(row.get(key), str) or not row[key].strip():
-                raise InputError(f"{where} has no {key}: {line[:60]!r}; {remedy}")
-            yield where, row
+                raise InputError(f"{path}, line {number}, has no {key}: {line[:60]!r}; {remedy}")
+            yield f"{path}, line {number},", row
 
 
 def key_of(facts: Mapping[str, Any]) -> str:
-    """Facts as the key of a table: the same text whatever their order."""
+    """Return facts as text that does not depend on their order, for the key of a table."""
     return json.dumps(facts, sort_keys=True)
 
 
-def nests_deeper(content: Any, most: int) -> bool:
-    """Whether more than `most` lists and objects lie in each other."""
+def nests_deeper(content: Any, max_depth: int) -> bool:
+    """Return whether more than `max_depth` levels of lists and objects are nested."""
     if not isinstance(content, dict | list):
         return False
-    inside = content.values() if isinstance(content, dict) else content
-    return most == 0 or any(nests_deeper(one, most - 1) for one in inside)
+    items = content.values() if isinstance(content, dict) else content
+    return max_depth == 0 or any(nests_deeper(item, max_depth - 1) for item in items)
 
 
 def differences(old: Any, new: Any, name: str = "") -> Iterator[str]:
-    """The differences of two nested objects, by the names that lead to them: "settings.lam 2.0 -> 4.0"."""
+    """Yield the differences of two nested objects, each with its path of keys: "settings.lam 2.0 -> 4.0"."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in dict.fromkeys((*old, *new)):
             yield from differences(old.get(key), new.get(key), f"{name}.{key}" if name else key)
     elif old != new:
-        long = any(isinstance(value, dict | list) for value in (old, new))
-        yield name if long else f"{name} {old!r} -> {new!r}"
+        nested = any(isinstance(value, dict | list) for value in (old, new))
+        yield name if nested else f"{name} {old!r} -> {new!r}"
 
 
 def Between(low: float, high: float) -> Interval:  # noqa: N802
-    """The least and the greatest that a number may be."""
+    """Return the annotation of a number from `low` to `high`, both included."""
     return Interval(ge=low, le=high)
 
 
 @functools.cache
 def _adapter(hint: Any) -> Any:
-    """A validator of lists of one `hint`: pydantic takes no config for a dataclass alone."""
+    """Return a strict validator of lists with one `hint`; pydantic takes no config for a dataclass outside a list."""
     from pydantic import ConfigDict, TypeAdapter
 
     return TypeAdapter(tuple[hint], config=ConfigDict(strict=True, allow_inf_nan=False))
 
 
 def checked(name: str, value: Any, hint: type[T]) -> T:
-    """The value, converted to type `hint`: a list to a tuple, an object to its dataclass. InputError calls it `name`.
+    """Return the value converted to type `hint`: a list to a tuple, an object to its dataclass.
 
-    Of an object, keys that the dataclass does not have are ignored, and null counts as absent. Raises InputError where a field without
-    a default is missing, or a value is not of its field's type or range.
+    Keys of an object that the dataclass does not have are ignored, and null counts as absent. Raise InputError, calling the value
+    `name`, if a field without a default is missing, or a value is not of its field's type or range.
     """
     from pydantic import ValidationError
 
     try:
-        # as JSON, from which strict validation makes tuples and dataclasses
-        found: T = _adapter(hint).validate_json(json.dumps([_plain(value)], default=str))[0]  # type: ignore[arg-type]
-        return found
+        # From JSON, unlike from Python objects, strict validation makes tuples and dataclasses.
+        converted: T = _adapter(hint).validate_json(json.dumps([_plain(value)], default=str))[0]  # type: ignore[arg-type]
+        return converted
     except ValidationError as error:
         fault = error.errors(include_url=False)[-1]
-    except (RecursionError, ValueError):  # of objects that no JSON file has
+    except (RecursionError, ValueError):  # raised for Python objects that no JSON file has
         raise InputError(f"{name} nests too deep, or has a number of too many digits") from None
     for part in fault["loc"][1:]:
         name += f"[{part}]" if isinstance(part, int) else f".{part}"
     name = name.strip(".")
-    if fault["type"] == "value_error":  # of a dataclass's own check
+    if fault["type"] == "value_error":  # raised by a dataclass's own check
         raise InputError(fault["ctx"]["error"])
     if fault["type"] == "missing":
         raise InputError(f"{name} is missing")
-    why = fault["msg"].replace("Input", "it")
-    raise InputError(f"{name} {one_line(repr(fault['input']), SHOWN)} cannot be used: {why}")
+    reason = fault["msg"].replace("Input", "it")
+    raise InputError(f"{name} {one_line(repr(fault['input']), MAX_VALUE_CHARS)} cannot be used: {reason}")
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it, without nulls in objects."""
+    """Return a value as dicts, lists and plain values, without the None values of dicts."""
     if dataclasses.is_dataclass(value):
         value = vars(value)
     if isinstance(value, Mapping):
-        return {key: _plain(one) for key, one in value.items() if one is not None}
-    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
+        return {key: _plain(item) for key, item in value.items() if item is not None}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:
-    """Add a row to a log, which is made where it is missing. Raises InputError where it cannot be written."""
+    """Add a row to a log; a missing log is made. Raise InputError if it cannot be written."""
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(dict(row)) + "\n")
@@ -177,9 +177,9 @@ def append_row(path: Path, row: Mapping[str, Any]) -> None:
 
 
 def read_rows(path: Path, parse: Callable[[Any], T], remedy: str) -> list[T]:
-    """The results of `parse` for every row; none where there is no log. InputError names a damaged line and the remedy."""
+    """Return `parse(row)` of every row; [] if there is no log. Raise InputError with the remedy if a line is damaged."""
     rows = []
-    for number, line in enumerate(_whole_lines(path, remedy), 1):
+    for number, line in enumerate(_complete_lines(path, remedy), 1):
         try:
             rows.append(parse(parse_json(line, "it")))
         except (ValueError, TypeError, KeyError):
@@ -188,30 +188,31 @@ def read_rows(path: Path, parse: Callable[[Any], T], remedy: str) -> list[T]:
 
 
 def keep_rows(path: Path, keep: Callable[[Any], bool]) -> None:
-    """Remove from a log every row for which `keep` is false, or that cannot be read."""
-    kept = []
-    for line in _whole_lines(path, "remove it"):
+    """Remove every row from a log that cannot be read or for which `keep` is false."""
+    lines = []
+    for line in _complete_lines(path, "remove it"):
         with suppress(ValueError, TypeError, AttributeError):
-            kept += [f"{line}\n"] if keep(parse_json(line, "it")) else []
+            if keep(parse_json(line, "it")):
+                lines.append(f"{line}\n")
     if path.exists():
-        write_text(path, "".join(kept))
+        write_text(path, "".join(lines))
 
 
-def _whole_lines(path: Path, remedy: str) -> list[str]:
-    """The lines of a log; a part of one that a kill left at the end is taken off the file."""
+def _complete_lines(path: Path, remedy: str) -> list[str]:
+    """Return the lines of a log. An incomplete last line, left by a killed process, is removed from the file."""
     if not path.exists():
         return []
     text = read_text(path, remedy, LINES)
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        write_text(path, whole)
-    return whole.splitlines()
+    complete = text[: text.rfind("\n") + 1]
+    if complete != text:
+        write_text(path, complete)
+    return complete.splitlines()
 
 
 class Journal(dict[str, Any]):
-    """Measurements in a log, each under the text of a key, so that a run that was stopped measures none of them twice.
+    """Logged measurements by the text of their keys, so that a resumed run measures nothing twice.
 
-    Raises InputError, which ends with the remedy, where a line is damaged.
+    Raises InputError, ending with the remedy, if a line of the log is damaged.
     """
 
     def __init__(self, path: Path, remedy: str):
@@ -219,7 +220,7 @@ class Journal(dict[str, Any]):
         self.path = path
 
     def once(self, key: Mapping[str, Any], measure: Callable[[], Any]) -> Any:
-        """The measurement under a key; measured now, and logged, where there is none."""
+        """Return the logged measurement under a key; call `measure` and log its result if there is none."""
         name = key_of(key)
         if name not in self:
             value = measure()

@@ -1,6 +1,6 @@
 """The declaration of one option: its help and limits, in the annotation of a field, parameter or key.
 
-`Annotated[int, Option("Pictures.", ge=1)]` is read by the command line and by pydantic alike.
+Both the command line and pydantic read `Annotated[int, Option("Pictures.", ge=1)]`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from lanternpp.errors import InputError
 
 @dataclass(frozen=True)
 class Option:
-    """The purpose of an option, and the values that it takes: a number of at least `ge` or above `gt`, and at most `le`.
+    """The purpose of an option, and its values: numbers of at least `ge` or above `gt`, and at most `le`.
 
-    help: without it, the line `name: help` in the docstring of its group. remedy: the range in words. choices: names that a text may be. names: on the command line, "--" and the field's
-    name by default; group: the heading of its help. negative: whether a switch has a `--no-` form. validate: raises
-    InputError for a value that is wrong otherwise. more: further sentences of help.
+    help: the first sentence of the help; by default the line `name: help` in the docstring of the option's group. remedy: the range in
+    words, for messages. choices: the names of allowed values. names: on the command line; by default "--" and the field's name. group:
+    the heading above the option's help. negative: whether a switch has a `--no-` form. validate: a further check, which raises
+    InputError. more: further sentences of the help.
     """
 
     help: str = ""
@@ -38,20 +39,20 @@ class Option:
 
     @property
     def about(self) -> str:
-        """The full help text, with its possible values."""
-        names = f"One of: {', '.join(self.choices)}." if self.choices and not self.more else self.more
-        return f"{self.help} {names}".strip()
+        """The full help text, with the possible values."""
+        details = f"One of: {', '.join(self.choices)}." if self.choices and not self.more else self.more
+        return f"{self.help} {details}".strip()
 
-    def check(self, value: Any, called: str) -> None:
-        """InputError where a value, named `called` in the message, is out of range or not finite; None is in range."""
+    def check(self, value: Any, name: str) -> None:
+        """Raise InputError, calling the value `name`, if it is out of range or not finite; None is in range."""
         if value is None:
             return
         if self.validate is not None:
             self.validate(value)
         limits = ((self.ge, operator.ge), (self.gt, operator.gt), (self.le, operator.le))
-        kept = [holds(value, bound) for bound, holds in limits if bound is not None]
-        if kept and not (all(kept) and math.isfinite(value)):
-            raise InputError(f"{called} {value} is out of range; use {self.remedy or self.range}")
+        within = [compare(value, limit) for limit, compare in limits if limit is not None]
+        if within and not (all(within) and math.isfinite(value)):
+            raise InputError(f"{name} {value} is out of range; use {self.remedy or self.range}")
 
     @property
     def range(self) -> str:
@@ -62,7 +63,7 @@ class Option:
         return f"{low}, at most {self.le:,}" if self.gt is not None else f"{low} to {self.le}"
 
     def __iter__(self) -> Iterator[Any]:
-        """The limits as pydantic knows them; with the next attribute it takes the option for a group of such limits."""
+        """Iterate over the limits as pydantic reads them; the next attribute marks an option as a group of such limits."""
         from annotated_types import Interval
 
         return iter(Interval(gt=self.gt, ge=self.ge, le=self.le))
@@ -71,12 +72,12 @@ class Option:
 
 
 def declared(kind: type) -> dict[str, Option]:
-    """The options of a dataclass, by the names of its fields."""
+    """Return the options of a dataclass by the names of its fields."""
     pairs = ((name, option_of(hint)) for name, hint in get_type_hints(kind, include_extras=True).items())
     return {name: option for name, option in pairs if option is not None}
 
 
 def option_of(hint: Any) -> Option | None:
-    """The option that an annotation declares."""
-    meta = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
-    return next((each for each in meta if isinstance(each, Option)), None)
+    """Return the option that an annotation declares, or None."""
+    metadata = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+    return next((item for item in metadata if isinstance(item, Option)), None)

@@ -1,4 +1,4 @@
-"""Entries by name: of a room's dict, or "package.module:Class" for a class of the caller's own."""
+"""Classes by name: an entry of a registry, or "package.module:Class" for a class of the caller's own."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any, Self
 
 from lanternpp.errors import InputError
 
-WHERE = (
+IMPORT_PATH_HINT = (
     "modules are looked for on Python's path and, by the command line, in the current folder: run it in the folder that "
     "holds the module"
 )
-ENTRIES_ALONE = (
+IMPORT_SOURCE_HINT = (
     "package.module:Class is taken on the command line and in Python, not from a file or a request"
 )
 
@@ -26,27 +26,25 @@ ENTRIES_ALONE = (
 class Importable(str):
     """A name given on the command line or in Python, which may be "package.module:Class" or a file.
 
-    It is equal to the plain name. Names from files and requests are plain `str`, which `find` looks up in the registry and
-    never imports; writing a name as JSON or text loses this class.
+    An `Importable` equals the plain name. Names from files and requests are plain `str`, which `find` looks up in the registry
+    and never imports; a name that is written as JSON or text is a plain `str` when it is read.
     """
 
 
 class Given(Importable):
-    """A class or instance that the caller gave in place of a name; its text is the class's name.
+    """A class or instance that the caller gave in place of a name, as text the class's name.
 
-    Two are equal only if they hold the same class or instance, as two classes may have the same name.
+    Two `Given` are equal only if they hold the same class or instance, as two classes may have the same name.
     """
 
     entry: Any
 
     def __new__(cls, entry: Any) -> Self:
-        """The name of a class or object."""
-        kind = entry if isinstance(entry, type) else type(entry)
-        made = super().__new__(
-            cls, f"{kind.__module__}:{kind.__qualname__}" + ("" if kind is entry else " (an object)")
-        )
-        made.entry = entry
-        return made
+        """Wrap a class or an object."""
+        entry_class, suffix = (entry, "") if isinstance(entry, type) else (type(entry), " (an object)")
+        self = super().__new__(cls, f"{entry_class.__module__}:{entry_class.__qualname__}{suffix}")
+        self.entry = entry
+        return self
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Given) and self.entry is other.entry
@@ -61,18 +59,18 @@ class Given(Importable):
         return str(self)
 
 
-HERE: list[str] = []  # folders in which names are looked for beside Python's path: the command line's own
+HERE: list[str] = []  # folders that modules are imported from, besides Python's path: the command line's own
 
 
 def importable(name: Any) -> Any:
-    """A value as the caller gave it: a name may be imported, anything else stays as it is."""
+    """Return a caller's value: a name as an `Importable`, any other value unchanged."""
     return Importable(name) if isinstance(name, str) and not isinstance(name, Importable) else name
 
 
-def find(kind: str, name: str, table: Mapping[str, Any], also: str = "") -> Any:
-    """The entry `name` of a registry; an `Importable` of the form "package.module:Name" is imported.
+def find(kind: str, name: str, table: Mapping[str, Any], alternative: str = "") -> Any:
+    """Return the entry `name` of a registry, or import an `Importable` of the form "package.module:Name".
 
-    Raises InputError naming what exists; `also`: other things that may be given.
+    Raise InputError with the known names if `name` is unknown; alternative: a further allowed value, for the message.
     """
     if isinstance(name, Given):
         return name.entry
@@ -80,61 +78,63 @@ def find(kind: str, name: str, table: Mapping[str, Any], also: str = "") -> Any:
     if entry is not None:
         return imported(kind, entry)
     if isinstance(name, Importable) and ":" in name:
-        return _given(kind, str(name))
-    colon = f"; {ENTRIES_ALONE}" if ":" in str(name) else ""
-    raise InputError(unknown(kind, str(name), table) + (f", or {also}" if also else "") + colon)
+        return _import_for_user(kind, str(name))
+    hint = f"; {IMPORT_SOURCE_HINT}" if ":" in str(name) else ""
+    raise InputError(unknown(kind, str(name), table) + (f", or {alternative}" if alternative else "") + hint)
 
 
 def imported(kind: str, entry: Any) -> Any:
-    """An entry of a registry, imported where it is text: "package.module:Name", or a module alone. Raises InputError."""
+    """Import an entry that is text, "package.module:Name" or a module alone; return any other entry unchanged. Raise InputError."""
     if not isinstance(entry, str):
         return entry
-    module, _, attribute = entry.partition(":")
+    module_name, _, attribute = entry.partition(":")
     try:
-        found = importlib.import_module(module)
-        return getattr(found, attribute) if attribute else found
-    except Exception as error:  # whatever a module of the caller's raises
-        missing = isinstance(error, ModuleNotFoundError) and module.startswith(str(error.name))
-        hint = f"; {WHERE}" if missing else ""
+        module = importlib.import_module(module_name)
+        return getattr(module, attribute) if attribute else module
+    except Exception as error:  # a module of the caller's may raise anything
+        missing = isinstance(error, ModuleNotFoundError) and module_name.startswith(str(error.name))
+        hint = f"; {IMPORT_PATH_HINT}" if missing else ""
         raise InputError(f"{kind} {entry!r} cannot be imported: {error}{hint}") from error
 
 
 @cache
 def import_extensions() -> None:
-    """Import the modules that LANTERNPP_IMPORT names, with commas between: they register families and drafters. InputError."""
+    """Import the modules in LANTERNPP_IMPORT, separated by commas, which register families and drafters. Raise InputError."""
     for module in filter(None, os.environ.get("LANTERNPP_IMPORT", "").split(",")):
-        _given("LANTERNPP_IMPORT", module.strip())
+        _import_for_user("LANTERNPP_IMPORT", module.strip())
 
 
-def _given(kind: str, entry: str) -> Any:
-    """`imported`, of a name that the user gave, also from the folders in `HERE`."""
+def _import_for_user(kind: str, entry: str) -> Any:
+    """Import an entry that the user named, also from the folders in `HERE`."""
     sys.path += [folder for folder in HERE if folder not in sys.path]
     return imported(kind, entry)
 
 
 def check_class(kind: str, name: str, entry: Any, base: type) -> None:
-    """InputError unless an entry is a subclass of `base` without abstract methods."""
+    """Check that an entry is a subclass of `base` without abstract methods; raise InputError if it is not."""
     if not (isinstance(entry, type) and issubclass(entry, base)):
         raise InputError(
             f"{kind} {str(name)!r} is no class of that kind; give one that derives from {base.__module__}:{base.__name__}"
         )
     if inspect.isabstract(entry):
-        lacking = ", ".join(sorted(getattr(entry, "__abstractmethods__", ())))
-        raise InputError(f"{kind} {str(name)!r} cannot be made: it does not define {lacking}")
+        methods = ", ".join(sorted(getattr(entry, "__abstractmethods__", ())))
+        raise InputError(f"{kind} {str(name)!r} cannot be made: it does not define {methods}")
 
 
 def check_made(kind: str, name: str, made: Any, base: type, *sizes: str) -> None:
-    """InputError unless an object is of the class `base` and has these sizes, whole numbers."""
+    """Check that an object is a `base` whose attributes `sizes` are whole numbers; raise InputError if it is not."""
     if not isinstance(made, base) or not all(
         isinstance(getattr(made, size, None), Integral) for size in sizes
     ):
-        what = f"makes a {type(made).__name__}; it must be of {base.__name__}, with whole numbers"
-        raise InputError(f"{kind} {str(name)!r} {what} as its {' and '.join(sizes)}")
+        raise InputError(
+            f"{kind} {str(name)!r} makes a {type(made).__name__}; it must be of {base.__name__}, "
+            f"with whole numbers as its {' and '.join(sizes)}"
+        )
 
 
 def unknown(kind: str, name: str, names: Iterable[str]) -> str:
-    """The message for an unknown name, with the nearest known one."""
+    """Return the message for an unknown name, with the most similar known name."""
     names = list(names)
-    near = difflib.get_close_matches(name, names, 1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    similar = difflib.get_close_matches(name, names, 1)
+    hint = f"did you mean {similar[0]!r}? " if similar else ""
     return f"{kind} {name!r} is unknown; {hint}known: {', '.join(names)}"

@@ -1,4 +1,4 @@
-"""Messages on stderr, of one line each; progress bars; tables on stdout, never truncated on a narrow terminal."""
+"""One-line messages and progress bars on stderr; tables on stdout, which a narrow terminal does not truncate."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
-TEXT = 24  # least width of a last column with prose
-NOISY = ("torchao", "torch.utils._pytree")  # transformers imports torchao where it is installed
+MIN_PROSE_WIDTH = 24  # of a last column with prose
+NOISY_LOGGERS = ("torchao", "torch.utils._pytree")  # transformers imports torchao where it is installed
 Progress = Callable[[int, int], None]
-"""Called with (done, total)."""
-_shown: list[Any] = []  # the rich.Progress that is on the screen
+"""A function of (done, total)."""
+_displays: list[Any] = []  # the rich.Progress on the screen, if there is one
 
 
 def say(kind: str, message: object) -> None:
@@ -24,27 +24,27 @@ def say(kind: str, message: object) -> None:
 
 @contextmanager
 def one_line_warnings() -> Iterator[None]:
-    """Print warnings as one line each, equal ones once, and none of torchao's about kernels of other machines."""
-    seen: set[str] = set()
-    for name in NOISY:
+    """Print each warning once and on one line, but no warning of torchao about kernels of other machines."""
+    printed: set[str] = set()
+    for name in NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
-        if str(message) not in seen:
-            seen.add(str(message))
+        if str(message) not in printed:
+            printed.add(str(message))
             say("warning", message)
 
     with warnings.catch_warnings():
         warnings.showwarning = show
-        warnings.filterwarnings("ignore", "invalid escape sequence")  # torchao's own
+        warnings.filterwarnings("ignore", "invalid escape sequence")  # in torchao's source
         yield
 
 
 @contextmanager
 def progress_bar(label: str) -> Iterator[Progress | None]:
-    """A callback that moves a bar with the time elapsed and left, or None where stderr is no terminal.
+    """Show a bar with the elapsed and remaining time; yield its callback, or None if stderr is no terminal.
 
-    A bar that begins while another is shown stands below it.
+    A bar that begins while another bar is shown appears below it.
     """
     if sys.stderr is None or not sys.stderr.isatty():
         yield None
@@ -52,23 +52,23 @@ def progress_bar(label: str) -> Iterator[Progress | None]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
-    first = not _shown
-    if first:
+    starts_display = not _displays
+    if starts_display:
         share = (BarColumn(), "{task.percentage:>3.0f} %")
         times = (TimeElapsedColumn(), "elapsed,", TimeRemainingColumn(), "left")
         console = Console(stderr=True)
-        _shown.append(Progress("{task.description}", *share, *times, console=console, transient=True))
-        _shown[0].start()
-    bars = _shown[0]
-    task = bars.add_task(label, total=None)
+        _displays.append(Progress("{task.description}", *share, *times, console=console, transient=True))
+        _displays[0].start()
+    display = _displays[0]
+    task = display.add_task(label, total=None)
     try:
-        yield lambda done, total: bars.update(task, completed=done, total=total)
+        yield lambda done, total: display.update(task, completed=done, total=total)
     finally:
-        if first:
-            _shown.remove(bars)
-            bars.stop()
+        if starts_display:
+            _displays.remove(display)
+            display.stop()
         else:
-            bars.remove_task(task)
+            display.remove_task(task)
 
 
 def show_table(
@@ -81,9 +81,10 @@ def show_table(
     spare: bool = False,
     caption: str | None = None,
 ) -> None:
-    """Rows under headings. left: columns of words; bold: rows. prose: the last cell may take several lines.
+    """Print rows under headings, or, on a terminal narrower than the table, every row as a list of its cells.
 
-    spare: the last column may be left out where that makes the others fit.
+    bold: bold rows. left: left-aligned columns. prose: the last column may wrap. spare: the last column is left out if the other
+    columns fit the terminal without it.
     """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -92,22 +93,23 @@ def show_table(
 
     console = Console()
     last = len(headings) - 1
-    wide = [max(len(cell) for cell in column) for column in zip(headings, *rows, strict=True)]
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
     if prose:
-        wide[last] = min(wide[last], TEXT)
-    room = console.width - sum(wide) - 2 * len(wide) - 1  # beside the columns and the spaces between them
-    if spare and room < 0 <= room + wide[last] + 2:
-        headings, rows, prose, room = headings[:-1], [row[:-1] for row in rows], False, 0
+        widths[last] = min(widths[last], MIN_PROSE_WIDTH)
+    free_width = console.width - sum(widths) - 2 * len(widths) - 1  # columns are separated by spaces
+    if spare and free_width < 0 <= free_width + widths[last] + 2:
+        headings, rows = headings[:-1], [row[:-1] for row in rows]
+        prose, free_width = False, 0
     if title:
         print(filled(title, console.width))
-    if room >= 0:
+    if free_width >= 0:
         table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-        for place, heading in enumerate(headings):
-            long = prose and place == len(headings) - 1
-            justify: Literal["left", "right"] = "left" if place in left or long else "right"
-            table.add_column(heading, justify=justify, no_wrap=not long)
-        for place, row in enumerate(rows):
-            table.add_row(*map(Text, row), style="bold" if place in bold else None)
+        for i, heading in enumerate(headings):
+            wraps = prose and i == last
+            justify: Literal["left", "right"] = "left" if i in left or wraps else "right"
+            table.add_column(heading, justify=justify, no_wrap=not wraps)
+        for i, row in enumerate(rows):
+            table.add_row(*map(Text, row), style="bold" if i in bold else None)
         console.print(table)
     else:
         for row in rows:
@@ -121,7 +123,7 @@ def show_table(
 
 
 def filled(line: str, width: int) -> str:
-    """Text wrapped to a width, with further lines indented; no word is broken."""
+    """Return a text wrapped to a width, its further lines indented, no word broken."""
     return textwrap.fill(
         line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
     )
