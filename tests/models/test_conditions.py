@@ -66,7 +66,7 @@ def test_features_are_remembered_and_what_was_asked_for_longest_ago_goes_first(
 ) -> None:
     """Without the encoder too, once it is released."""
     text, like = T5Text(encoder), torch.empty(0)
-    text.cache_texts(2 - text._kept)  # room for two
+    text.cache_texts(2 - text._max_cached)  # room for two
     first = text.features("a tulip", like)
     for prompt in ("a red tulip", "a tulip", "a blue tulip"):
         text.features(prompt, like)
@@ -118,12 +118,12 @@ def test_an_encoder_without_its_tokenizer_or_some_weights_is_refused(encoder: Pa
 def test_stored_features_are_rows_of_numbers(encoder: Path, tmp_path: Path) -> None:
     for rows in (torch.ones(4, 24, dtype=torch.int64), torch.ones(24), torch.tensor(1.0)):
         save_file({"a tulip": rows}, tmp_path / FEATURES)
-        rejects("'a tulip' are no rows of numbers", T5Text, encoder, stored=tmp_path / FEATURES)
+        rejects("'a tulip' are no rows of numbers", T5Text, encoder, features_file=tmp_path / FEATURES)
 
 
 def test_a_long_prompt_is_cut_with_a_warning(encoder: Path) -> None:
     with pytest.warns(PromptWarning, match="13 tokens; this model reads the first 5"):
-        assert T5Text(encoder, tokens=5).features("red " * 12, torch.empty(0)).shape == (5, 24)
+        assert T5Text(encoder, max_tokens=5).features("red " * 12, torch.empty(0)).shape == (5, 24)
 
 
 def test_texts_lie_right_and_null_rows_are_padded_like_them(encoder: Path) -> None:

@@ -1,7 +1,7 @@
-"""LlamaGen's two conditions (arXiv 2406.06525, section 2.2): one slot of a class of ImageNet-1k, or 120 of a text.
+"""LlamaGen's two conditions (arXiv 2406.06525, section 2.2): a class of ImageNet-1k in one slot, or a text in 120 slots.
 
-Classes have the lemmas of their WordNet 3.0 synsets as names, in the usual order. Features of a text are those of flan-t5-xl's
-encoder, or of a file.
+The names of a class are the lemmas of its WordNet 3.0 synset; classes have their usual order. The encoder of flan-t5-xl computes
+the features of a text, unless a file holds them.
 """
 
 from __future__ import annotations
@@ -29,112 +29,115 @@ from lanternpp.types import Prompt
 from lanternpp.util.devices import inference
 from lanternpp.util.jsonfile import read_object
 
-NAMES = Path(__file__).parent.parent / "assets" / "imagenet" / "classes.txt"
-FILLING = re.compile(r"^(?:(?:an?|the|photo|photograph|picture|image|of)\s+)+")
+CLASS_NAMES = Path(__file__).parent.parent / "assets" / "imagenet" / "classes.txt"
+LEADING_WORDS = re.compile(r"^(?:(?:an?|the|photo|photograph|picture|image|of)\s+)+")
 ENCODER = "google/flan-t5-xl"
 FEATURES = "embeddings.safetensors"
-KEPT = 64  # texts whose features are remembered
-RUNS_IN = {torch.float16: torch.bfloat16, torch.float64: torch.float32}  # T5 overflows in float16
+MAX_CACHED_TEXTS = 64
+ENCODER_DTYPES = {torch.float16: torch.bfloat16, torch.float64: torch.float32}  # T5 overflows in float16
 
 
 @cache
 def classes() -> dict[str, list[int]]:
-    """Lower-case names -> the classes of that name, sometimes two."""
-    found: dict[str, list[int]] = {}
-    for number, line in enumerate(NAMES.read_text(encoding="utf-8").splitlines()):
+    """Return the numbers of the classes by their lower-case names; some names are those of two classes."""
+    numbers_by_name: dict[str, list[int]] = {}
+    for number, line in enumerate(CLASS_NAMES.read_text(encoding="utf-8").splitlines()):
         for name in line.lower().split(", "):
-            found.setdefault(name, []).append(number)
-    return found
+            numbers_by_name.setdefault(name, []).append(number)
+    return numbers_by_name
 
 
-def class_of(prompt: str, count: int = 1000) -> int:
-    """The class of a prompt: its number below `count`, or one of its names ("golden retriever").
+def class_of(prompt: str, num_classes: int = 1000) -> int:
+    """Return the number of the class that a prompt names, by its number or one of its names ("golden retriever").
 
-    Raises InputError for an unknown class, naming near ones, and for a name that two classes share.
+    Raise InputError for an unknown class, with similar names, and for a name of two classes.
     """
     words = " ".join(prompt.lower().split())
     if re.fullmatch(r"\d+", words):
-        if int(words) >= count:
-            raise InputError(f"class {words} does not exist; this model knows 0 to {count - 1}")
+        if int(words) >= num_classes:
+            raise InputError(f"class {words} does not exist; this model knows 0 to {num_classes - 1}")
         return int(words)
-    names = classes() if count == 1000 else {}
-    plain = FILLING.sub("", words)
+    numbers_by_name = classes() if num_classes == 1000 else {}
+    plain = LEADING_WORDS.sub("", words)
     for name in (words, plain, plain.removesuffix("s"), plain.removesuffix("es")):
-        if len(names.get(name, ())) == 1:
-            return names[name][0]
-        if name in names:
-            raise InputError(
-                f"{name!r} names {len(names[name])} classes; give a number: {', '.join(map(str, names[name]))}"
-            )
-    near = difflib.get_close_matches(plain, names, 3)
-    near = near or [name for name in names if plain and plain in name.split()][:3]
-    hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
-    known = 'one of ImageNet\'s names, such as "golden retriever", or ' if names else ""
+        numbers = numbers_by_name.get(name, [])
+        if len(numbers) == 1:
+            return numbers[0]
+        if numbers:
+            listed = ", ".join(map(str, numbers))
+            raise InputError(f"{name!r} names {len(numbers)} classes; give a number: {listed}")
+    similar = difflib.get_close_matches(plain, numbers_by_name, 3)
+    similar = similar or [name for name in numbers_by_name if plain and plain in name.split()][:3]
+    hint = f"did you mean {' or '.join(map(repr, similar))}? " if similar else ""
+    names = 'one of ImageNet\'s names, such as "golden retriever", or ' if numbers_by_name else ""
     raise InputError(
-        f"class {quoted(prompt)} is unknown; {hint}this model draws {known}a number from 0 to {count - 1}"
+        f"class {quoted(prompt)} is unknown; {hint}this model draws {names}a number from 0 to {num_classes - 1}"
     )
 
 
 class T5Text:
-    """The features of texts: the encoder of a T5 (arXiv 1910.10683), loaded with its tokenizer when the first text arrives.
+    """A source of the features of texts: the encoder of a T5 (arXiv 1910.10683), loaded with its tokenizer for the first text.
 
-    where: a folder or a hub id. stored: a safetensors file with the features [n, C] of some texts, by their texts. The last
-    features are remembered.
+    encoder: a folder or a hub id. max_tokens: the number of tokens of a text that are read. features_file: a safetensors file with
+    the features [n, C] of texts, by text. The features of the last texts are cached.
     """
 
-    def __init__(self, where: str | Path, tokens: int = 120, stored: Path | None = None):
-        self.where, self.tokens, self.stored = str(where), tokens, stored
+    def __init__(self, encoder: str | Path, max_tokens: int = 120, features_file: Path | None = None):
+        self.encoder_id, self.max_tokens, self.features_file = str(encoder), max_tokens, features_file
         self._encoder: Any = None
         self._tokenizer: Any = None
-        self._known: dict[str, Tensor] = {}
-        self._kept = KEPT
-        self._rows = {} if stored is None else read_safetensors(stored)
-        for text, rows in self._rows.items():
+        self._cached: dict[str, Tensor] = {}
+        self._max_cached = MAX_CACHED_TEXTS
+        self._stored = {} if features_file is None else read_safetensors(features_file)
+        for text, rows in self._stored.items():
             if rows.ndim != 2 or not rows.is_floating_point():
                 raise InputError(
-                    f"{stored}: the features of {text[:40]!r} are no rows of numbers, one for each token"
+                    f"{features_file}: the features of {text[:40]!r} are no rows of numbers, one for each token"
                 )
 
     def features(self, text: str, like: Tensor) -> Tensor:
-        """[n, C], one row per token, on the device and in the dtype of `like`; InputError where there are none.
+        """Return [n, C], a row per token, on the device and in the dtype of `like`; raise InputError if no encoder can be loaded.
 
-        Those of the file, or the last hidden states of the cleaned text, at most `tokens` of them.
+        The rows are those of the file, or the last hidden states of the cleaned text, at most `max_tokens`.
         """
-        if text in self._rows:
-            return self._rows[text].to(like)
-        found = self._known.pop(text, None)
-        self._known[text] = found = self._encoded(text, like) if found is None else found
-        # the least recently used one goes
-        if len(self._known) > self._kept:
-            del self._known[next(iter(self._known))]
-        return found.to(like)
+        if text in self._stored:
+            return self._stored[text].to(like)
+        features = self._cached.pop(text, None)
+        if features is None:
+            features = self._encode(text, like)
+        self._cached[text] = features
+        if len(self._cached) > self._max_cached:
+            del self._cached[next(iter(self._cached))]  # the least recently used
+        return features.to(like)
 
-    def _encoded(self, text: str, like: Tensor) -> Tensor:
+    def _encode(self, text: str, like: Tensor) -> Tensor:
         self._load(like)
-        plain = clean(text)
-        count = len(self._tokenizer(plain, verbose=False).input_ids)
-        if count > self.tokens:
-            warn_of_prompt(f"the prompt has {count} tokens; this model reads the first {self.tokens}")
-        ids = self._tokenizer(plain, max_length=self.tokens, truncation=True, return_tensors="pt").input_ids
+        text = clean(text)
+        num_tokens = len(self._tokenizer(text, verbose=False).input_ids)
+        if num_tokens > self.max_tokens:
+            warn_of_prompt(
+                f"the prompt has {num_tokens} tokens; this model reads the first {self.max_tokens}"
+            )
+        inputs = self._tokenizer(text, max_length=self.max_tokens, truncation=True, return_tensors="pt")
         with inference():
-            states = self._encoder(input_ids=ids.to(like.device)).last_hidden_state[0]
-        return states.clone()
+            states = self._encoder(input_ids=inputs.input_ids.to(like.device)).last_hidden_state[0]
+        return states.clone()  # outside of inference mode, which makes it an ordinary tensor
 
     def release(self) -> None:
         """Free encoder and tokenizer; cached features stay."""
         self._encoder = self._tokenizer = None
 
-    def cache_texts(self, texts: int) -> None:
-        """Cache so many more than `KEPT`."""
-        self._kept += texts
+    def cache_texts(self, num_texts: int) -> None:
+        """Let the cache hold `num_texts` more."""
+        self._max_cached += num_texts
 
     def save(self, folder: Path) -> list[str]:
-        """Write the file of features, and the encoder, without a T5's decoder, where it lies on this machine; the parts written."""
+        """Write the file of features, and the encoder if it is a folder; return the names of the written parts."""
         parts = []
-        if self.stored is not None:
-            shutil.copyfile(self.stored, folder / FEATURES)
+        if self.features_file is not None:
+            shutil.copyfile(self.features_file, folder / FEATURES)
             parts.append(FEATURES)
-        if not Path(self.where).is_dir():
+        if not Path(self.encoder_id).is_dir():
             return parts
         self._load(torch.empty(0, dtype=torch.bfloat16))
         with quiet():
@@ -147,44 +150,44 @@ class T5Text:
             return
         from transformers import AutoTokenizer, T5EncoderModel
 
-        place = Path(self.where)
-        if place.is_dir() and not any((place / name).is_file() for name in (TOKENIZER, "spiece.model")):
+        folder = Path(self.encoder_id)
+        if folder.is_dir() and not any((folder / name).is_file() for name in (TOKENIZER, "spiece.model")):
             raise InputError(
-                f"the text encoder {self.where!r} has no {TOKENIZER} and no spiece.model: copy one there from {ENCODER}"
+                f"the text encoder {self.encoder_id!r} has no {TOKENIZER} and no spiece.model: copy one there from {ENCODER}"
             )
         try:
             with quiet():
-                self._tokenizer = AutoTokenizer.from_pretrained(self.where, trust_remote_code=False)
-                kind = RUNS_IN.get(like.dtype, like.dtype)
+                self._tokenizer = AutoTokenizer.from_pretrained(self.encoder_id, trust_remote_code=False)
+                dtype = ENCODER_DTYPES.get(like.dtype, like.dtype)
                 loaded: Any = T5EncoderModel.from_pretrained(
-                    self.where, dtype=kind, trust_remote_code=False, output_loading_info=True
+                    self.encoder_id, dtype=dtype, trust_remote_code=False, output_loading_info=True
                 )
-        except Exception as error:  # a damaged file makes the library raise anything
+        except Exception as error:  # a damaged file makes transformers raise anything
             raise InputError(
-                f"the text encoder {self.where!r} cannot be loaded ({reason(error)}); put the folder of {ENCODER} "
+                f"the text encoder {self.encoder_id!r} cannot be loaded ({reason(error)}); put the folder of {ENCODER} "
                 f"beside the model as text/, or the features of your prompts as {FEATURES}"
             ) from None
-        encoder, found = loaded
-        check_loaded(encoder, found, self.where)
+        encoder, loading_info = loaded
+        check_loaded(encoder, loading_info, self.encoder_id)
         self._encoder = encoder.eval().requires_grad_(False).to(like.device)
 
 
-def text_of(folder: Path, config: Mapping[str, Any], given: Path | None = None) -> T5Text:
-    """The source of a model's features of texts.
+def find_text_encoder(folder: Path, config: Mapping[str, Any], encoder: Path | None = None) -> T5Text:
+    """Return the source of a model's features of texts: `embeddings.safetensors` in its folder, and a text encoder.
 
-    `embeddings.safetensors` in its folder, then the folder of a T5 that is given or lies in it, then the hub
-    id that its config gives as `text`, then flan-t5-xl. InputError where what is given is no T5.
+    The encoder is the folder `encoder`, else that of a T5 in the model's folder, else the hub id `text` of the config, else
+    flan-t5-xl. Raise InputError if the folder `encoder` holds no T5.
     """
-    if given and not is_t5(given):
-        raise InputError(f"{given} is no folder of a T5; name the one of {ENCODER}")
-    here = [path for path in sorted(folder.iterdir()) if path.is_dir() and is_t5(path)]
-    stored = folder / FEATURES
-    where = given or (here[0] if here else str(config.get("text", ENCODER)))
-    return T5Text(where, stored=stored if stored.is_file() else None)
+    if encoder and not is_t5(encoder):
+        raise InputError(f"{encoder} is no folder of a T5; name the one of {ENCODER}")
+    encoders = [path for path in sorted(folder.iterdir()) if path.is_dir() and is_t5(path)]
+    default = encoders[0] if encoders else str(config.get("text", ENCODER))
+    features_file = folder / FEATURES
+    return T5Text(encoder or default, features_file=features_file if features_file.is_file() else None)
 
 
 def is_t5(folder: Path) -> bool:
-    """Whether a folder's config.json is a T5's."""
+    """Return whether a folder's config.json is that of a T5."""
     try:
         return read_object(folder / CONFIG).get("model_type") == "t5"
     except InputError:
@@ -192,38 +195,35 @@ def is_t5(folder: Path) -> bool:
 
 
 def clean(text: str) -> str:
-    """A text in the form that the captions of training had: lower case, plain quotes and dashes, no markup."""
+    """Return a text in the form of the captions in training: lower case, plain quotes and dashes, no markup."""
     text = html.unescape(html.unescape(unquote_plus(text))).lower()
-    for pattern, plain in CLEANING:
-        text = pattern.sub(plain, text)
+    for pattern, replacement in CLEANING:
+        text = re.sub(pattern, replacement, text)
     if len(re.findall(r"[-_]", text)) > 3:
         text = re.sub(r"[-_]", " ", text)
     return re.sub(r"^([\"'])(.+)\1$", r"\2", text.strip()).strip()
 
 
 CLEANING = [
-    (re.compile(pattern), plain)
-    for pattern, plain in (
-        (r"<person>", "person"),
-        (r"https?:\S+|www\.\S+", ""),  # addresses
-        (r"<[^<>]+>", ""),  # markup
-        (r"@\w+", ""),  # names of accounts
-        (r"\S+\.(?:png|jpe?g|bmp|webp|eps|pdf|apk|mp4)\b", ""),  # names of files
-        (r"\b\d+\.?\d*[x\u00d7]\d+\.?\d*\b", ""),  # sizes
-        (r"[\u2010-\u2015\u2212]", "-"),
-        (r"[`\u00b4\u00ab\u00bb\u201c\u201d\u00a8]", '"'),
-        (r"[\u2018\u2019]", "'"),
-        (r'["\']{2,}', '"'),
-        (r"\.{2,}", " "),
-        (r"[#\u00ae\u2022\u00a9\u2122&\u00b7\u00ba\u00bd\u00be\u00bf\u00a1\u00a7~()\[\]{}|\\/*]+", " "),
-        (r"([^\d\W][,.])(?=\w)", r"\1 "),  # a space after a comma or a stop within words
-        (r"\s+", " "),
-    )
+    (r"<person>", "person"),
+    (r"https?:\S+|www\.\S+", ""),  # addresses
+    (r"<[^<>]+>", ""),  # markup
+    (r"@\w+", ""),  # names of accounts
+    (r"\S+\.(?:png|jpe?g|bmp|webp|eps|pdf|apk|mp4)\b", ""),  # names of files
+    (r"\b\d+\.?\d*[x\u00d7]\d+\.?\d*\b", ""),  # sizes
+    (r"[\u2010-\u2015\u2212]", "-"),
+    (r"[`\u00b4\u00ab\u00bb\u201c\u201d\u00a8]", '"'),
+    (r"[\u2018\u2019]", "'"),
+    (r'["\']{2,}', '"'),
+    (r"\.{2,}", " "),
+    (r"[#\u00ae\u2022\u00a9\u2122&\u00b7\u00ba\u00bd\u00be\u00bf\u00a1\u00a7~()\[\]{}|\\/*]+", " "),
+    (r"([^\d\W][,.])(?=\w)", r"\1 "),  # a space after a comma or a stop within words
+    (r"\s+", " "),
 ]
 
 
 class ClassCondition(nn.Module):
-    """A row of a table; the last is the null class."""
+    """A table of embeddings with a row per class; the last row is the null class."""
 
     def __init__(self, dim: int, classes: int):
         super().__init__()
@@ -231,7 +231,7 @@ class ClassCondition(nn.Module):
         self.table = nn.Embedding(classes + 1, dim)
 
     def prompt(self, conditions: Sequence[str | None], branches: int) -> Prompt:
-        """Classes by name or number; raises InputError for one that does not exist."""
+        """Return the embeddings of classes, given by name or number; raise InputError if a class does not exist."""
         ids = [self.classes if c is None else class_of(c, self.classes) for c in conditions]
         ids += [self.classes] * (len(ids) * (branches - 1))
         rows = torch.tensor(ids, device=self.table.weight.device)
@@ -239,9 +239,9 @@ class ClassCondition(nn.Module):
 
 
 class TextCondition(nn.Module):
-    """The features of a text, projected, after as much padding as the slots leave; a learned null prefix."""
+    """The projected features of a text, padded on the left to all slots; a learned null prefix."""
 
-    text: T5Text  # set where it is read
+    text: T5Text  # set by `LlamaGenTarget.read`
 
     def __init__(self, dim: int, caption_dim: int, slots: int):
         super().__init__()
@@ -251,20 +251,22 @@ class TextCondition(nn.Module):
         self.null = nn.Parameter(torch.empty(slots, caption_dim))
 
     def prompt(self, conditions: Sequence[str | None], branches: int) -> Prompt:
-        """Texts -> their slots. A null row is padded as its text is: so were the models trained to be guided."""
+        """Return the embeddings of texts. As in training, an unconditional row is padded like the text that it guides."""
         rows, start = [], []
         for condition in conditions:
             features = self.null if condition is None else self._features(condition)
-            start.append(self.slots - len(features))
-            rows.append(F.pad(features, (0, 0, start[-1], 0)))
-        given = torch.stack(rows)
+            padding = self.slots - len(features)
+            rows.append(F.pad(features, (0, 0, padding, 0)))
+            start.append(padding)
+        captions = torch.stack(rows)  # [b, slots, caption_dim]
         if branches == 2:
-            given, start = torch.cat((given, self.null.expand_as(given))), start * 2
-        embeds = self.fc2(F.gelu(self.fc1(given), approximate="tanh"))
+            captions = torch.cat((captions, self.null.expand_as(captions)))
+            start *= 2
+        embeds = self.fc2(F.gelu(self.fc1(captions), approximate="tanh"))
         return Prompt(embeds, torch.tensor(start, device=embeds.device))
 
     def _features(self, text: str) -> Tensor:
-        """[n, caption_dim] of a text; n at most the slots."""
+        """Return the features [n, caption_dim] of a text, n at most the slots; raise InputError for another encoder's."""
         features = self.text.features(text, self.null)
         if features.shape[1] != self.caption_dim or not len(features):
             raise InputError(

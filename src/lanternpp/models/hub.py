@@ -1,8 +1,7 @@
 """Models of the Hugging Face hub by id: fetched once, with a progress bar, then read from the cache.
 
-A download that breaks is resumed; a run that is stopped keeps the files that were complete.
-
-The cache, tokens and proxies are huggingface_hub's own (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE).
+A broken download is resumed; a stopped run keeps its complete files. huggingface_hub's own variables set the cache, tokens and
+proxies (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE).
 """
 
 from __future__ import annotations
@@ -18,54 +17,54 @@ from pathlib import Path, PurePosixPath
 from lanternpp.errors import InputError, reason
 
 SAFE, PICKLED = (".safetensors",), (".pt", ".pth", ".bin")
-BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".yaml")  # configs and tokenizers
+CONFIG_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".yaml")  # also of tokenizers
 VQ_FILE = re.compile(r"vq.*\.(safetensors|pt|pth|bin|ckpt)")
-# Folders of a pipeline of diffusers: the model that draws codes, and its tokenizer.
+# Folders of a diffusers pipeline: the model that draws codes, and its tokenizer.
 STAGE, PROCESSOR = "vision_language_encoder", "processor"
 TIMEOUT = 10.0  # seconds without an answer after which the hub counts as unreachable
-FORM = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:/(?P<file>[\w./-]+))?(?:@(?P<revision>[\w./-]+))?")
+ID_PATTERN = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:/(?P<file>[\w./-]+))?(?:@(?P<revision>[\w./-]+))?")
 
 
 @dataclass(frozen=True)
 class HubId:
-    """OWNER/NAME, perhaps a file of it, perhaps a branch, tag or commit: "owner/name/file.pt@main"."""
+    """A repository OWNER/NAME, with or without a file and a branch, tag or commit: "owner/name/file.pt@main"."""
 
     repo: str
     file: str | None = None
     revision: str | None = None
 
     def __str__(self) -> str:
-        """The text that `hub_id` reads."""
-        return (
-            self.repo + (f"/{self.file}" if self.file else "") + (f"@{self.revision}" * bool(self.revision))
-        )
+        """Return the text from which `hub_id` makes this id."""
+        file = f"/{self.file}" if self.file else ""
+        revision = f"@{self.revision}" if self.revision else ""
+        return self.repo + file + revision
 
 
 def hub_id(text: str) -> HubId | None:
-    """The id that a text spells, or None where it cannot be one."""
-    found = FORM.fullmatch(text)
-    if not found or any(part in (".", "..") for part in text.split("/")):
+    """Parse a hub id; return None if the text is no id."""
+    match = ID_PATTERN.fullmatch(text)
+    if not match or any(part in (".", "..") for part in text.split("/")):
         return None
-    return HubId(found["repo"], found["file"], found["revision"])
+    return HubId(match["repo"], match["file"], match["revision"])
 
 
 def fetch(source: HubId) -> Path:
-    """The folder, or the file, of a hub id on this machine; missing files are fetched.
+    """Fetch the missing files of a hub id and return its folder, or its file, on this machine.
 
-    Weights are fetched in one format, safetensors if there are any, together with configs and tokenizers. Image tokenizers
-    in files of their own are fetched too; for a single file, only the one with the most similar name. Without a network,
-    files fetched earlier are used. Raises InputError.
+    Weights are fetched in one format, safetensors if there are any, together with configs and tokenizers, and with all image
+    tokenizers in separate files; for a single file, with the image tokenizer of the most similar name. Without a network,
+    the files of an earlier run are returned. Raise InputError if neither is possible.
     """
     from huggingface_hub import snapshot_download
 
     quiet_downloads()
     try:
-        files = choose(source, listing(source))
+        files = choose(source, list_files(source))
     except UnreachableError as error:
         return cached(source, error)
     try:
         folder = Path(snapshot_download(source.repo, revision=source.revision, allow_patterns=files))
-    except Exception as error:  # as in `listing`, and a full disk
+    except Exception as error:  # also the error of a full disk
         raise InputError(
             f"{source} could not be fetched completely ({reason(error)}); run it again to go on"
         ) from None
@@ -73,7 +72,7 @@ def fetch(source: HubId) -> Path:
 
 
 def quiet_downloads() -> None:
-    """Progress bars on a terminal alone, and no messages about attempts that are repeated."""
+    """Show progress bars on a terminal alone, and no messages about repeated attempts."""
     from huggingface_hub.utils import disable_progress_bars, logging
 
     logging.set_verbosity_error()
@@ -85,42 +84,41 @@ class UnreachableError(Exception):
     """The hub did not answer."""
 
 
-def listing(source: HubId) -> list[str]:
-    """The files of a repository. Raises InputError where there is no such repository, UnreachableError without an answer."""
+def list_files(source: HubId) -> list[str]:
+    """List a repository's files. Raise InputError if there is no such repository, UnreachableError if the hub does not answer."""
     from huggingface_hub import HfApi, errors
 
     try:
         info = HfApi().model_info(source.repo, revision=source.revision, timeout=TIMEOUT)
         return [file.rfilename for file in info.siblings or []]
     except errors.HFValidationError as error:
-        why = f"{source} is not an id of the hub: {reason(error)}"
+        message = f"{source} is not an id of the hub: {reason(error)}"
     except errors.GatedRepoError:
-        why = f"{source.repo} asks for its terms to be accepted; accept them on its page, then log in: hf auth login"
+        message = f"{source.repo} asks for its terms to be accepted; accept them on its page, then log in: hf auth login"
     except errors.RepositoryNotFoundError:
-        why = f"model {str(source)!r} is neither here nor on the hub; check the id, or log in if it is private: hf auth login"
+        message = f"model {str(source)!r} is neither here nor on the hub; check the id, or log in if it is private: hf auth login"
     except errors.RevisionNotFoundError:
-        why = f"{source.repo} has no revision {source.revision!r}; name a branch, tag or commit"
-    except Exception as error:  # the errors of whichever HTTP client the hub's library uses
+        message = f"{source.repo} has no revision {source.revision!r}; name a branch, tag or commit"
+    except Exception as error:  # an error of any HTTP client that huggingface_hub may use
         raise UnreachableError(reason(error)) from None
-    raise InputError(why)
+    raise InputError(message)
 
 
 def choose(source: HubId, files: Sequence[str]) -> list[str]:
-    """The files of a repository to fetch. Raises InputError where it has no weights, or several to choose from."""
+    """Return the files of a repository to fetch. Raise InputError if it has no weights, or several checkpoints."""
     if not source.file and any(name.startswith(f"{STAGE}/") for name in files):
-        files = [
-            name for name in files if name.split("/")[0] in (STAGE, PROCESSOR)
-        ]  # the rest is its decoder's
-    beside = [name for name in files if PurePosixPath(name).suffix in BESIDE]
+        # The other folders of a pipeline hold its diffusion decoder, which draws no codes.
+        files = [name for name in files if name.split("/")[0] in (STAGE, PROCESSOR)]
+    configs = [name for name in files if PurePosixPath(name).suffix in CONFIG_SUFFIXES]
     if source.file:
         if source.file not in files:
-            weights_here = ", ".join(name for name in files if PurePosixPath(name).suffix in SAFE + PICKLED)
+            weights = [name for name in files if PurePosixPath(name).suffix in SAFE + PICKLED]
             raise InputError(
-                f"{source.repo} holds no {source.file}; its weights are: {weights_here or 'none'}"
+                f"{source.repo} holds no {source.file}; its weights are: {', '.join(weights) or 'none'}"
             )
         folder = PurePosixPath(source.file).parent
-        near = [name for name in beside if PurePosixPath(name).parent == folder]
-        return [source.file, *tokenizer_of(source.file, files), *near]
+        configs = [name for name in configs if PurePosixPath(name).parent == folder]
+        return [source.file, *tokenizer_of(source.file, files), *configs]
     for suffixes in (SAFE, PICKLED):
         weights = [name for name in files if PurePosixPath(name).suffix in suffixes]
         if not weights:
@@ -128,88 +126,88 @@ def choose(source: HubId, files: Sequence[str]) -> list[str]:
         targets = [name for name in weights if not is_vq(name)] or weights
         indexed = any(name.endswith(".index.json") for name in files)
         if suffixes == PICKLED and len(targets) > 1 and not indexed:
-            named = ", ".join(weights[:10])
+            names = ", ".join(weights[:10])
             raise InputError(
-                f"{source.repo} holds several checkpoints ({named}); name one: {source.repo}/{targets[0]}"
+                f"{source.repo} holds several checkpoints ({names}); name one: {source.repo}/{targets[0]}"
             )
-        return [*weights, *(name for name in files if is_vq(name) and name not in weights), *beside]
+        tokenizers = [name for name in files if is_vq(name) and name not in weights]
+        return [*weights, *tokenizers, *configs]
     raise InputError(f"{source.repo} holds no weights (.safetensors, .pt, .pth or .bin)")
 
 
 def tokenizer_of(file: str, files: Sequence[str]) -> list[str]:
-    """The image tokenizer in the folder of a checkpoint: the one whose name is most similar to the checkpoint's.
+    """Return the image tokenizer in a checkpoint's folder whose name shares the most words with the checkpoint's, as a list.
 
-    Similar names share words: of vq_ds16_c2i.pt and vq_ds16_t2i.pt the second goes with t2i_XL_stage1_256.pt.
+    For t2i_XL_stage1_256.pt this is vq_ds16_t2i.pt, not vq_ds16_c2i.pt. A checkpoint that is a tokenizer itself needs none: [].
     """
-    path = PurePosixPath(file)
-    beside = [name for name in sorted(files) if is_vq(name) and PurePosixPath(name).parent == path.parent]
-    if file in beside or not beside:
+    folder = PurePosixPath(file).parent
+    tokenizers = [name for name in sorted(files) if is_vq(name) and PurePosixPath(name).parent == folder]
+    if file in tokenizers or not tokenizers:
         return []
-    return [max(beside, key=lambda name: len(words(name) & words(file)))]
+    return [max(tokenizers, key=lambda name: len(words(name) & words(file)))]
 
 
 def is_vq(file: str) -> bool:
-    """Whether a file is an image tokenizer in a file of its own, by its name."""
+    """Return whether a file holds an image tokenizer alone, by its name."""
     return VQ_FILE.fullmatch(PurePosixPath(file).name) is not None
 
 
 def words(file: str) -> set[str]:
-    """The words of a file's name."""
+    """Return the words of a file's name."""
     return set(re.split(r"[\W_]+", PurePosixPath(file).stem))
 
 
-def cached(source: HubId, why: UnreachableError) -> Path:
-    """The folder or file that an earlier run fetched completely. Raises InputError where there is none."""
+def cached(source: HubId, error: UnreachableError) -> Path:
+    """Return the folder or file that an earlier run fetched completely. Raise InputError if there is none."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.errors import IncompleteSnapshotError, LocalEntryNotFoundError
 
     for suffixes in (SAFE, PICKLED):
-        patterns = [source.file] if source.file else [f"*{suffix}" for suffix in suffixes + BESIDE]
+        patterns = [source.file] if source.file else [f"*{suffix}" for suffix in suffixes + CONFIG_SUFFIXES]
         try:
-            folder = Path(
-                snapshot_download(
-                    source.repo, revision=source.revision, allow_patterns=patterns, local_files_only=True
-                )
+            snapshot = snapshot_download(
+                source.repo, revision=source.revision, allow_patterns=patterns, local_files_only=True
             )
         except (LocalEntryNotFoundError, IncompleteSnapshotError):
             continue
+        folder = Path(snapshot)
         if source.file and (folder / source.file).is_file():
             return folder / source.file
         if not source.file and any(path.suffix in suffixes for path in folder.rglob("*")):
             return folder
     raise InputError(
-        f"{source} is not on this machine (neither a path nor complete in {HF_HUB_CACHE}) and the hub did not answer: {why}"
+        f"{source} is not on this machine (neither a path nor complete in {HF_HUB_CACHE}) and the hub did not answer: {error}"
     )
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silences transformers: no warnings, and no progress bars where stderr is not a terminal."""
+    """Silence transformers: no warnings, and no progress bars unless stderr is a terminal."""
     from transformers.utils import logging
 
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    verbosity, shows_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(level)
-        if bars:
+        logging.set_verbosity(verbosity)
+        if shows_bars:
             logging.enable_progress_bar()
 
 
 @dataclass(frozen=True)
 class Published:
-    """A model of the hub that can be read. Sizes are computed from numbers of parameters: 2 bytes each, 2 to 4 in a .pt."""
+    """A supported model of the hub. Sizes are estimates for 2 bytes per parameter, 2 to 4 in a .pt."""
 
     name: str
-    model: str  # what --model takes
+    model: str  # the value of --model
     download: str
-    drafter: str | None = None  # what --drafter takes; None: none is published
-    needs: str = ""  # what else has to be given
+    drafter: str | None = None  # the value of --drafter; None: no drafter is published
+    needs: str = ""  # further arguments that the model needs
 
 
-LIST = Path(__file__).parent.parent / "assets" / "published.json"
-PUBLISHED = tuple(Published(**row) for row in json.loads(LIST.read_text(encoding="utf-8")))
+PUBLISHED_FILE = Path(__file__).parent.parent / "assets" / "published.json"
+PUBLISHED = tuple(Published(**row) for row in json.loads(PUBLISHED_FILE.read_text(encoding="utf-8")))

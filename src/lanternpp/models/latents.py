@@ -1,15 +1,15 @@
-"""Targets over the latents of a KL autoencoder, with a mixture of Gaussians or a diffusion head at every place.
+"""Targets over the latents of a KL autoencoder, with a mixture of Gaussians or a diffusion head for every latent.
 
 A mixture (GIVT, arXiv 2312.02116) of K components over C channels is one row of P = K (1 + 2 C) parameters: K logits of the weights,
 then K x C means, then K x C logarithms of standard deviations.
 
 A diffusion head draws a latent as the end of a short chain of Gaussian steps (MAR, 2406.11838, section 3.2). A small network reads a
-noisy latent, the time, and the decoder's feature at the place, which is its condition. At time t, 0 < t <= 1, a noisy latent is
+noisy latent, the time, and the decoder's feature for the latent, which is the condition. At time t, 0 < t <= 1, a noisy latent is
 x_t = cos(t pi / 2) x_0 + sin(t pi / 2) e for noise e of variance 1, so that x_1 is noise alone (the cosine schedule of 2102.09672).
-The network predicts v = cos(t pi / 2) e - sin(t pi / 2) x_0 (2202.00512), which gives x_0, and the standard deviation of its error,
-per channel. A step from t to an earlier s draws from the Gaussian with the mean and variance of x_s: those of x_s for a known x_0,
-plus the error of x_0 (2206.07309). So few steps suffice, the last step has a density, and where x_0 is Gaussian any number of steps
-gives its exact distribution.
+The network predicts v = cos(t pi / 2) e - sin(t pi / 2) x_0 (2202.00512), which gives x_0, and the standard deviation of the error of
+v, per channel. A step from t to an earlier s draws x_s from a Gaussian, whose variance is that of x_s for a known x_0 plus the share
+of the error of x_0 (2206.07309). So few steps suffice, the last step has a density, and a Gaussian x_0 is drawn from its exact
+distribution in any number of steps.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from lanternpp.nn.sources import Source
 from lanternpp.util.jsonfile import Between
 
 CONTINUOUS, DIFFUSION = "continuous", "diffusion"  # a config's `kind`
-FREQUENCIES = 16  # of the time, from 1 to 256 radians
-MAX_LOG_STD = 5.0  # of a component of a mixture or of an error, above and below 0
+NUM_FREQUENCIES = 16  # of the embedding of the time, from 1 to 256 radians
+MAX_LOG_STD = 5.0  # maximum absolute logarithm of the standard deviation of a component or of an error
 
 
 def bounded(log_std: Tensor) -> Tensor:
-    """Logarithms of standard deviations within `MAX_LOG_STD`."""
+    """Squash logarithms of standard deviations into -`MAX_LOG_STD` to `MAX_LOG_STD`."""
     return MAX_LOG_STD * (log_std / MAX_LOG_STD).tanh()
 
 
 def modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """x [..., W], normalised over its channels, scaled and shifted as the condition says (adaptive norm, arXiv 2212.09748)."""
+    """Normalise x [..., W] over its channels, then scale and shift it [..., W] (adaptive norm, arXiv 2212.09748)."""
     return F.layer_norm(x, x.shape[-1:]) * (1 + scale) + shift
 
 
 class DenoiserBlock(nn.Module):
-    """A residual layer, which begins as the identity."""
+    """A residual layer, initialised as the identity."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -55,20 +55,20 @@ class DenoiserBlock(nn.Module):
         nn.init.zeros_(self.modulation.bias)
 
     def forward(self, x: Tensor, context: Tensor) -> Tensor:
-        """x [..., W] -> [..., W]; context [..., W] is of the time and the condition."""
+        """Map x [..., W] to [..., W]; context [..., W] embeds the time and the condition."""
         shift, scale, gate = self.modulation(context).chunk(3, -1)
         inner: Tensor = self.down(F.silu(self.up(modulated(x, shift, scale))))
         return x + gate * inner
 
 
 class Denoiser(nn.Module):
-    """Predicts v and the logarithm of its error's standard deviation. It begins with v = 0 and errors of 1."""
+    """The network that predicts v and the log standard deviation of its error, initialised to v = 0 and a deviation of 1."""
 
     def __init__(self, dim: int, channels: int, width: int, blocks: int):
         super().__init__()
         self.dim = dim
         self.inputs, self.condition = nn.Linear(channels, width), nn.Linear(dim, width)
-        self.time = nn.Sequential(nn.Linear(2 * FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
+        self.time = nn.Sequential(nn.Linear(2 * NUM_FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
         self.blocks = nn.ModuleList(DenoiserBlock(width) for _ in range(blocks))
         self.modulation, self.outputs = nn.Linear(width, 2 * width), nn.Linear(width, 2 * channels)
         for layer in (self.modulation, self.outputs):
@@ -76,15 +76,15 @@ class Denoiser(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def conditions(self, features: Tensor) -> Tensor:
-        """Features [..., D] -> the conditions of `forward`, [..., W]; the same at all times."""
+        """Map features [..., D] to the conditions [..., W] of `forward`, which are the same at all times."""
         return self.condition(features.to(self.condition.bias.dtype))
 
     def forward(self, x: Tensor, t: Tensor, conditions: Tensor) -> tuple[Tensor, Tensor]:
-        """Noisy latents x [..., C] at times t [...], conditions [..., W] -> v and log standard deviations, [..., C]."""
-        kind = self.inputs.bias.dtype
-        angles = t[..., None] * torch.logspace(0, 8, FREQUENCIES, 2.0, dtype=t.dtype, device=t.device)
-        context = F.silu(conditions + self.time(torch.cat((angles.sin(), angles.cos()), -1).to(kind)))
-        inner = self.inputs(x.to(kind))
+        """Return v and log standard deviations [..., C] for noisy latents x [..., C] at times t [...], under conditions [..., W]."""
+        dtype = self.inputs.bias.dtype
+        angles = t[..., None] * torch.logspace(0, 8, NUM_FREQUENCIES, 2.0, dtype=t.dtype, device=t.device)
+        context = F.silu(conditions + self.time(torch.cat((angles.sin(), angles.cos()), -1).to(dtype)))
+        inner = self.inputs(x.to(dtype))
         for block in self.blocks:
             inner = block(inner, context)
         shift, scale = self.modulation(context).chunk(2, -1)
@@ -93,32 +93,34 @@ class Denoiser(nn.Module):
 
 
 def noisy(latents: Tensor, noise: Tensor, t: Tensor | float) -> tuple[Tensor, Tensor]:
-    """Latents x_0 and noise e [..., C] -> (x_t, v) at times t, which broadcasts to them."""
+    """Return (x_t, v) for latents x_0 and noise e [..., C] at times t, which broadcast to [..., C]."""
     angle = torch.as_tensor(t, dtype=latents.dtype, device=latents.device) * (math.pi / 2)
     return angle.cos() * latents + angle.sin() * noise, angle.cos() * noise - angle.sin() * latents
 
 
 def posterior(t: float, s: float) -> tuple[float, float, float]:
-    """For s < t: x_s is Gaussian given x_t and x_0, with mean a x_t + b x_0 and variance c; returns (a, b, c)."""
-    signal, noise = math.cos(t * math.pi / 2), math.sin(t * math.pi / 2)
-    earlier, less = math.cos(s * math.pi / 2), math.sin(s * math.pi / 2)
-    kept = signal / earlier
-    added = noise**2 - (kept * less) ** 2  # the variance of x_t given x_s
-    return kept * (less / noise) ** 2, earlier * added / noise**2, added * (less / noise) ** 2
+    """Return (a, b, c) for s < t: given x_t and x_0, x_s is Gaussian with mean a x_t + b x_0 and variance c."""
+    signal_t, noise_t = math.cos(t * math.pi / 2), math.sin(t * math.pi / 2)
+    signal_s, noise_s = math.cos(s * math.pi / 2), math.sin(s * math.pi / 2)
+    ratio = signal_t / signal_s  # given x_s, x_t has mean ratio x_s
+    variance = noise_t**2 - (ratio * noise_s) ** 2  # of x_t given x_s
+    noise_share = (noise_s / noise_t) ** 2
+    return ratio * noise_share, signal_s * variance / noise_t**2, variance * noise_share
 
 
 def step_distribution(x: Tensor, v: Tensor, log_std: Tensor, t: float, s: float) -> tuple[Tensor, Tensor]:
-    """The Gaussian of x_s given x_t = x [..., C] and the network's prediction there: (mean, standard deviation), [..., C]."""
-    of_x, of_latent, variance = posterior(t, s)
+    """Return the mean and standard deviation [..., C] of x_s, given x_t = x [..., C] and the network's prediction (v, log_std) at t."""
+    x_weight, latent_weight, variance = posterior(t, s)
     signal, noise = math.cos(t * math.pi / 2), math.sin(t * math.pi / 2)
-    error = (of_latent * noise) ** 2 * (2 * log_std).exp()
-    return of_x * x + of_latent * (signal * x - noise * v), (variance + error).sqrt()
+    latents = signal * x - noise * v
+    error_variance = (latent_weight * noise) ** 2 * (2 * log_std).exp()
+    return x_weight * x + latent_weight * latents, (variance + error_variance).sqrt()
 
 
 def split(params: Tensor, channels: int) -> tuple[Tensor, Tensor]:
-    """Parameters of mixtures [..., P] -> (logits and means, log standard deviations [..., K C])."""
-    count = params.shape[-1] // (1 + 2 * channels) * channels
-    return params[..., :-count], params[..., -count:]
+    """Split parameters of mixtures [..., P] into logits and means [..., K + K C], and log standard deviations [..., K C]."""
+    num_stds = params.shape[-1] // (1 + 2 * channels) * channels
+    return params[..., :-num_stds], params[..., -num_stds:]
 
 
 @dataclass(frozen=True)
@@ -130,22 +132,19 @@ class LatentConfig(PromptedConfig):
 
 @dataclass(frozen=True)
 class ContinuousConfig(LatentConfig):
-    """The shape of a target with a mixture of Gaussians at every place."""
+    """The shape of a target with a mixture of Gaussians for every latent."""
 
     components: Annotated[int, Between(1, 1024)] = 16  # K, of a mixture
 
 
 class LatentTarget(PromptedTarget):
-    """Latents after a prefix of word slots. Decoded latents have mean 0 and variance 1 in every channel, about.
-
-    `latent_mean` and `latent_std` are those of the tokenizer's latents.
-    """
+    """A decoder of latents, normalised to mean 0 and variance 1 per channel, after a prefix of word slots."""
 
     tokenizer_class = KL
     engine = "lanternpp.engine.latent_decode:LatentEngine"
     config: LatentConfig
-    latent_mean: Tensor  # [C]
-    latent_std: Tensor  # [C]
+    latent_mean: Tensor  # [C], of the tokenizer's latents
+    latent_std: Tensor  # [C], of the tokenizer's latents
     vocab = 0
     channels = 1  # C, from the config
     defaults: Mapping[str, Any] = {"methods": {"eagle": {"tree": "chain-4", "verify": "token"}}}
@@ -157,44 +156,44 @@ class LatentTarget(PromptedTarget):
         self.register_buffer("latent_std", torch.ones(config.channels))
 
     def add_tables(self) -> None:
-        """A linear map of latents for the input."""
+        """Make the linear map of input latents."""
         self.latent_in = nn.Linear(self.config.channels, self.config.dim)
 
     def examples(self, count: int) -> Tensor:
-        """Some latents along a line, [count, C]."""
+        """Return latents along a line, [count, C]."""
         line = torch.linspace(-1, 1, count, dtype=torch.float32, device=self.latent_mean.device)
         return line[:, None].expand(-1, self.channels)
 
     def embed(self, codes: Tensor) -> Tensor:
-        """Latents [R, N, C] -> [R, N, D]."""
+        """Embed latents [R, N, C] as [R, N, D]."""
         return self.latent_in(codes.to(self.word_table.dtype))
 
     def from_cache(self, found: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Moments of the tokenizer's latents [..., 2 C] -> latents [..., C], drawn; decoded latents stay as they are."""
+        """Draw latents [..., C] from moments of the tokenizer's latents [..., 2 C]; return decoded latents [..., C] unchanged."""
         if found.shape[-1] == self.channels:
             return found
         return (sampled(found, generator) - self.latent_mean) / self.latent_std
 
     def pixels(self, codes: Tensor) -> Tensor:
-        """Decoded latents [B, length, C] -> images [B, 3, H, W] in [-1, 1]."""
+        """Turn decoded latents [B, length, C] into images [B, 3, H, W] in [-1, 1]."""
         return super().pixels(codes * self.latent_std + self.latent_mean)
 
 
 class ContinuousTarget(LatentTarget):
-    """The head gives the parameters of a mixture of Gaussians at every place."""
+    """A target whose head gives the parameters of a mixture of Gaussians for every latent."""
 
     config_class = ContinuousConfig
     config: ContinuousConfig
 
     def add_tables(self) -> None:
-        """The map of latents for the input, and one to the parameters of mixtures for the output."""
+        """Make the map of input latents, and the map of features to parameters of mixtures."""
         super().add_tables()
         self.latent_out = nn.Linear(self.config.dim, self.config.components * (1 + 2 * self.config.channels))
 
     def head(self, features: Tensor) -> Tensor:
-        """features [..., D] -> parameters of a mixture [..., P], their log standard deviations within `MAX_LOG_STD`."""
-        rest, log_std = split(self.latent_out(features), self.channels)
-        return torch.cat((rest, bounded(log_std)), -1)
+        """Map features [..., D] to parameters of a mixture [..., P], with log standard deviations within `MAX_LOG_STD`."""
+        logits_and_means, log_std = split(self.latent_out(features), self.channels)
+        return torch.cat((logits_and_means, bounded(log_std)), -1)
 
 
 @dataclass(frozen=True)
@@ -207,24 +206,24 @@ class DiffusionConfig(LatentConfig):
 
 
 class DiffusionTarget(LatentTarget):
-    """The head draws a latent in `denoising_steps` steps; `head` gives the features that the steps read."""
+    """A target whose diffusion head draws a latent in `denoising_steps` steps; `head` returns the features that the steps read."""
 
     config_class = DiffusionConfig
     config: DiffusionConfig
 
     def add_tables(self) -> None:
-        """The map of latents for the input, and the head."""
+        """Make the map of input latents, and the diffusion head."""
         super().add_tables()
         config = self.config
         self.denoiser = Denoiser(config.dim, config.channels, config.denoiser_width, config.denoiser_blocks)
 
     @classmethod
     def read(cls, source: Source, dtype: torch.dtype, device: torch.device | str = "cpu") -> Self:
-        """The head computes in float32 at least, so that rounding depends little on the batch."""
+        """Read the target, with a diffusion head in float32 at least, so that its rounding depends little on the batch."""
         target = super().read(source, dtype, device)
         target.denoiser.to(torch.promote_types(dtype, torch.float32))
         return target
 
     def head(self, features: Tensor) -> Tensor:
-        """The features themselves."""
+        """Return the features, which are the conditions of the diffusion head."""
         return features

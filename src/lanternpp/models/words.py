@@ -1,4 +1,4 @@
-"""Decoders after a prefix of words, and the embedded default's family: LlamaGen-shaped (arXiv 2406.06525), over codes."""
+"""Decoders after a prefix of words; the shipped default's family, in the shape of LlamaGen (arXiv 2406.06525), over codes."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from lanternpp.util.jsonfile import read_text
 
 SILENT = frozenset(["a", "an", "the", "of", "photo", "photograph", "picture", "image", "and", "with"])
 SYNONYMS = "synonyms.txt"
-LISTED = 12  # words that a warning lists
-TABLES = Rename(r"(codes_in|codes_out)\.table", r"\1.weight")  # as earlier versions wrote it
+MAX_LISTED_WORDS = 12  # in a warning
+OLD_TABLES = Rename(r"(codes_in|codes_out)\.table", r"\1.weight")  # names in the files of earlier versions
 
 
 def split(sentence: str) -> list[str]:
-    """The words of a sentence in lower case, and its pictograms, such as emoji."""
-    parts = re.findall(r"[^\W_]+|[^\w\s]+", sentence.lower())
-    kept = (part for part in parts if part[0].isalnum() or any(category(c) == "So" for c in part))
-    return [part.strip(punctuation) for part in kept]
+    """Return the words of a sentence in lower case, and its pictograms, such as emoji."""
+    tokens = re.findall(r"[^\W_]+|[^\w\s]+", sentence.lower())
+    words = (token for token in tokens if token[0].isalnum() or any(category(c) == "So" for c in token))
+    return [word.strip(punctuation) for word in words]
 
 
 def listed(words: Sequence[str]) -> str:
-    """Some words for a warning; of many the first, and how many more there are."""
-    each = list(dict.fromkeys(word if len(word) <= 40 else f"{word[:39]}…" for word in words))
-    more = f" and {len(each) - LISTED} more" if len(each) > LISTED else ""
-    return ", ".join(each[:LISTED]) + more
+    """Return the first distinct words as a list for a warning, with the number of further words."""
+    distinct = list(dict.fromkeys(word if len(word) <= 40 else f"{word[:39]}…" for word in words))
+    suffix = f" and {len(distinct) - MAX_LISTED_WORDS} more" if len(distinct) > MAX_LISTED_WORDS else ""
+    return ", ".join(distinct[:MAX_LISTED_WORDS]) + suffix
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class PromptedTarget(Target):
     def __init__(self, config: PromptedConfig, tokenizer: nn.Module):
         super().__init__()
         self.config = config
-        vars(self)["vq"] = tokenizer  # not as a part of this module
+        vars(self)["vq"] = tokenizer  # not a submodule: a tokenizer has its own folder
         self.width, self.length, self.slots = config.grid, config.grid**2, config.slots
         shape = DecoderConfig(config.dim, config.layers, config.heads, config.hidden, dropout=config.dropout)
         rotary_table = grid_table(config.slots, config.grid, shape.head_dim)
@@ -80,46 +80,47 @@ class PromptedTarget(Target):
 
         self.word_table = table(1 + len(config.words))  # row 0: no word
         self.slot_table, self.null_prefix = table(config.slots), table(config.slots)
-        self.synonyms: dict[str, str] = {}  # word -> the word of the model that is read in its place
+        self.synonyms: dict[str, str] = {}  # word -> the model's word that replaces it
 
     @abstractmethod
     def add_tables(self) -> None:
-        """Make the layers that `embed` and `head` read."""
+        """Make the layers of `embed` and `head`."""
 
     @classmethod
     def read(cls, source: Source, dtype: torch.dtype, device: torch.device | str = "cpu") -> Self:
-        """The target over the tokenizer in the folder beside it."""
-        beside, synonyms = source.path.parent / "tokenizer", source.path.parent / SYNONYMS
-        tokenizer = read_tokenizer(beside, dtype, kind=cls.tokenizer_class)
+        """Read the target, with the tokenizer and the synonyms in the folder that contains `source`."""
+        tokenizer_folder, synonyms = source.path.parent / "tokenizer", source.path.parent / SYNONYMS
+        tokenizer = read_tokenizer(tokenizer_folder, dtype, kind=cls.tokenizer_class)
         config = config_as(cls.config_class, source.config, source.path)
         with blank(source.path):
             target = cls(config, tokenizer)
-        source.fill(target, [SAME, TABLES], dtype, device=device)
+        source.fill(target, [SAME, OLD_TABLES], dtype, device=device)
         if synonyms.is_file():
             lines = (line for line in read_text(synonyms).splitlines() if not line.startswith("#"))
             pairs = (line.partition(":") for line in lines)
             target.synonyms = {word.strip(): known.strip() for word, _, known in pairs if known}
-        needs, has = ((x.vocab or x.channels, x.length) for x in (target, tokenizer))
-        if needs != has:
-            things = "codes" if target.vocab else "channels"
+        sizes, tokenizer_sizes = ((x.vocab or x.channels, x.length) for x in (target, tokenizer))
+        if sizes != tokenizer_sizes:
+            unit = "codes" if target.vocab else "channels"
             raise InputError(
-                f"{source.path} has {needs[0]} {things} and {needs[1]} places; {beside} has {has[0]} {things} and {has[1]} places"
+                f"{source.path} has {sizes[0]} {unit} and {sizes[1]} places; "
+                f"{tokenizer_folder} has {tokenizer_sizes[0]} {unit} and {tokenizer_sizes[1]} places"
             )
         tokenizer.to(device)
         return target.to(device)
 
     def reader(self) -> Reader:
-        """The tokenizer reads pictures too."""
+        """Return the reader of the tokenizer."""
         return self.vq.reader()
 
     @property
     def words(self) -> Mapping[str, Sequence[str]]:
-        """Subjects, and the words that may stand beside them; a prompt needs one subject."""
+        """The subjects, of which a prompt needs at least one, and the other words."""
         subjects = self.config.subjects
         return {"subjects": subjects, "beside them": [w for w in self.config.words if w not in subjects]}
 
     def prompt(self, conditions: Sequence[str | None], branches: int) -> Prompt:
-        """Sentences -> [branches * b, T, D]; raises InputError where no subject is named."""
+        """Embed b sentences as [branches * b, T, D]; raise InputError if a sentence names no subject."""
         ids = torch.tensor([self.word_ids(c) for c in conditions], device=self.word_table.device)
         null = torch.tensor([c is None for c in conditions], device=ids.device)
         embeds = self.prefix(ids, null)
@@ -128,22 +129,23 @@ class PromptedTarget(Target):
         return Prompt(embeds, torch.zeros(embeds.shape[0], dtype=torch.int64, device=ids.device))
 
     def prefix(self, ids: Tensor, null: Tensor) -> Tensor:
-        """Word ids [b, T] -> [b, T, D]; rows where null [b] is True get the null prefix."""
+        """Embed word ids [b, T] as [b, T, D]; rows with True in null [b] get the null prefix."""
         return torch.where(null[:, None, None], self.null_prefix, self.word_table[ids] + self.slot_table)
 
     def word_ids(self, sentence: str | None) -> list[int]:
-        """A sentence -> T ids into the word table (0: no word). Warns of words the model never saw."""
+        """Return the T ids of a sentence in the word table (0: no word). Warn of replaced and unknown words."""
         if sentence is None:
             return [0] * self.slots
-        read = [(word, self.known(word)) for word in split(sentence) if word not in SILENT]
-        ids = [self.config.words.index(known) + 1 for _, known in read if known]
-        if not any(known in self.config.subjects for _, known in read):
+        pairs = [(word, self.known_word(word)) for word in split(sentence) if word not in SILENT]
+        ids = [self.config.words.index(known) + 1 for _, known in pairs if known]
+        if not any(known in self.config.subjects for _, known in pairs):
             raise InputError(
                 f"prompt {quoted(sentence)} names no subject this model knows; use one of: {', '.join(self.config.subjects)}"
             )
-        if replaced := [f"{word} as {known}" for word, known in read if known and not word.startswith(known)]:
+        replaced = [f"{word} as {known}" for word, known in pairs if known and not word.startswith(known)]
+        if replaced:
             warn_of_prompt(f"this model reads {listed(replaced)}")
-        if unknown := [word for word, known in read if not known]:
+        if unknown := [word for word, known in pairs if not known]:
             warn_of_prompt(
                 f"words this model does not know are ignored: {listed(unknown)}; "
                 f"it knows: {', '.join(self.config.words)}"
@@ -154,11 +156,11 @@ class PromptedTarget(Target):
             )
         return ids + [0] * (self.slots - len(ids))
 
-    def known(self, word: str) -> str | None:
-        """The word of the model's own that a word is read as: itself, its singular or a synonym."""
+    def known_word(self, word: str) -> str | None:
+        """Return the model's word for a word: the word itself, its singular or a synonym; None if there is none."""
         forms = (word, word.removesuffix("s"), word.removesuffix("es"))
-        every = (*forms, *(self.synonyms.get(form) for form in forms))
-        return next((form for form in every if form in self.config.words), None)
+        synonyms = (self.synonyms.get(form) for form in forms)
+        return next((form for form in (*forms, *synonyms) if form in self.config.words), None)
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,7 @@ class WordsTarget(PromptedTarget):
         self.vocab = config.vocab
 
     def add_tables(self) -> None:
-        """A table of codes for the input and one for the output."""
+        """Make a table of codes for the input and one for the output."""
         vocab, dim = self.config.vocab, self.config.dim
         self.codes_in = nn.Embedding(vocab, dim, device="meta")
         self.codes_out = nn.Linear(dim, vocab, bias=False, device="meta")

@@ -15,9 +15,11 @@ from lanternpp.errors import InputError
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")
 }
-INT8 = "int8"  # weights in 8 bits
+INT8 = "int8"  # a dtype of stored weights alone; their products have the dtype of auto
 # Linux counts free memory here; control groups limit the memory of containers and services.
 PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+# Names of the limit, the usage and the prefix of counts, by controller: "" for control groups of version 2.
+GROUP_NAMES = {"": ("max", "current", ""), "memory": ("limit_in_bytes", "usage_in_bytes", "total_")}
 
 
 def pick_device(name: str = "auto") -> torch.device:
@@ -40,10 +42,7 @@ def device_name(device: torch.device) -> str:
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype called `name`; auto: `half_width`, else float32. Raise InputError if the name is unknown.
-
-    int8 is a dtype of stored weights alone, so their products have the dtype of auto.
-    """
+    """Return the dtype of products under the name `name`; auto: `half_width`, else float32. Raise InputError if it is unknown."""
     if name in ("auto", INT8):
         return half_width(device) or torch.float32
     if name not in DTYPES:
@@ -99,12 +98,9 @@ def _free_host_memory() -> Iterator[int]:
     except OSError:
         return
     for controller, path in groups:
-        if controller == "":  # version 2
-            names, prefix = ("max", "current"), ""
-        elif controller == "memory":
-            names, prefix = ("limit_in_bytes", "usage_in_bytes"), "total_"
-        else:
+        if controller not in GROUP_NAMES:
             continue
+        *names, prefix = GROUP_NAMES[controller]
         for folder in {GROUPS / controller, GROUPS / controller / path.strip("/")}:
             try:
                 limit, usage = (int((folder / f"memory.{name}").read_text()) for name in names)

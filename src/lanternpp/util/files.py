@@ -108,10 +108,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def sweep(folder: Path, stale: float = STALE) -> None:
-    """Remove unfinished files that `replacing`, or safetensors within it, left in a folder when their process was killed.
-
-    stale: the minimum age of a removed file, in seconds.
-    """
+    """Remove files, at least `stale` seconds old, that killed processes left unfinished in `replacing` or safetensors within it."""
     # Unfinished files of safetensors match the second pattern.
     for path in (*folder.glob(".*.tmp"), *folder.glob(".tmp" + "[A-Za-z0-9]" * 6)):
         owner = path.name.split(".")[-2]
@@ -128,10 +125,7 @@ def user_cache() -> Path:
 
 
 def code_cache() -> Path:
-    """Return a folder for compiled code, in which no other user can write: `user_cache` if it is safe.
-
-    Otherwise warn, and return a temporary folder of this process.
-    """
+    """Return a folder for compiled code that no other user can write: `user_cache` or, with a warning, a temporary folder."""
     folder = user_cache()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

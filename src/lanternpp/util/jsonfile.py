@@ -210,10 +210,7 @@ def _complete_lines(path: Path, remedy: str) -> list[str]:
 
 
 class Journal(dict[str, Any]):
-    """Logged measurements by the text of their keys, so that a resumed run measures nothing twice.
-
-    Raises InputError, ending with the remedy, if a line of the log is damaged.
-    """
+    """Logged measurements by the text of their keys. Raises InputError, ending with the remedy, if a line is damaged."""
 
     def __init__(self, path: Path, remedy: str):
         super().__init__(read_rows(path, lambda row: (key_of(row["key"]), row["value"]), remedy))

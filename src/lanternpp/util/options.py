@@ -18,10 +18,9 @@ from lanternpp.errors import InputError
 class Option:
     """The purpose of an option, and its values: numbers of at least `ge` or above `gt`, and at most `le`.
 
-    help: the first sentence of the help; by default the line `name: help` in the docstring of the option's group. remedy: the range in
-    words, for messages. choices: the names of allowed values. names: on the command line; by default "--" and the field's name. group:
-    the heading above the option's help. negative: whether a switch has a `--no-` form. validate: a further check, which raises
-    InputError. more: further sentences of the help.
+    help: by default the line `name: help` in the docstring of the option's group. remedy: the range in words. choices: the allowed
+    names. names: on the command line, by default "--" and the field's name. group: the heading above the help. negative: whether a
+    switch has a `--no-` form. validate: a further check, which raises InputError. more: further sentences of the help.
     """
 
     help: str = ""

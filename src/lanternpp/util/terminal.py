@@ -83,8 +83,7 @@ def show_table(
 ) -> None:
     """Print rows under headings, or, on a terminal narrower than the table, every row as a list of its cells.
 
-    bold: bold rows. left: left-aligned columns. prose: the last column may wrap. spare: the last column is left out if the other
-    columns fit the terminal without it.
+    bold: rows. left: left-aligned columns. prose: the last column may wrap. spare: it may be left out if the other columns then fit.
     """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console

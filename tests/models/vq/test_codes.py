@@ -49,7 +49,7 @@ def test_a_full_disk_costs_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_large_table_has_a_progress_bar_below_that_of_its_verb(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(module, "LARGE", 1)
+    monkeypatch.setattr(module, "MIN_PROGRESS_CODES", 1)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     with progress_bar("drawing"):

@@ -1,7 +1,7 @@
 """Our tokenizers, from their folders: convolutional autoencoders (VQGAN, arXiv 2012.09841) of codes or of continuous latents.
 
-Codes are those of a codebook (VQ-VAE, 1711.00937) on the unit sphere (ViT-VQGAN, 2110.04627, section 3.2). For latents every place
-has a Gaussian over C channels, held to a standard normal distribution by the Kullback-Leibler divergence under a small weight
+Codes index a codebook (VQ-VAE, 1711.00937) on the unit sphere (ViT-VQGAN, 2110.04627, section 3.2). A latent is drawn from a Gaussian
+over C channels, held to a standard normal distribution by the Kullback-Leibler divergence under a small weight
 (1312.6114; the KL-regularised autoencoder of 2112.10752, section 3.1).
 """
 
@@ -26,20 +26,20 @@ from lanternpp.nn.sources import SAME, Source, blank
 from lanternpp.util.jsonfile import Between
 
 A = TypeVar("A", bound="Autoencoder")
-KIND = "kl"  # a config's `kind`, where the tokenizer is one of latents
-MAX_LOG_VAR = 10.0  # of a latent, above and below 0
+KIND = "kl"  # the `kind` in the config of a tokenizer of latents
+MAX_LOG_VAR = 10.0  # maximum absolute logarithm of a latent's variance
 
 
 @dataclass(frozen=True)
 class Stacks:
-    """The shape of encoder and decoder. Stages run from fine to coarse, each half as wide and high as the last."""
+    """The shape of encoder and decoder. Stages run from fine to coarse, each half as wide and high as the one before."""
 
     size: Annotated[int, Between(1, 1 << 12)] = 128  # pixels of an image's side
     dim: Width = 8  # C, of a latent
     channels: Stages = (32, 128, 256)  # at 1/2, 1/4, 1/8 of the size
     encoder_blocks: StageBlocks = (1, 1, 2)
     decoder_blocks: StageBlocks = (1, 2, 3)
-    thin: Width = 16  # channels of the decoder's last stage, at full size
+    thin: Width = 16  # channels of the decoder's last blocks, at full size
 
     def __post_init__(self) -> None:
         if len({len(self.channels), len(self.encoder_blocks), len(self.decoder_blocks)}) != 1:
@@ -71,71 +71,71 @@ class KLConfig(Stacks):
     """The shape of a tokenizer of latents."""
 
     dim: Width = 16
-    kl: Annotated[float, Between(0, 1000)] = 1e-3  # weight of the divergence, in nats a number
+    kl: Annotated[float, Between(0, 1000)] = 1e-3  # weight of the divergence, in nats per channel
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """The part of a config that says which class reads the rest."""
+    """The field of a config that selects the class of the tokenizer."""
 
     kind: Literal["vq", "kl"] = "vq"
 
 
 def groups(channels: int) -> int:
-    """The groups of a normalisation, of 16 channels each."""
+    """Return the number of groups of a normalisation, of 16 channels each."""
     return max(channels // 16, 1)
 
 
 def block(channels: int) -> Residual:
-    """A residual block that starts as the identity."""
-    made = Residual(channels, channels, groups=groups(channels))
-    nn.init.zeros_(made.conv2.weight)
-    return made
+    """Return a residual block, initialised as the identity."""
+    residual = Residual(channels, channels, groups=groups(channels))
+    nn.init.zeros_(residual.conv2.weight)
+    return residual
 
 
 def attention(channels: int) -> Attention:
-    """Self-attention for the coarsest stage, in heads of 64 channels; it starts as the identity."""
-    made = Attention(channels, groups=groups(channels), heads=max(channels // 64, 1))
-    nn.init.zeros_(made.out.weight)
-    return made
+    """Return self-attention for the coarsest stage, in heads of 64 channels, initialised as the identity."""
+    layer = Attention(channels, groups=groups(channels), heads=max(channels // 64, 1))
+    nn.init.zeros_(layer.out.weight)
+    return layer
 
 
 def upsample(inputs: int, outputs: int) -> nn.Module:
-    """Twice the size by repetition, then 3x3: [B, inputs, H, W] -> [B, outputs, 2H, 2W]."""
+    """Return a layer [B, inputs, H, W] -> [B, outputs, 2H, 2W]: pixels are doubled by repetition, then convolved 3x3."""
     twice, conv = nn.Upsample(scale_factor=2.0, mode="nearest"), nn.Conv2d(inputs, outputs, 3, padding=1)
     return nn.Sequential(OrderedDict(twice=twice, conv=conv))
 
 
 def encoder(config: Stacks, outputs: int) -> nn.Sequential:
-    """Images [B, 3, H, W] -> [B, outputs, H/down, W/down], latents that are not yet normalised, or their moments."""
-    first, last = config.channels[0], config.channels[-1]
-    layers: list[nn.Module] = [nn.PixelUnshuffle(2), nn.Conv2d(12, first, 3, padding=1)]
-    inputs = first
+    """Return an encoder of images [B, 3, H, W] as latents before normalisation, or moments, [B, outputs, H/down, W/down]."""
+    width = config.channels[0]
+    layers: list[nn.Module] = [nn.PixelUnshuffle(2), nn.Conv2d(12, width, 3, padding=1)]
     for stage, (channels, blocks) in enumerate(zip(config.channels, config.encoder_blocks, strict=True)):
         if stage:
-            layers.append(nn.Conv2d(inputs, channels, 3, stride=2, padding=1))
+            layers.append(nn.Conv2d(width, channels, 3, stride=2, padding=1))
         layers += [block(channels) for _ in range(blocks)]
-        inputs = channels
-    layers += [attention(last), norm(last, groups=groups(last)), nn.SiLU(), nn.Conv2d(last, outputs, 1)]
+        width = channels
+    layers += [attention(width), norm(width, groups=groups(width)), nn.SiLU(), nn.Conv2d(width, outputs, 1)]
     return nn.Sequential(*layers)
 
 
 def decoder(config: Stacks) -> nn.Sequential:
-    """Latents [B, C, H/down, W/down] -> images [B, 3, H, W], not clamped."""
-    last, thin = config.channels[-1], config.thin
-    layers: list[nn.Module] = [nn.Conv2d(config.dim, last, 3, padding=1), attention(last)]
-    stages = list(zip(config.channels, config.decoder_blocks, strict=True))[::-1]
-    for (channels, blocks), (below, _) in zip(stages, [*stages[1:], (thin, 1)], strict=True):
-        layers += [*(block(channels) for _ in range(blocks)), upsample(channels, below)]
+    """Return a decoder of latents [B, C, H/down, W/down] to images [B, 3, H, W], which are not clamped."""
+    coarsest, thin = config.channels[-1], config.thin
+    layers: list[nn.Module] = [nn.Conv2d(config.dim, coarsest, 3, padding=1), attention(coarsest)]
+    inputs, outputs = config.channels[::-1], (*config.channels[-2::-1], thin)
+    for channels, next_channels, blocks in zip(inputs, outputs, config.decoder_blocks[::-1], strict=True):
+        layers += [block(channels) for _ in range(blocks)]
+        layers.append(upsample(channels, next_channels))
     layers += [block(thin), norm(thin, groups=groups(thin)), nn.SiLU(), nn.Conv2d(thin, 3, 3, padding=1)]
     return nn.Sequential(*layers)
 
 
 class Autoencoder(nn.Module):
-    """An encoder and a decoder, which a tokenizer makes, with what lies between them."""
+    """A tokenizer: an encoder, a decoder, and codes or latents between them."""
 
     config_class: ClassVar[type[Stacks]]
-    about: ClassVar[str]  # what it is, for a message where the other kind is needed
+    about: ClassVar[str]  # its kind, for a message if the other kind is needed
     encoder: nn.Sequential
     decoder: nn.Sequential
     vocab = 0  # V, of a tokenizer of codes
@@ -146,44 +146,46 @@ class Autoencoder(nn.Module):
         self.channels, self.length = config.dim, config.grid**2
 
     def encode(self, images: Tensor) -> Tensor:
-        """Images [B, 3, H, W] in [-1, 1] -> codes [B, length] int64, or moments of latents [B, length, 2 C] float32."""
+        """Encode images [B, 3, H, W] in [-1, 1] as codes [B, length] int64, or moments of latents [B, length, 2 C] float32."""
         raise NotImplementedError
 
-    def decoder_input(self, found: Tensor) -> Tensor:
-        """The result of `encode` -> latents [B, length, C] that the decoder reads."""
+    def decoder_input(self, encoded: Tensor) -> Tensor:
+        """Turn the result of `encode` into latents [B, length, C] for the decoder."""
         raise NotImplementedError
 
     def reader(self) -> Reader:
-        """The encoder for trainings, pictures to codes or to moments of latents; convolutions are laid out channels last."""
+        """Lay convolutions out channels last, and return the reader of pictures as codes or moments of latents."""
         key = hashes(channels_last(self).encoder)
-        key += hashes(self.get_buffer("quantiser.codebook")) if self.vocab else ()
-        device, each = next(self.parameters()).device, () if self.vocab else (2 * self.channels,)
+        if self.vocab:
+            key += hashes(self.get_buffer("quantiser.codebook"))
+        each = () if self.vocab else (2 * self.channels,)
+        device = next(self.parameters()).device
         return Reader(self.config.size, self.length, self.vocab, key, self.encode, device, each)
 
     def encoded(self, images: Tensor) -> Tensor:
-        """Images [B, 3, H, W] -> the encoder's output at every place, [B, length, outputs]."""
+        """Return the encoder's output for images [B, 3, H, W], [B, length, outputs]."""
         images = images.contiguous(memory_format=torch.channels_last)
         return self.encoder(images).flatten(2).transpose(1, 2)
 
     def read(self, images: Tensor) -> Tensor:
-        """As `encoded`; InputError where images are not [B, 3, size, size]."""
+        """Return `encoded` of images in any dtype; raise InputError if they are not [B, 3, size, size]."""
         size = self.config.size
         if images.ndim != 4 or tuple(images.shape[1:]) != (3, size, size):
             raise InputError(f"images are {tuple(images.shape)}; it reads [B, 3, {size}, {size}].")
         return self.encoded(images.to(self.dtype))
 
     def render(self, latents: Tensor) -> Tensor:
-        """Latents [B, length, C] -> images [B, 3, H, W], not clamped."""
+        """Decode latents [B, length, C] to images [B, 3, H, W], which are not clamped."""
         grid = self.config.grid
         x = latents.transpose(1, 2).unflatten(2, (grid, grid))
         return self.decoder(x.contiguous(memory_format=torch.channels_last)).float()
 
     @torch.no_grad()
     def decode(self, codes: Tensor) -> Tensor:
-        """Codes [B, length], or latents [B, length, C], -> images [B, 3, H, W] in [-1, 1], float32."""
-        things, shape = ("codes", [self.length]) if self.vocab else ("latents", [self.length, self.channels])
+        """Decode codes [B, length], or latents [B, length, C], to images [B, 3, H, W] in [-1, 1], float32. Raise InputError."""
+        noun, shape = ("codes", [self.length]) if self.vocab else ("latents", [self.length, self.channels])
         if list(codes.shape[1:]) != shape:
-            raise InputError(f"{things} are {tuple(codes.shape)}; it draws from [B, {str(shape)[1:]}.")
+            raise InputError(f"{noun} are {tuple(codes.shape)}; it draws from [B, {str(shape)[1:]}.")
         latents = self.decoder_input(codes) if self.vocab else codes
         return self.render(latents.to(self.dtype)).clamp(-1, 1)
 
@@ -204,16 +206,16 @@ class Quantiser(nn.Module):
         self.register_buffer("codebook", codebook)
 
     def nearest(self, latents: Tensor) -> Tensor:
-        """latents [..., C] -> codes [...], the rows of least distance."""
+        """Return the codes [...] of the codebook rows nearest to latents [..., C]."""
         flat = F.normalize(latents.float(), dim=-1).flatten(0, -2)
-        rows = 32768 if flat.is_cuda else 64  # few enough for a CPU's scores to stay in its cache
+        rows = 32768 if flat.is_cuda else 64  # so that the scores stay in a CPU's cache
         with torch.autocast(flat.device.type, enabled=False):
-            parts = [argmax(part @ self.codebook.t()) for part in flat.split(rows)]
-        return torch.cat(parts).view(latents.shape[:-1])
+            codes = [argmax(part @ self.codebook.t()) for part in flat.split(rows)]  # scores [rows, V]
+        return torch.cat(codes).view(latents.shape[:-1])
 
 
 class VQ(Autoencoder):
-    """Images in [-1, 1] <-> codes in raster order."""
+    """A tokenizer of codes in raster order, for images in [-1, 1]."""
 
     config_class = VQConfig
     about = f"a tokenizer of codes: for latents, train one with `python recipes/nature/tokenizer.py --kind {KIND}`."
@@ -234,16 +236,16 @@ class VQ(Autoencoder):
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
-        """Images [B, 3, H, W] in [-1, 1] -> codes [B, length], int64."""
+        """Encode images [B, 3, H, W] in [-1, 1] as codes [B, length], int64."""
         return self.quantiser.nearest(self.read(images))
 
-    def decoder_input(self, found: Tensor) -> Tensor:
-        """The code vectors of codes [B, length]: [B, length, C]."""
-        return self.codebook[found]
+    def decoder_input(self, encoded: Tensor) -> Tensor:
+        """Look up the code vectors [B, length, C] of codes [B, length]."""
+        return self.codebook[encoded]
 
 
 class KL(Autoencoder):
-    """Images in [-1, 1] <-> latents in raster order. `encode` gives moments of a place: C means, then C log variances."""
+    """A tokenizer of latents in raster order. `encode` returns the moments of each latent: C means, then C log variances."""
 
     config_class = KLConfig
     about = "a tokenizer of continuous latents and has no codes: a target over it has --head mixture or diffusion."
@@ -255,37 +257,37 @@ class KL(Autoencoder):
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
-        """Images [B, 3, H, W] in [-1, 1] -> moments [B, length, 2 C], float32."""
+        """Encode images [B, 3, H, W] in [-1, 1] as moments [B, length, 2 C], float32."""
         return clamped(self.read(images))
 
-    def decoder_input(self, found: Tensor) -> Tensor:
-        """Latents drawn from moments [B, length, 2 C]: [B, length, C]."""
-        return sampled(found)
+    def decoder_input(self, encoded: Tensor) -> Tensor:
+        """Draw latents [B, length, C] from moments [B, length, 2 C]."""
+        return sampled(encoded)
 
 
 def clamped(moments: Tensor) -> Tensor:
-    """The encoder's output [..., 2 C] as moments, float32: log variances within `MAX_LOG_VAR`."""
+    """Return the encoder's output [..., 2 C] as moments in float32, with log variances within `MAX_LOG_VAR`."""
     mean, log_var = moments.float().chunk(2, -1)
     return torch.cat((mean, log_var.clamp(-MAX_LOG_VAR, MAX_LOG_VAR)), -1)
 
 
 def sampled(moments: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Moments [..., 2 C] -> latents [..., C], drawn."""
+    """Draw latents [..., C] from moments [..., 2 C]; generator: of the CPU."""
     mean, log_var = moments.float().chunk(2, -1)
     noise = torch.randn(mean.shape, generator=generator).to(mean.device)
     return mean + (log_var / 2).exp() * noise
 
 
 def read_tokenizer(folder: Path, dtype: torch.dtype = torch.float32, *, kind: type[A]) -> A:
-    """The tokenizer in `folder`, which must be a `kind` of `Autoencoder`, on the CPU; its convolutions in `dtype`, a codebook in float32. InputError."""
-    given = checkpoints.load_config(folder)
-    found: type[Autoencoder] = KL if config_as(_Kind, given, folder).kind == KIND else VQ
-    if not issubclass(found, kind):
-        raise InputError(f"{folder} is {found.about}")
+    """Read the tokenizer in `folder` to the CPU, its convolutions in `dtype`, a codebook in float32. Raise InputError if it is no `kind`."""
+    fields = checkpoints.load_config(folder)
+    cls: type[Autoencoder] = KL if config_as(_Kind, fields, folder).kind == KIND else VQ
+    if not issubclass(cls, kind):
+        raise InputError(f"{folder} is {cls.about}")
     with blank(folder):
-        made = found(config_as(found.config_class, given, folder))
-    Source.open(folder / checkpoints.WEIGHTS).fill(made, [SAME], dtype)
-    return made.eval().requires_grad_(False)
+        tokenizer = cls(config_as(cls.config_class, fields, folder))
+    Source.open(folder / checkpoints.WEIGHTS).fill(tokenizer, [SAME], dtype)
+    return tokenizer.eval().requires_grad_(False)
 
 
 read_vq, read_kl = partial(read_tokenizer, kind=VQ), partial(read_tokenizer, kind=KL)

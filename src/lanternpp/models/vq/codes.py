@@ -1,4 +1,4 @@
-"""Codes of pictures, by the encoder side of any tokenizer, and the k nearest codes of every code (the papers' proximity set)."""
+"""Codes of pictures by the encoder of any tokenizer, and the k nearest codes of every code (the papers' proximity set)."""
 
 from __future__ import annotations
 
@@ -23,127 +23,132 @@ from lanternpp.nn.files import NEIGHBOURS
 from lanternpp.util.files import replacing, user_cache
 from lanternpp.util.terminal import progress_bar
 
-ROWS = 64  # codes whose distances are computed at once: they stay in the L2 cache
-SHORT = 1 << 16  # codes that 16 bits can number
-LARGE = 1 << 15  # codes from which on there is a progress bar
-PAIRWISE = "donot_use_mm_for_euclid_dist"  # of torch.cdist: without the rounding of products
+CHUNK_ROWS = 64  # codes whose distances are computed at once and stay in the L2 cache
+SHORT = 1 << 16  # the largest vocabulary whose codes fit in 16 bits
+MIN_PROGRESS_CODES = 1 << 15  # the smallest vocabulary with a progress bar
+PAIRWISE = "donot_use_mm_for_euclid_dist"  # a mode of torch.cdist without the rounding of matrix products
 
 
 @dataclass(frozen=True)
 class Reader:
-    """How a target's codes of a square picture, or the moments of its latents, are found."""
+    """The encoder of square pictures to a target's codes, or to the moments of its latents."""
 
     size: int  # pixels of a picture's side
     length: int  # codes of a picture, row ends included
-    codes: int  # V; 0 of latents
-    key: tuple[str, ...]  # hashes of the weights that decide the codes
-    encode: Callable[[Tensor], Tensor]  # images [B, 3, size, size] in [-1, 1] -> codes [B, length] int64
+    codes: int  # V; 0 for latents
+    key: tuple[str, ...]  # hashes of the weights that determine the codes
+    encode: Callable[[Tensor], Tensor]  # images [B, 3, size, size] in [-1, 1] -> [B, length, *each]
     device: torch.device
-    each: tuple[int, ...] = ()  # shape of what it finds at a place: of moments, (2 C,)
+    each: tuple[int, ...] = ()  # () for codes, (2 C,) for moments
 
     @property
     def stored(self) -> torch.dtype:
-        """How a cache on disk keeps what it finds."""
+        """The dtype of the codes or moments in a cache on disk."""
         return stored_as(self.codes)
 
     @classmethod
     def of(
         cls,
         encoder: nn.Module | None,
-        book: Tensor,
+        codebook: Tensor,
         size: int,
         length: int,
         lay: Callable[[Tensor], Tensor],
         by_product: bool = False,
     ) -> Self:
-        """The reader of a published tokenizer: its encoder, images [B, 3, H, W] -> latents [B, C, rows, columns], and codebook [V, C].
+        """Return the reader of a published tokenizer with codebook [V, C]; raise InputError if `encoder` is None.
 
-        lay: codes of a grid [B, rows, columns] -> of a picture [B, length]. by_product: as `nearest` has it. Raises InputError where there is no encoder.
+        encoder: images [B, 3, H, W] -> latents [B, C, rows, columns]. lay: codes of a grid [B, rows, columns] -> codes of a picture
+        [B, length]. by_product: as for `nearest`.
         """
         if encoder is None:
             raise InputError(
                 "this model's tokenizer was kept without its encoder, so it reads no pictures: use --self "
                 "instead of --data, or the model as it was published."
             )
-        key = (*hashes(encoder), *hashes(book))
         like = next(encoder.parameters())
 
         @torch.no_grad()
         def encode(images: Tensor) -> Tensor:
-            return lay(nearest(encoder(images.to(like.dtype)), book, by_product))
+            return lay(nearest(encoder(images.to(like.dtype)), codebook, by_product))
 
-        return cls(size, length, len(book), key, encode, like.device)
+        return cls(size, length, len(codebook), hashes(encoder) + hashes(codebook), encode, like.device)
 
 
 def stored_as(codes: int) -> torch.dtype:
-    """How a cache on disk keeps codes of a vocabulary, or with a vocabulary of 0 latents and their moments."""
-    return torch.float16 if not codes else torch.uint16 if codes <= SHORT else torch.int32
+    """Return the dtype in a cache on disk of the codes of a vocabulary; with a vocabulary of 0, of latents and moments."""
+    if not codes:
+        return torch.float16
+    return torch.uint16 if codes <= SHORT else torch.int32
 
 
 def hashes(weights: nn.Module | Tensor) -> tuple[str, ...]:
-    """The checksums of weights in bfloat16, whatever their dtype and the layout of their convolutions."""
+    """Return the checksums of weights in bfloat16, which do not depend on the dtype and layout of the weights."""
     tensors = weights.state_dict().values() if isinstance(weights, nn.Module) else (weights,)
     return tuple(checksum(tensor.bfloat16()) for tensor in tensors)
 
 
 def argmax(scores: Tensor, side: int = 64) -> Tensor:
-    """The first best column of scores [M, V] -> [M]; by blocks, since amax is vectorised and argmax is not."""
+    """Return the first column of the maximum of scores [M, V] as [M]; by blocks, since amax is vectorised and argmax is not."""
     if scores.shape[1] % side:
         return scores.argmax(1)
-    blocks = scores.unflatten(1, (-1, side))
-    block = blocks.amax(2).argmax(1)
-    inside = blocks.gather(1, block[:, None, None].expand(-1, 1, side))[:, 0].argmax(1)
-    return block * side + inside
+    blocks = scores.unflatten(1, (-1, side))  # [M, V / side, side]
+    best_block = blocks.amax(2).argmax(1)  # [M]
+    block_scores = blocks.gather(1, best_block[:, None, None].expand(-1, 1, side))[:, 0]  # [M, side]
+    return best_block * side + block_scores.argmax(1)
 
 
 @torch.no_grad()
 def nearest(latents: Tensor, codebook: Tensor, by_product: bool = False) -> Tensor:
-    """latents [B, C, rows, columns] -> the codes [B, rows, columns] of least distance in codebook [V, C], or of the largest product.
+    """Return the codes [B, rows, columns] of the rows of codebook [V, C] nearest to latents [B, C, rows, columns].
 
-    Under a codebook of unit rows the length of a latent does not matter, so it is not normalised first.
+    by_product: by the largest product instead of the smallest distance. For a codebook of unit rows the length of a latent does
+    not change its code, so latents are not normalised.
     """
-    flat = latents.float().permute(0, 2, 3, 1).flatten(0, -2)
+    flat = latents.float().permute(0, 2, 3, 1).flatten(0, -2)  # [B rows columns, C]
     book = codebook.float()
-    half = 0 if by_product else book.square().sum(1) / 2
-    codes = torch.cat([argmax(part @ book.t() - half) for part in flat.split(4096)])
+    # |x - b|^2 / 2 is smallest for the b with the largest x b - |b|^2 / 2.
+    half_norms = 0 if by_product else book.square().sum(1) / 2
+    codes = torch.cat([argmax(part @ book.t() - half_norms) for part in flat.split(4096)])
     return codes.view(latents.shape[0], *latents.shape[2:])
 
 
 def resized(picture: Image.Image, count: int, side: int) -> Tensor:
-    """An RGB picture as [1, 3, H, W] in [-1, 1], about `count` squares of `side` pixels in its own shape."""
+    """Return an RGB picture, resized to about `count` squares of `side` pixels in its own shape, as [1, 3, H, W] in [-1, 1]."""
     ratio = picture.width / picture.height
     height = int((count * side * side / ratio) ** 0.5)
-    width, height = ((one + side // 2) // side * side for one in (int(height * ratio), height))
-    sized = picture.resize((max(side, width), max(side, height)), Image.Resampling.BICUBIC)
-    return torch.from_numpy(np.array(sized) / 127.5 - 1).permute(2, 0, 1)[None]
+    size = [max((pixels + side // 2) // side, 1) * side for pixels in (int(height * ratio), height)]
+    array = np.array(picture.resize((size[0], size[1]), Image.Resampling.BICUBIC))
+    return torch.from_numpy(array / 127.5 - 1).permute(2, 0, 1)[None]
 
 
 def check_neighbours(k: int, vocab: int) -> None:
-    """InputError unless every one of `vocab` codes has k others."""
+    """Check that each of `vocab` codes can have k neighbours; raise InputError if it cannot."""
     if not 1 <= k < vocab:
         raise InputError(f"{k} neighbours of a codebook of {vocab} codes; use 1 to {vocab - 1}")
 
 
 def neighbours(codebook: Tensor, k: int, folder: Path | None = None) -> Tensor:
-    """codebook [V, C] -> [V, k] int32, nearest first by l2, the code itself excluded.
+    """Return the k codes nearest to every code of codebook [V, C] by l2, nearest first and without the code itself, [V, k] int32.
 
-    Kept in `folder` under the codebook's checksum, and read from there the next time; where that folder cannot
-    be written a warning says so. Raises InputError unless 1 <= k <= V - 1.
+    The table is saved in `folder` under the codebook's checksum and read the next time; a warning is given if the folder cannot
+    be written. Raise InputError unless 1 <= k <= V - 1.
     """
     vocab = len(codebook)
     check_neighbours(k, vocab)
     path = folder / f"{NEIGHBOURS}{checksum(codebook)}-{k}.safetensors" if folder else None
-    if path and (kept := _kept(path, (vocab, k))) is not None:
-        return kept
+    saved = _read_table(path, (vocab, k)) if path else None
+    if saved is not None:
+        return saved
     book = codebook.detach().float()
     table = torch.empty(vocab, k, dtype=torch.int32, device=book.device)
-    with progress_bar("codebook neighbours") if vocab >= LARGE else nullcontext() as progress:
-        for own in torch.arange(vocab, device=book.device).split(ROWS):
-            distance = torch.cdist(book[own], book, compute_mode=PAIRWISE)
-            distance.scatter_(1, own[:, None], float("inf"))
-            table[own] = distance.topk(k, 1, largest=False).indices.int()
+    with progress_bar("codebook neighbours") if vocab >= MIN_PROGRESS_CODES else nullcontext() as progress:
+        for codes in torch.arange(vocab, device=book.device).split(CHUNK_ROWS):
+            distance = torch.cdist(book[codes], book, compute_mode=PAIRWISE)  # [CHUNK_ROWS, V]
+            distance.scatter_(1, codes[:, None], float("inf"))
+            table[codes] = distance.topk(k, 1, largest=False).indices.int()
             if progress:
-                progress(int(own[-1]) + 1, vocab)
+                progress(int(codes[-1]) + 1, vocab)
     if path:
         try:
             with replacing(path) as temporary:
@@ -155,10 +160,8 @@ def neighbours(codebook: Tensor, k: int, folder: Path | None = None) -> Tensor:
     return table
 
 
-def _kept(path: Path, shape: tuple[int, int]) -> Tensor | None:
-    """The table of an earlier run; None where there is none, or its file is damaged."""
-    if not os.access(path, os.R_OK):
-        return None
+def _read_table(path: Path, shape: tuple[int, int]) -> Tensor | None:
+    """Read the table of an earlier run; return None if there is none, or its file is damaged."""
     try:
         table = load_file(path)["neighbours"]
     except (SafetensorError, OSError, KeyError):
@@ -167,9 +170,9 @@ def _kept(path: Path, shape: tuple[int, int]) -> Tensor | None:
     return table if fits and 0 <= int(table.min()) and int(table.max()) < shape[0] else None
 
 
-def cache_folder(beside: Path) -> Path:
-    """The folder for derived tables: the model's, or the user's cache where that is read-only or part of this package."""
-    shipped = Path(__file__).parents[2]
-    if os.access(beside, os.W_OK) and shipped not in beside.resolve().parents:
-        return beside
+def cache_folder(model: Path) -> Path:
+    """Return the folder for derived tables: a model's, or the user's cache if that is read-only or part of this package."""
+    package = Path(__file__).parents[2]
+    if os.access(model, os.W_OK) and package not in model.resolve().parents:
+        return model
     return user_cache()

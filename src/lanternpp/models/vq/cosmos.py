@@ -1,8 +1,8 @@
 """The decoder of NVIDIA's discrete video tokenizer (Cosmos-1.0-Tokenizer-DV8x16x16, arXiv 2501.03575) for single pictures.
 
-A picture is a video of one frame, and before the first frame the network sees that frame again. So a convolution over time is a
-1x1 convolution with the sum of its weights, attention over time is a linear layer, and only the last of the four frames that the
-inverse Haar transform makes is the picture. All of these are folded into the convolutions beside them, in float32.
+A picture is a video of one frame, and the network reads the first frame again in the place of the frames before it. So a convolution
+over time is a 1x1 convolution with the sum of its weights, attention over time is a linear layer, and the picture is the last of the
+four frames of the inverse Haar transform. These layers are folded into the neighbouring convolutions, in float32.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Conv = tuple[Tensor, Tensor]  # weight [out, in, h, w] and bias [out]
 
 
 class OverTime(nn.Module):
-    """Attention over the time of one frame: a linear layer, added to its input."""
+    """Attention over the time of one frame: a residual linear layer."""
 
     def __init__(self, channels: int):
         super().__init__()
@@ -33,7 +33,7 @@ class OverTime(nn.Module):
 
 
 class Cosmos(VQGAN):
-    """Codes to pixels, 4 x 4 by a place of the last convolution; every norm is over all channels of a frame."""
+    """The decoder of codes; its last convolution gives 4 x 4 pixels per position, and its norms have a single group."""
 
     kind = "cosmos"
 
@@ -41,19 +41,19 @@ class Cosmos(VQGAN):
         super().__init__(config)
         widths = [config.channels * multiple for multiple in config.multiples]
         self.middle.insert(2, OverTime(widths[-1]))
-        for stage in list(self.stages)[1:2]:  # which would double the number of frames
+        for stage in list(self.stages)[1:2]:  # this stage of the video decoder doubles the number of frames
             stage.blocks.append(nn.Conv2d(widths[-2], widths[-2], 1))  # type: ignore[operator,union-attr]
-        pixels = nn.Conv2d(widths[0], 48, 3, padding=1), nn.PixelShuffle(4)
-        self.exit = nn.Sequential(norm(widths[0]), nn.SiLU(), *pixels)
+        conv = nn.Conv2d(widths[0], 48, 3, padding=1)
+        self.exit = nn.Sequential(norm(widths[0]), nn.SiLU(), conv, nn.PixelShuffle(4))
         for module in self.modules():
             if isinstance(module, nn.GroupNorm):
                 module.num_groups = 1
 
 
-def read_cosmos(source: Source, book: Tensor, dtype: torch.dtype) -> VQGAN:
-    """The decoder in `source`, NVIDIA's weights by the names of `decoder.jit` or one of ours, for codes at `book` [V, C]."""
+def read_cosmos(source: Source, codebook: Tensor, dtype: torch.dtype) -> VQGAN:
+    """Read a decoder for codebook [V, C]: NVIDIA's weights with the names of `decoder.jit`, or a folder of ours. Raise InputError."""
     ours = source.config.get("kind") == Cosmos.kind
-    shape = source.config | {"spatial": False} if ours else shape_of(source, book)
+    shape = source.config | {"spatial": False} if ours else shape_of(source, codebook)
     config = config_as(VQGANConfig, shape, source.path)
     with blank(source.path):
         vq = Cosmos(config)
@@ -61,18 +61,18 @@ def read_cosmos(source: Source, book: Tensor, dtype: torch.dtype) -> VQGAN:
         source.fill(vq, [SAME], dtype)
         return vq.prepare_for_inference()
     with wrong_file(f"{source.path} is no decoder of Cosmos"):
-        found = folded(dict(source.tensors(source.metas)), config.blocks)
-        kept = {name: x.to(dtype) for name, x in found.items()} | {"codebook": book.float()}
-        vq.load_state_dict(kept, assign=True)
+        tensors = folded(dict(source.tensors(source.metas)), config.blocks)
+        weights = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+        vq.load_state_dict(weights | {"codebook": codebook.float()}, assign=True)
     return vq.prepare_for_inference()
 
 
-def shape_of(source: Source, book: Tensor) -> dict[str, object]:
-    """The fields of a published decoder's shape, from its tensors. InputError."""
+def shape_of(source: Source, codebook: Tensor) -> dict[str, object]:
+    """Return the fields of a published decoder's `VQGANConfig`, from its tensors. Raise InputError."""
     widths = [source.shape(f"decoder.up.{i}.block.0.conv1.1.conv3d.weight", 5)[0] for i in range(3)]
     return {
-        "codes": len(book),
-        "dim": book.shape[1],
+        "codes": len(codebook),
+        "dim": codebook.shape[1],
         "channels": widths[0],
         "multiples": tuple(width // widths[0] for width in widths),
         "blocks": source.layers(r"decoder\.up\.0\.block\."),
@@ -83,65 +83,68 @@ def shape_of(source: Source, book: Tensor) -> dict[str, object]:
 
 
 def folded(tensors: Mapping[str, Tensor], blocks: int) -> dict[str, Tensor]:
-    """Tensors in NVIDIA's layout -> those of a `Cosmos`, in float32. LookupError or RuntimeError where they do not fit."""
-    made: dict[str, Tensor] = {}
+    """Turn tensors in NVIDIA's layout into those of a `Cosmos`, in float32. Raise LookupError or RuntimeError if they do not fit."""
+    cosmos: dict[str, Tensor] = {}
 
-    def conv(name: str) -> Conv:  # of one frame, seen at all times
+    def conv(name: str) -> Conv:
+        # All frames are the same frame, so the kernel is summed over time.
         return tensors[f"{name}.conv3d.weight"].float().sum(2), tensors[f"{name}.conv3d.bias"].float()
 
-    def then(conv: Conv, weight: Tensor, bias: Tensor | float = 0.0) -> Conv:  # and a linear layer after it
+    def with_linear(conv: Conv, weight: Tensor, bias: Tensor | float = 0.0) -> Conv:
+        # A linear layer after a convolution is folded into the convolution.
         return torch.tensordot(weight.flatten(1), conv[0], 1), weight.flatten(1) @ conv[1] + bias
 
     def pair(name: str) -> Conv:
-        return then(conv(f"{name}.0"), *conv(f"{name}.1"))
+        return with_linear(conv(f"{name}.0"), *conv(f"{name}.1"))
 
-    def added(conv: Conv) -> Conv:  # to its input
-        conv[0][:, :, conv[0].shape[-2] // 2, conv[0].shape[-1] // 2] += torch.eye(len(conv[0]))
+    def residual(conv: Conv) -> Conv:
+        # The input of a residual convolution is added by its centre.
+        weight, _ = conv
+        weight[:, :, weight.shape[-2] // 2, weight.shape[-1] // 2] += torch.eye(len(weight))
         return conv
 
-    def put(name: str, weight: Tensor, bias: Tensor) -> None:
-        made[f"{name}.weight"], made[f"{name}.bias"] = weight, bias
+    def store(name: str, weight: Tensor, bias: Tensor) -> None:
+        cosmos[f"{name}.weight"], cosmos[f"{name}.bias"] = weight, bias
 
     def scale(theirs: str, ours: str) -> None:
-        put(ours, tensors[f"{theirs}.norm.weight"], tensors[f"{theirs}.norm.bias"])
+        store(ours, tensors[f"{theirs}.norm.weight"], tensors[f"{theirs}.norm.bias"])
 
     def block(theirs: str, ours: str) -> None:
         for n in (1, 2):
             scale(f"{theirs}.norm{n}", f"{ours}.norm{n}")
-            put(f"{ours}.conv{n}", *pair(f"{theirs}.conv{n}"))
+            store(f"{ours}.conv{n}", *pair(f"{theirs}.conv{n}"))
         if f"{theirs}.nin_shortcut.conv3d.weight" in tensors:
-            put(f"{ours}.beside", *conv(f"{theirs}.nin_shortcut"))
+            store(f"{ours}.beside", *conv(f"{theirs}.nin_shortcut"))
 
-    put("expand", *conv("post_quant_conv"))
-    put("entry", *pair("decoder.conv_in"))
+    store("expand", *conv("post_quant_conv"))
+    store("entry", *pair("decoder.conv_in"))
     block("decoder.mid.block_1", "middle.0")
     block("decoder.mid.block_2", "middle.3")
     space, time = "decoder.mid.attn_1.0", "decoder.mid.attn_1.1"
     weights, biases = zip(*(conv(f"{space}.{part}") for part in "qkv"), strict=True)
-    put("middle.1.qkv", torch.cat(weights), torch.cat(biases))
-    put("middle.1.out", *conv(f"{space}.proj_out"))
-    put("middle.2.out", *then(conv(f"{time}.v"), *conv(f"{time}.proj_out")))
+    store("middle.1.qkv", torch.cat(weights), torch.cat(biases))
+    store("middle.1.out", *conv(f"{space}.proj_out"))
+    store("middle.2.out", *with_linear(conv(f"{time}.v"), *conv(f"{time}.proj_out")))
     scale(f"{space}.norm", "middle.1.norm")
     scale(f"{time}.norm", "middle.2.norm")
     for i in range(3):
-        theirs, ours = f"decoder.up.{2 - i}", f"stages.{i}"
-        up = f"{theirs}.upsample"
+        theirs, ours, up = f"decoder.up.{2 - i}", f"stages.{i}", f"decoder.up.{2 - i}.upsample"
         for j in range(blocks):
             block(f"{theirs}.block.{j}", f"{ours}.blocks.{j}")
         if i == 1:
-            put(f"{ours}.blocks.{blocks}", *added(conv(f"{up}.conv1")))
+            store(f"{ours}.blocks.{blocks}", *residual(conv(f"{up}.conv1")))
         if i < 2:
-            put(f"{ours}.up", *then(added(conv(f"{up}.conv2")), *conv(f"{up}.conv3")))
+            store(f"{ours}.up", *with_linear(residual(conv(f"{up}.conv2")), *conv(f"{up}.conv3")))
     scale("decoder.norm_out", "exit.0")
-    put("exit.2", *then(pair("decoder.conv_out"), last_frame()))
-    return made
+    store("exit.2", *with_linear(pair("decoder.conv_out"), last_frame()))
+    return cosmos
 
 
 def last_frame() -> Tensor:
-    """[48, 192] from the channels of the last convolution to the pixels of the last of four frames.
+    """Return the matrix [48, 192] from the channels of the last convolution to the pixels of the last of four frames.
 
-    Channels are time, row and column of a coarse transform, then of a fine one, then the colour; low before high.
+    A channel is indexed by time, row and column of a coarse transform, then of a fine one, low before high, then by colour.
     """
-    haar = torch.tensor([[1.0, 1.0], [1.0, -1.0]])  # by place and frequency
+    haar = torch.tensor([[1.0, 1.0], [1.0, -1.0]])  # [position, frequency]
     level = torch.einsum("t,ih,jw->ijthw", haar[1], haar, haar)
     return torch.einsum("ijabc,klpqr,xy->xikjlabcpqry", level, level, torch.eye(3)).reshape(48, -1)
