@@ -98,7 +98,7 @@ class PromptedTarget(Target):
         if synonyms.is_file():
             lines = (line for line in read_text(synonyms).splitlines() if not line.startswith("#"))
             pairs = (line.partition(":") for line in lines)
-            target.synonyms = {word.strip(): known.strip() for word, _, known in pairs if known}
+            target.synonyms = {word.strip(): synonym.strip() for word, _, synonym in pairs if synonym}
         sizes, tokenizer_sizes = ((x.vocab or x.channels, x.length) for x in (target, tokenizer))
         if sizes != tokenizer_sizes:
             unit = "codes" if target.vocab else "channels"
@@ -137,15 +137,15 @@ class PromptedTarget(Target):
         if sentence is None:
             return [0] * self.slots
         pairs = [(word, self.known_word(word)) for word in split(sentence) if word not in SILENT]
-        ids = [self.config.words.index(known) + 1 for _, known in pairs if known]
-        if not any(known in self.config.subjects for _, known in pairs):
+        ids = [self.config.words.index(match) + 1 for _, match in pairs if match]
+        if not any(match in self.config.subjects for _, match in pairs):
             raise InputError(
                 f"prompt {quoted(sentence)} names no subject this model knows; use one of: {', '.join(self.config.subjects)}"
             )
-        replaced = [f"{word} as {known}" for word, known in pairs if known and not word.startswith(known)]
+        replaced = [f"{word} as {match}" for word, match in pairs if match and not word.startswith(match)]
         if replaced:
             warn_of_prompt(f"this model reads {listed(replaced)}")
-        if unknown := [word for word, known in pairs if not known]:
+        if unknown := [word for word, match in pairs if not match]:
             warn_of_prompt(
                 f"words this model does not know are ignored: {listed(unknown)}; "
                 f"it knows: {', '.join(self.config.words)}"

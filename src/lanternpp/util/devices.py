@@ -42,7 +42,7 @@ def device_name(device: torch.device) -> str:
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of products under the name `name`; auto: `half_width`, else float32. Raise InputError if it is unknown."""
+    """Return the dtype called `name`; for auto and int8: `half_width`, else float32. Raise InputError if `name` is unknown."""
     if name in ("auto", INT8):
         return half_width(device) or torch.float32
     if name not in DTYPES:

@@ -83,7 +83,8 @@ def show_table(
 ) -> None:
     """Print rows under headings, or, on a terminal narrower than the table, every row as a list of its cells.
 
-    bold: rows. left: left-aligned columns. prose: the last column may wrap. spare: it may be left out if the other columns then fit.
+    bold: rows. left: left-aligned columns. prose: the last column may wrap. spare: the last column may be left out to
+    fit the other columns.
     """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console

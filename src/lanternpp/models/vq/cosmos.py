@@ -28,7 +28,7 @@ class OverTime(nn.Module):
         self.norm, self.out = norm(channels), nn.Conv2d(channels, channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> the same shape."""
+        """Map [B, C, H, W] to the same shape."""
         return x + self.out(self.norm(x))
 
 
@@ -146,5 +146,5 @@ def last_frame() -> Tensor:
     A channel is indexed by time, row and column of a coarse transform, then of a fine one, low before high, then by colour.
     """
     haar = torch.tensor([[1.0, 1.0], [1.0, -1.0]])  # [position, frequency]
-    level = torch.einsum("t,ih,jw->ijthw", haar[1], haar, haar)
+    level = torch.einsum("t,ih,jw->ijthw", haar[1], haar, haar)  # positions i, j; frequencies t, h, w
     return torch.einsum("ijabc,klpqr,xy->xikjlabcpqry", level, level, torch.eye(3)).reshape(48, -1)

@@ -45,8 +45,7 @@ class Names:
 TAMING = Names(("mid.block_1", "mid.attn_1", "mid.block_2"), "up", "down", "block", False, False)
 """The names of taming-transformers and its descendants: Chameleon's tokenizer, MoVQGAN, IBQ."""
 LLAMAGEN = Names(("mid.0", "mid.1", "mid.2"), "conv_blocks", "conv_blocks", "res", True, True)
-# Tensors by which a file is recognised as LlamaGen's tokenizer.
-MARKS = {"quantize.embedding.weight", "post_quant_conv.weight", "decoder.mid.1.proj_out.weight"}
+LLAMAGEN_TENSORS = {"quantize.embedding.weight", "post_quant_conv.weight", "decoder.mid.1.proj_out.weight"}
 
 
 def shape_of(source: Source, names: Names, prefix: str = "") -> dict[str, Any]:
@@ -158,7 +157,7 @@ def find_tokenizer(folder: Path, tokenizer: Path | None = None) -> Source:
     for path in [default] if tokenizer or default.is_dir() else vq_first:
         try:
             source = Source.open(path)
-            if source.config.get("kind") == VQGAN.kind or source.metas.keys() >= MARKS:
+            if source.config.get("kind") == VQGAN.kind or source.metas.keys() >= LLAMAGEN_TENSORS:
                 return source
         except InputError as error:
             # Files of other names may hold anything.
