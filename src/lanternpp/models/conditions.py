@@ -121,7 +121,7 @@ class T5Text:
         inputs = self._tokenizer(text, max_length=self.max_tokens, truncation=True, return_tensors="pt")
         with inference():
             states = self._encoder(input_ids=inputs.input_ids.to(like.device)).last_hidden_state[0]
-        return states.clone()  # outside of inference mode, which makes it an ordinary tensor
+        return states.clone()  # a clone made outside of inference mode is an ordinary tensor
 
     def release(self) -> None:
         """Free encoder and tokenizer; cached features stay."""
@@ -266,7 +266,7 @@ class TextCondition(nn.Module):
         return Prompt(embeds, torch.tensor(start, device=embeds.device))
 
     def _features(self, text: str) -> Tensor:
-        """Return the features [n, caption_dim] of a text, n at most the slots; raise InputError for another encoder's."""
+        """Return the features [n, caption_dim] of a text, n at most the slots; raise InputError if another encoder made them."""
         features = self.text.features(text, self.null)
         if features.shape[1] != self.caption_dim or not len(features):
             raise InputError(

@@ -112,7 +112,7 @@ def step_distribution(x: Tensor, v: Tensor, log_std: Tensor, t: float, s: float)
     """Return the mean and standard deviation [..., C] of x_s, given x_t = x [..., C] and the network's prediction (v, log_std) at t."""
     x_weight, latent_weight, variance = posterior(t, s)
     signal, noise = math.cos(t * math.pi / 2), math.sin(t * math.pi / 2)
-    latents = signal * x - noise * v
+    latents = signal * x - noise * v  # the predicted x_0
     error_variance = (latent_weight * noise) ** 2 * (2 * log_std).exp()
     return x_weight * x + latent_weight * latents, (variance + error_variance).sqrt()
 

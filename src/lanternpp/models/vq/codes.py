@@ -117,8 +117,8 @@ def resized(picture: Image.Image, count: int, side: int) -> Tensor:
     """Return an RGB picture, resized to about `count` squares of `side` pixels in its own shape, as [1, 3, H, W] in [-1, 1]."""
     ratio = picture.width / picture.height
     height = int((count * side * side / ratio) ** 0.5)
-    size = [max((pixels + side // 2) // side, 1) * side for pixels in (int(height * ratio), height)]
-    array = np.array(picture.resize((size[0], size[1]), Image.Resampling.BICUBIC))
+    width, height = (max((pixels + side // 2) // side, 1) * side for pixels in (int(height * ratio), height))
+    array = np.array(picture.resize((width, height), Image.Resampling.BICUBIC))
     return torch.from_numpy(array / 127.5 - 1).permute(2, 0, 1)[None]
 
 
