@@ -22,7 +22,16 @@ from lanternpp.accept.neighbours import LanternPlusPlus
 from lanternpp.api import fit
 from lanternpp.api.calls import Request
 from lanternpp.api.defaults import Defaults
-from lanternpp.api.fit import ENOUGH, PLAIN, Step, bound, costed, disturbed, measure, plain_settings
+from lanternpp.api.fit import (
+    MIN_PASSES,
+    PLAIN,
+    Step,
+    bound,
+    cost_settings,
+    disturbed,
+    measure,
+    plain_settings,
+)
 from lanternpp.api.options import Settings
 from lanternpp.api.rates import FILE, Counter, Counts, read_rates, strength
 from lanternpp.engine.observers import AcceptanceByRank, Stopwatch, TimedEngine
@@ -271,7 +280,7 @@ def test_rates_that_are_not_known_are_counted_while_drawing(model: Path, timed) 
         seed += 1
     known = pipe._fit.counts(settings)
     assert engine.observers == [observer], "once enough is counted, steps may be taken whole again"
-    assert ENOUGH <= known.passes <= int(observer.passes)
+    assert MIN_PASSES <= known.passes <= int(observer.passes)
     assert known.codes(chain(6)) == pytest.approx(int(observer.codes) / int(observer.passes), rel=0.1)
     assert known.codes(chain(2)) < known.codes(chain(6))
     other = pipeline(model)  # what one process counted another one knows
@@ -296,7 +305,7 @@ def test_only_the_draft_to_fit_is_counted_and_not_by_engines_that_are_timed(
 
 
 def test_what_is_counted_adds_up_where_nothing_can_be_written(own_cache: Path, monkeypatch) -> None:
-    some = replace(HALVES, passes=ENOUGH // 2)
+    some = replace(HALVES, passes=MIN_PASSES // 2)
     first = fit.Store()
     first.add_counts("a", some)
     first.add_steps("a", (Step(PLAIN, 2, 1.0, 1.0, 1.0),))
@@ -304,22 +313,24 @@ def test_what_is_counted_adds_up_where_nothing_can_be_written(own_cache: Path, m
     with pytest.warns(UserWarning, match="not kept for the next run"):
         other = fit.Store()
         other.add_steps("a", (Step("chain-1", 4, 1.0, 1.0, 1.0),))
-        assert not other.add_counts("a", some) and other.enough("a").passes == ENOUGH
+        assert not other.add_counts("a", some) and other.complete_counts("a").passes == MIN_PASSES
     assert len(other.steps["a"]) == 2
 
 
 def test_counts_of_processes_that_end_early_add_up(model: Path) -> None:
     one = pipeline(model)._fit.store
-    assert one.add_counts("a", replace(HALVES, passes=ENOUGH - 1)) and one.enough("a") is None
+    assert one.add_counts("a", replace(HALVES, passes=MIN_PASSES - 1)) and one.complete_counts("a") is None
     other = pipeline(model)._fit.store
     assert not other.add_counts("a", replace(HALVES, passes=2))
-    assert other.enough("a") == Counts(((16.0,),) * 8, ((8.0,),) * 8, ENOUGH + 1)
-    assert not one.add_counts("a", HALVES) and one.enough("a") == other.enough("a"), "enough stays as it is"
+    assert other.complete_counts("a") == Counts(((16.0,),) * 8, ((8.0,),) * 8, MIN_PASSES + 1)
+    assert not one.add_counts("a", HALVES) and one.complete_counts("a") == other.complete_counts("a"), (
+        "enough stays as it is"
+    )
 
 
 def test_a_file_keeps_the_latest_settings_alone(own_cache: Path, monkeypatch) -> None:
     """A server's clients may ask for any number of temperatures."""
-    monkeypatch.setattr(fit, "KEPT", 3)
+    monkeypatch.setattr(fit, "MAX_SETTINGS", 3)
     some = Counts(((1.0,),), ((1.0,),), 1)
     for name in ("a", "b", "c", "a", "d"):
         fit.Store().add_counts(name, some)
@@ -368,7 +379,7 @@ def test_every_method_with_a_fixed_shape_can_be_measured(model: Path, method: st
     sixteen = Counts(((8.0,) * 5,) * 16, ((4.0,) * 5,) * 16, 1000)
     monkeypatch.setattr(type(pipe._fit), "counts", lambda self, settings: sixteen)
     fitted = pipe.fit(settings)
-    steps = {step.draft: step for step in pipe._fit._known(key_of(costed(settings)))}
+    steps = {step.draft: step for step in pipe._fit._measured(key_of(cost_settings(settings)))}
     assert fit.draft_name(fitted) in steps and len(steps) >= 2
     assert steps[PLAIN].rows == 2 * batch
     assert all(

@@ -13,7 +13,7 @@ from PIL import Image
 from lanternpp.api.calls import pictures
 from lanternpp.api.picture import (
     ACCENT,
-    BAR,
+    BAR_HEIGHT,
     PAPER,
     QUIET,
     Panel,
@@ -70,7 +70,7 @@ def test_bars_under_the_figures_are_as_long_as_the_shares() -> None:
         comparison("a photo", panels),
         comparison("a photo", [replace(p, shares=()) for p in panels]),
     )
-    assert image.height == bare.height + 4 * BAR
+    assert image.height == bare.height + 4 * BAR_HEIGHT
     half = image.width // 2
     for colour, first, lengths in ((QUIET, 0, {512, 128}), (ACCENT, half, {256, 512})):
         ink = tuple(bytes.fromhex(colour[1:]))

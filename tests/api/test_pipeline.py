@@ -113,7 +113,7 @@ def test_two_generators_of_one_engine_are_refused_and_of_two_are_sound(
 
 
 def kept_bytes(pipe: Pipeline) -> int:
-    return tensor_bytes(list(pipe._kept.values()))
+    return tensor_bytes(list(pipe._idle_engines.values()))
 
 
 def test_engines_are_kept_up_to_a_number_of_bytes(model: Path) -> None:
@@ -125,9 +125,9 @@ def test_engines_are_kept_up_to_a_number_of_bytes(model: Path) -> None:
     for step in range(12):
         small(PROMPT, method="ar", temperature=0.5 + step / 100)
         assert 0 < kept_bytes(small) <= 3 * one
-    assert [kept.temperature for kept, _ in small._kept] == [0.59, 0.6, 0.61]  # what was used last
+    assert [kept.temperature for kept, _ in small._idle_engines] == [0.59, 0.6, 0.61]  # what was used last
     small(PROMPT, n=8, method="eagle")  # larger than the bound alone
-    assert len(small._kept) == 1
+    assert len(small._idle_engines) == 1
     small.release()
     assert kept_bytes(small) == 0
 

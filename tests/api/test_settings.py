@@ -9,7 +9,7 @@ import pytest
 from helpers.refusals import rejects
 
 from lanternpp.api.options import METHODS
-from lanternpp.api.settings import READ, dials_read, for_target, resolve, with_tree
+from lanternpp.api.settings import PART_DIALS, dials_read, for_target, resolve, with_tree
 from lanternpp.trees.static import StaticTree
 
 
@@ -18,7 +18,7 @@ def test_every_method_has_the_dials_its_parts_read_and_no_other(name: str) -> No
     row = METHODS[name].dials
     read = dials_read(row["proposer"], row["accept"])
     settings = resolve(name, {}, {})
-    for dial in set(READ) - {"verify"}:
+    for dial in set(PART_DIALS) - {"verify"}:
         said = row.get(dial)
         assert getattr(settings, dial) == said and (dial in read or said is None), dial
 

@@ -1,4 +1,4 @@
-"""The engines of a model: each is made for some settings; those used last are kept, and their steps may be compiled."""
+"""The engines of a model: each is made for some settings. Engines used last are kept, and their steps may be compiled."""
 
 from __future__ import annotations
 
@@ -31,122 +31,124 @@ from lanternpp.util.devices import device_name
 from lanternpp.util.files import digest
 from lanternpp.util.jsonfile import write_json
 
-BYTES = 1 << 30
-# Neighbours of the tables on disk; others are the first columns of these.
-TABLES = [m * 10**e for e in range(5) for m in (1, 2, 5)]
+ENGINE_BYTES = 1 << 30
+# Numbers of neighbours of the tables on disk; a table of another number is the first columns of the next larger one.
+TABLE_WIDTHS = [m * 10**e for e in range(5) for m in (1, 2, 5)]
 
 
 class Engines:
-    """Makes the engines of a model, and keeps those used last: at most `most` bytes, and always the latest."""
+    """Maker of a model's engines, which keeps the engines used last: at most `max_bytes`, and always the latest."""
 
-    def __init__(self, model: Model, name: str, most: int = BYTES):
-        self.name, self.most = name, most
+    def __init__(self, model: Model, name: str, max_bytes: int = ENGINE_BYTES):
+        self.name, self.max_bytes = name, max_bytes
         self._lock = threading.RLock()  # held while a call draws; its progress may call again
-        self._use(model)
+        self._set_model(model)
 
-    def _use(self, model: Model) -> None:
+    def _set_model(self, model: Model) -> None:
         """Make engines of this model from now on."""
         self.model, self.target, self.folder = model, model.target, model.folder
-        self._models = {False: model}  # by whether their weights are unpacked, to be compiled on a CPU
-        self._kept: OrderedDict[tuple[Settings, Hashable], Engine] = OrderedDict()
+        self._models = {False: model}  # by whether the weights are unpacked, as compiling on a CPU needs them
+        self._idle_engines: OrderedDict[tuple[Settings, Hashable], Engine] = OrderedDict()
         self.__dict__.pop("_fit", None)
 
     @cached_property
     def _fit(self) -> Fit:
-        """The fit of drafts to this machine; engines made after it count what it does not know."""
+        """The fit of drafts to this machine; engines made after it count the acceptance rates that it lacks."""
         return Fit(self.model, partial(self.new_engine, timed=True))
 
-    def _take(self, settings: Settings, shape: Hashable = None) -> Engine:
-        """An engine for exclusive use, made now or kept; it is kept again once it is given to `_keep`."""
-        return self._kept.pop((settings, shape), None) or self.new_engine(settings, shape)
+    def _take_engine(self, settings: Settings, shape: Hashable = None) -> Engine:
+        """Take an idle engine, or make one, for exclusive use until `_keep_engine`."""
+        return self._idle_engines.pop((settings, shape), None) or self.new_engine(settings, shape)
 
-    def _keep(self, settings: Settings, engine: Engine, shape: Hashable = None) -> None:
-        # shaped targets share their weights with the model's
-        like = next(engine.target.parameters())
-        if all(like is not next(model.target.parameters()) for model in self._models.values()):
-            return  # of the model before `to`
-        self._kept[settings, shape] = engine
-        self._kept.move_to_end((settings, shape))
-        while len(self._kept) > 1 and tensor_bytes(list(self._kept.values())) > self.most:
-            self._kept.popitem(last=False)
+    def _keep_engine(self, settings: Settings, engine: Engine, shape: Hashable = None) -> None:
+        # Engines of the model before `to` are dropped. Shaped targets share their weights with the model's.
+        weight = next(engine.target.parameters())
+        if all(weight is not next(model.target.parameters()) for model in self._models.values()):
+            return
+        self._idle_engines[settings, shape] = engine
+        self._idle_engines.move_to_end((settings, shape))
+        while len(self._idle_engines) > 1 and tensor_bytes([*self._idle_engines.values()]) > self.max_bytes:
+            self._idle_engines.popitem(last=False)
 
     @contextmanager
-    def _taken(self, settings: Settings, shape: Hashable = None) -> Iterator[Engine]:
-        """An engine for exclusive use; it is dropped where an error ends its use."""
+    def _engine_in_use(self, settings: Settings, shape: Hashable = None) -> Iterator[Engine]:
+        """Take an engine for exclusive use and keep it after use; an error drops it."""
         with self._lock:
-            engine = self._take(settings, shape)
+            engine = self._take_engine(settings, shape)
             yield engine
-            self._keep(settings, engine, shape)
+            self._keep_engine(settings, engine, shape)
 
     def release(self) -> None:
         """Free the kept engines and the memory of their KV caches."""
         with self._lock:
-            self._kept.clear()
+            self._idle_engines.clear()
 
     def new_engine(self, settings: Settings, shape: Hashable = None, timed: bool = False) -> Engine:
-        """An engine for these settings that no one else has; shape: of its prompts. InputError where a part cannot be made.
+        """Make an engine for these settings; raise InputError where a part cannot be made. shape: of the engine's prompts.
 
-        timed: it counts no acceptance for the fit, which takes time.
+        timed: the engine counts no acceptance for the fit, as counting takes time.
         """
         with self._lock:
             if settings.compile:
                 check_compiler(self.model.device)
-            model, used = self._model_for(settings), backend(self.model.device)
+            model, device_backend = self._model_for(settings), backend(self.model.device)
             target = model.target.shaped(shape)
             proposer = build_proposer(settings, partial(model.network, shape=shape))
             rule = build_rule(settings, self._table)
             if type(rule) not in RULES.values() and not target.channels:
                 like = next(target.parameters())
                 check_relax(rule, str(settings.accept), target.vocab, proposer.depth, like)
-            sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, backend=used)
+            sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, backend=device_backend)
             verify = settings.verify or TOKEN
-            verifier = with_native(VERIFIERS[verify], PYTORCH if target.channels else used)
+            verifier = with_native(VERIFIERS[verify], PYTORCH if target.channels else device_backend)
             parts = (target, proposer, rule, sampling, Guidance(settings.cfg))
             engine = engine_class(target)(*parts, settings.batch_size, settings.measure_tv, verifier)
-            if not timed:  # the second draft of compiled steps is traced
+            if not timed:  # torch.compile traces the second draft, which can then not be checked
                 check_first_drafts(proposer, engine.codes, engine.count, 1 if settings.compile else 2)
             if settings.compile:
                 compile_steps(engine)
             elif not target.channels:
-                engine.fused = used.step(engine, verify)
+                engine.fused = device_backend.step(engine, verify)
             if "_fit" in vars(self) and shape is None and not timed:
                 self._fit.count(settings, engine)
             return engine
 
     def _model_for(self, settings: Settings) -> Model:
-        """The networks; on a CPU those that are compiled are read again, as their weights must not be packed."""
+        """Return the networks for these settings; compiled ones are read again on a CPU, where they must not be packed."""
         unpacked = settings.compile and self.model.device.type == "cpu"
         if unpacked not in self._models:
             self._models[unpacked] = replace(self.model, packed=False, int8=self.model.effect is not None)
         return self._models[unpacked]
 
     def check(self, settings: Settings) -> None:
-        """InputError where `new_engine` cannot make a rule of the package with these settings; nothing is read for it."""
+        """Check that `new_engine` can make the settings' rule, if it is the package's; raise InputError. Reads no file."""
         if settings.accept in RULES:
             rule = build_rule(settings, partial(self._table, read=False))
             engine_class(self.target).check(self.target, rule, VERIFIERS[settings.verify or TOKEN])
 
     def _table(self, k: int, read: bool = True) -> Tensor:
-        """The k nearest codes of every code, [V, k]; without `read`, zeros. InputError where there are none."""
-        codebook, folder = self.model.target.codebook, self.model.folder
-        if codebook is None:
-            target = self.model.target
-            other = " or cspd" if hasattr(target, "denoiser") else "" if target.channels else " or cool"
+        """Return the k nearest codes of every code, [V, k], or zeros without `read`; raise InputError without a codebook."""
+        target, folder = self.model.target, self.model.folder
+        if target.codebook is None:
+            rules = "exact" if target.channels else "exact or cool"
+            if hasattr(target, "denoiser"):
+                rules = "exact or cspd"
             raise InputError(
-                f"{self.name} has no codebook of latents, so no code has neighbours; use the rule exact{other}"
+                f"{self.name} has no codebook of latents, so no code has neighbours; use the rule {rules}"
             )
-        check_neighbours(k, len(codebook))
+        vocab = len(target.codebook)
+        check_neighbours(k, vocab)
         if not read:
-            return torch.zeros((), dtype=torch.int32).expand(len(codebook), k)
-        kept = min(next(n for n in TABLES if n >= k), len(codebook) - 1) if k <= TABLES[-1] else k
-        beside = cache_folder(folder.parent if folder.is_file() else folder)
-        table = neighbours(codebook.cpu(), max(k, kept), beside)
+            return torch.zeros((), dtype=torch.int32).expand(vocab, k)
+        width = min(next((width for width in TABLE_WIDTHS if width >= k), k), vocab - 1)
+        table_folder = cache_folder(folder.parent if folder.is_file() else folder)
+        table = neighbours(target.codebook.cpu(), width, table_folder)
         return table[:, :k].contiguous().to(self.model.device)
 
     def warm(self, settings: Settings) -> list[str]:
-        """Compile the steps of these settings, for this process and later ones; the parts that could not be compiled.
+        """Compile the steps of these settings, for this process and later ones; return the parts that could not be compiled.
 
-        On a GPU, calls that leave `compile` out are compiled from then on where all parts are.
+        On a GPU, calls that leave `compile` out are compiled from then on, provided that all parts could be.
         """
         with self._lock:
             failed = warm_up(self.new_engine(replace(settings, compile=True)))
@@ -155,11 +157,11 @@ class Engines:
             return failed
 
     def is_warm(self, settings: Settings) -> bool:
-        """Whether `warm` has compiled these settings, on a GPU; on a CPU the passes in C are faster than what it compiles."""
+        """Return whether `warm` has compiled these settings on a GPU. On a CPU the passes in C are faster than compiled ones."""
         return self.model.device.type == "cuda" and self._mark(settings).is_file()
 
     def _mark(self, settings: Settings) -> Path:
-        """The file that says that these settings are compiled for this device by this version of torch."""
+        """Return the path of the file that exists once this version of torch has compiled these settings for this device."""
         compiled, device = str(replace(settings, compile=True)), device_name(self.model.device)
         parts = (torch.__version__, device, self.model.dtype_name, self.model.weights, compiled)
         return compiled_folder() / f"warm-{digest(parts)}.json"

@@ -33,28 +33,25 @@ MODELS = {
     "nature-128": "128 px photos of flowers and landscapes from a prompt of words; shipped in this package"
 }
 DEFAULTS = "defaults.json"
-# Networks that draft, by their folder in a model -> the lossless method of each, and what it is.
+# Networks that draft, by their folder in a model: the lossless method of each, and its name in messages.
 NETWORKS = {
     "parallel": ("parallel", "parallel drafter"),
     "drafter": ("eagle", "drafter"),
     "independent": ("independent", "smaller target"),
 }
 UNDRAFTED = "without one, --method jacobi-coupled and --method ar draw"
-MADE = {"classifier", "codes", "rollouts"}  # folders of files that are not used for drawing
-ENDS = 1 << 16  # bytes of a file's beginning and end that are hashed
-PROBE = 64  # codes over which rounding to 8 bits is measured
+UNHASHED_FOLDERS = {"classifier", "codes", "rollouts"}  # of files that drawing does not need
+END_BYTES = 1 << 16  # of a file's beginning and end, which are hashed
+PROBE_CODES = 64  # over which rounding to 8 bits is measured
 
 
 def model_folder(model: str, what: str = "model") -> Path:
-    """Where a model lies: a name of `MODELS`, a path, or an id of the hub, which is fetched; what: as messages call it.
-
-    Raises InputError naming what can be named.
-    """
+    """Return the path of a model: a name of `MODELS`, a path, or a hub id, which is fetched. what: for messages. InputError."""
     path = ASSETS / model if model in MODELS else Path(model)
     try:
         if path.exists():
             return path
-    except OSError as error:  # of the name itself, such as one that is too long
+    except OSError as error:  # of the name itself, such as a name that is too long
         raise InputError(f"{what} {model!r} cannot be read: {error.strerror}") from None
     hub_model = hub_id(model)
     if hub_model is None:
@@ -62,55 +59,57 @@ def model_folder(model: str, what: str = "model") -> Path:
     return fetch(hub_model)
 
 
-def recognised(what: str, source: Source, table: Mapping[str, Any]) -> Any:
-    """The entry of a registry that reads a checkpoint: the one that its `kind` names, or the one that claims it.
+def recognise(label: str, source: Source, registry: Mapping[str, Any]) -> Any:
+    """Return the class of a registry that reads a checkpoint: the class that its `kind` names, or that claims it.
 
-    Raises InputError that lists what is known.
+    Raises an InputError that lists the known classes. label: their name in messages.
     """
     import_extensions()
     kind = str(source.config.get("kind", ""))
-    if kind in table:
-        return find(what, kind, table)
-    entries = {}
-    for name in table:  # an entry is imported when its turn comes
-        entries[name] = find(what, name, table)
-        if entries[name].claims(source):
-            return entries[name]
-    called = f" (it calls itself {', '.join(map(repr, sorted(source.kinds)))})" if source.kinds else ""
-    called = called or ("" if source.config else f" ({source.folder / CONFIG} is missing)")
-    known = "; ".join(f"{name}: {entry.about}" for name, entry in entries.items())
-    own = f"a {what} of your own is known once its file is imported, which LANTERNPP_IMPORT=module does (docs/extending.md)"
-    raise InputError(f"{source.path} is no {what} known here{called}; {own}; known are {known}")
+    if kind in registry:
+        return find(label, kind, registry)
+    classes_by_name = {}
+    for name in registry:  # `find` imports a class, so it is called only until a class claims the checkpoint
+        classes_by_name[name] = find(label, name, registry)
+        if classes_by_name[name].claims(source):
+            return classes_by_name[name]
+    reason = "" if source.config else f" ({source.folder / CONFIG} is missing)"
+    if source.kinds:
+        reason = f" (it calls itself {', '.join(map(repr, sorted(source.kinds)))})"
+    classes = "; ".join(f"{name}: {reader.about}" for name, reader in classes_by_name.items())
+    remedy = f"a {label} of your own is known once its file is imported, which LANTERNPP_IMPORT=module does (docs/extending.md)"
+    raise InputError(f"{source.path} is no {label} known here{reason}; {remedy}; known are {classes}")
 
 
 def target_source(model: Path, given: Mapping[str, Any] | None = None) -> tuple[Source, type[Target]]:
-    """The checkpoint of a model's target, and the family that reads it.
+    """Return the checkpoint of a model's target, and the family that reads it; given: as a `Source` has it.
 
-    A model is a folder of ours with `target` in it, a published checkpoint, a pipeline of diffusers with one as its first stage, or a
-    folder that holds one among others; where shards or a config.json say which, no single file is tried. InputError where no target
-    known here is there.
+    A model is a folder of ours with `target` in it, a published checkpoint, a pipeline of diffusers with a checkpoint as its first
+    stage, or a folder that holds a checkpoint among other files. Where an index of shards or a config.json names the weights,
+    single files are not tried. Raises InputError without a known target.
     """
-    places = [model]
+    paths = [model]
     if (model / "target").is_dir():
-        places = [model / "target"]
-        load_config(places[0])  # written last: without it a training never ended
+        paths = [model / "target"]
+        load_config(paths[0])  # training writes the config last: without it a training never ended
     elif (model / STAGE).is_dir():
-        places = [model / STAGE]
+        paths = [model / STAGE]
     elif (
         model.is_dir()
         and not Source(model, ()).kinds
         and not any(path.name.endswith(INDEX) for path in model.iterdir())
     ):
-        there = sorted(path for path in model.iterdir() if not path.name.startswith(NEIGHBOURS))
-        places += [path for path in there if path.suffix in (SAFE, *PICKLED)]
-    faults = []
-    for place in places:
+        files = sorted(path for path in model.iterdir() if not path.name.startswith(NEIGHBOURS))
+        paths += [path for path in files if path.suffix in (SAFE, *PICKLED)]
+    errors = []
+    for path in paths:
         try:
-            source = Source.open(place, given)
-            return source, recognised("model family", source, FAMILIES)
+            source = Source.open(path, given)
+            return source, recognise("model family", source, FAMILIES)
         except InputError as error:
-            faults.append(error)
-    raise (faults[1:] or faults)[0]
+            errors.append(error)
+    # An error of a single file is clearer than the folder's, which comes first.
+    raise (errors[1:] or errors)[0]
 
 
 def read_target(
@@ -119,7 +118,7 @@ def read_target(
     device: torch.device | str = "cpu",
     given: Mapping[str, Any] | None = None,
 ) -> Target:
-    """The target of a model, ready to draw; `given` as a `Source` has it."""
+    """Read the target of a model, ready to draw; given: as a `Source` has it."""
     source, family = target_source(model, given)
     return family.read(source, dtype, device)
 
@@ -127,24 +126,25 @@ def read_target(
 def placed(
     device: str | torch.device, dtype: str | torch.dtype, folder: Path
 ) -> tuple[torch.device, torch.dtype, bool]:
-    """A device, the dtype that a model computes in there, and whether weights are kept in 8 bits. InputError.
+    """Return the device, the dtype that a model computes in there, and whether weights are kept in 8 bits. InputError.
 
-    On a CPU without products of bfloat16 auto is float32, but bfloat16 where the backend computes: it reads half the bytes and
-    multiplies as floats. auto keeps weights in 8 bits where the backend computes from them: that rounds less than PyTorch does
-    in bfloat16, and takes half the time.
+    On a CPU without products of bfloat16 auto is float32, or bfloat16 where the backend computes: it reads half the bytes and
+    multiplies them as floats. auto keeps weights in 8 bits where the backend computes from them: they round less than PyTorch does
+    in bfloat16, and take half the time.
     """
-    on, name = pick_device(str(device)), str(dtype).removeprefix("torch.")
-    kind, half = pick_dtype(name, on), torch.empty(0, dtype=torch.bfloat16, device=on)
-    if kind == torch.float32 and name in ("auto", INT8) and backend(on).packs(half):
-        kind = torch.bfloat16
-    codes = name == "auto" and latent_family(folder) is None
-    return on, kind, name == INT8 or (codes and backend(on).packs(torch.empty(0, dtype=kind, device=on)))
+    device, name = pick_device(str(device)), str(dtype).removeprefix("torch.")
+    dtype, half = pick_dtype(name, device), torch.empty(0, dtype=torch.bfloat16, device=device)
+    if dtype == torch.float32 and name in ("auto", INT8) and backend(device).packs(half):
+        dtype = torch.bfloat16
+    if name != "auto" or latent_family(folder) is not None:
+        return device, dtype, name == INT8
+    return device, dtype, backend(device).packs(torch.empty(0, dtype=dtype, device=device))
 
 
 def dtype_name(dtype: torch.dtype, int8: bool) -> str:
-    """The name of a compute dtype, such as "bfloat16"; "int8, bfloat16" where weights have 8 bits."""
-    computed = str(dtype).removeprefix("torch.")
-    return f"{INT8}, {computed}" if int8 else computed
+    """Return the name of a compute dtype, such as "bfloat16"; "int8, bfloat16" where weights have 8 bits."""
+    name = str(dtype).removeprefix("torch.")
+    return f"{INT8}, {name}" if int8 else name
 
 
 def pack_target(target: Target) -> None:
@@ -152,21 +152,21 @@ def pack_target(target: Target) -> None:
 
     On a CPU without products of bfloat16 the VQ decoder is converted to float32, in which PyTorch is faster there.
     """
-    used = backend(next(target.parameters()).device)
+    device_backend = backend(next(target.parameters()).device)
     target.pack()
-    target.native_head = used.head(target.head_linear)
+    target.native_head = device_backend.head(target.head_linear)
     vq: object = getattr(target, "vq", None)
     if isinstance(vq, nn.Module):
-        used.pack(vq.to(used.gemm_dtype(next(vq.parameters()))))
+        device_backend.pack(vq.to(device_backend.gemm_dtype(next(vq.parameters()))))
 
 
-def own_network(folder: Path) -> str | None:
-    """The kind of network that a folder of ours holds to draft with; the fastest, where it has several."""
+def network_inside(folder: Path) -> str | None:
+    """Return the kind of drafter that a folder of ours holds, the fastest of several; None without a drafter."""
     return next((kind for kind in ("parallel", "drafter") if (folder / kind).is_dir()), None)
 
 
 def read_defaults(folder: Path) -> dict[str, Any]:
-    """The recommended settings in a model folder, which `resolve` checks; {} where it has none. InputError."""
+    """Read the recommended settings in a model folder, {} without a file; raise InputError. `resolve` checks the values."""
     path = folder / DEFAULTS
     if not path.is_file():
         return {}
@@ -181,43 +181,44 @@ def read_defaults(folder: Path) -> dict[str, Any]:
 
 
 def latent_family(folder: Path) -> type[Target] | None:
-    """The family of a model of continuous latents in a folder of ours, by its config alone; None where it is another model."""
+    """Return the family of a model of continuous latents in a folder of ours, by its config alone; None for other models."""
     import_extensions()
-    place = folder / "target"
-    kind = str(load_config(place).get("kind")) if (place / CONFIG).is_file() else ""
+    path = folder / "target"
+    kind = str(load_config(path).get("kind")) if (path / CONFIG).is_file() else ""
     family: type[Target] | None = find("model family", kind, FAMILIES) if kind in FAMILIES else None
     return family if family is not None and family.channels else None
 
 
 def fingerprint(model: Path, drafter: Path | None = None) -> str:
-    """A hash of the names, sizes and ends of the weights of a model and its drafter; the classifier is left out."""
-    found = blake2b(digest_size=8)
+    """Return a hash of the names, sizes and ends of the weights of a model and its drafter, without the classifier's."""
+    hasher = blake2b(digest_size=8)
     for folder in filter(None, (model, drafter)):
         for path in [folder] if folder.is_file() else sorted(folder.rglob("*")):
             parts = path.relative_to(folder).parts
-            used = not MADE & set(parts) and path.name != "state.pt" and not path.name.startswith(NEIGHBOURS)
-            if path == folder or (used and path.suffix in (SAFE, *PICKLED) and path.is_file()):
-                found.update(f"{'/'.join(parts)} {path.stat().st_size}\n".encode())
+            excluded = path.name == "state.pt" or path.name.startswith(NEIGHBOURS)
+            excluded = excluded or not UNHASHED_FOLDERS.isdisjoint(parts)
+            if path == folder or (not excluded and path.suffix in (SAFE, *PICKLED) and path.is_file()):
+                hasher.update(f"{'/'.join(parts)} {path.stat().st_size}\n".encode())
                 with path.open("rb") as file:
-                    found.update(file.read(ENDS))
-                    file.seek(max(path.stat().st_size - ENDS, 0))
-                    found.update(file.read(ENDS))
-    return found.hexdigest()
+                    hasher.update(file.read(END_BYTES))
+                    file.seek(max(path.stat().st_size - END_BYTES, 0))
+                    hasher.update(file.read(END_BYTES))
+    return hasher.hexdigest()
 
 
 @dataclass(eq=False)
 class Model:
     """The networks of a model folder on a device, for inference.
 
-    Their weights are packed for passes over few rows, on a CPU; where they are not `packed` they can be compiled, as
-    torch.compile chooses its own layout. `other` is a folder whose network drafts in place of the model's own;
-    `size`, as "768x512", is for families that draw more than one. `int8`: the target's weights are kept in 8 bits,
-    and `effect` is what that did to its logits. `tensor_parallel`: transformers divides the target's layers among the
+    On a CPU the weights are packed for passes over few rows. Networks that are not `packed` can be compiled, as
+    torch.compile chooses its own layout. `drafter` is the path of a network that drafts in place of the model's own;
+    `size`, as "768x512", is for families that draw several sizes. `int8`: the target's weights are kept in 8 bits,
+    and `effect` is the change of its logits. `tensor_parallel`: transformers divides the target's layers among the
     processes that torchrun started.
     """
 
     folder: Path
-    other: Path | None
+    drafter: Path | None
     device: torch.device
     dtype: torch.dtype
     packed: bool = True
@@ -236,16 +237,16 @@ class Model:
             require()
 
     @classmethod
-    def of(cls, target: Target, folder: Path, other: Path | None = None, **networks: Drafter) -> Model:
-        """A model whose target is in memory already, as are some drafters; others and defaults, if any, lie in `folder`."""
-        like = next(target.parameters())
-        made = cls(folder, other, like.device, like.dtype)
-        made.target, made._networks = target, {**networks}
-        return made
+    def of(cls, target: Target, folder: Path, drafter_path: Path | None = None, **networks: Drafter) -> Model:
+        """Make a model of a target in memory, and of drafters in memory by kind; `folder` has other drafters and defaults."""
+        weight = next(target.parameters())
+        model = cls(folder, drafter_path, weight.device, weight.dtype)
+        model.target, model._networks = target, {**networks}
+        return model
 
     @property
     def _like(self) -> Tensor:
-        """A tensor of the dtype and device."""
+        """An empty tensor of the dtype and device."""
         return torch.empty(0, dtype=self.dtype, device=self.device)
 
     @property
@@ -256,23 +257,23 @@ class Model:
     @property
     def weights(self) -> str:
         """A hash of the files of model and drafter, to which measurements belong."""
-        return fingerprint(self.folder, self.other)
+        return fingerprint(self.folder, self.drafter)
 
     @cached_property
     def target(self) -> Target:
-        """The target; InputError names what is wrong with a file."""
-        return self._read(self.folder, self.size, self.int8)
+        """The target; reading it raises an InputError for a damaged file."""
+        return self._read_target(self.folder, self.int8)
 
-    def _read(self, folder: Path, size: str | None, int8: bool = False) -> Target:
-        """The target of a model, prepared for inference."""
-        given = {"size": size, "tensor_parallel": self.tensor_parallel and folder == self.folder}
-        source, family = target_source(folder, {name: value for name, value in given.items() if value})
+    def _read_target(self, folder: Path, int8: bool = False) -> Target:
+        """Read the target of a model folder, and prepare it for inference."""
+        options = {"size": self.size, "tensor_parallel": self.tensor_parallel and folder == self.folder}
+        source, family = target_source(folder, {name: value for name, value in options.items() if value})
         if int8 and family.channels:
             raise InputError(
                 f"dtype int8 is for models of codes, and {folder.name} draws continuous latents; leave it out"
             )
-        if size and not family.any_size:
-            raise InputError(f"{folder.name} draws pictures of one size; leave out --size {size}")
+        if self.size and not family.any_size:
+            raise InputError(f"{folder.name} draws pictures of one size; leave out --size {self.size}")
         self._pack_while_reading(source, int8)
         target = family.read(source, self.dtype, self.device).eval().requires_grad_(False)
         if "tensor_parallel" in source.given and target.decoder.ranks == 1:
@@ -283,55 +284,55 @@ class Model:
             self.effect = in_eight_bits(target)
         if self.packed:
             pack_target(target)
-            # the kernels may compute none of a transformers model's layers
+            # The kernels may compute none of a transformers model's layers.
             if int8 and source.packing and getattr(target.decoder, "packed_dtype", INT8) is None:
                 self.int8 = False
         return target
 
     def _pack_while_reading(self, source: Source, int8: bool) -> None:
-        """Have blocks packed as soon as they are read, where the backend does that, and 8 bits kept where it computes from them."""
+        """Let the source pack blocks as soon as they are read, and keep 8-bit weights, where the backend can."""
         if not self.packed:
             return
-        used = backend(self.device)
-        if used.packs(self._like):
-            source.pack, source.packing = partial(used.pack, int8=int8), INT8 if int8 else "bfloat16"
-        source.int8 = used.gemm_dtype(self._like) != self.dtype or (int8 and source.pack is not None)
+        device_backend = backend(self.device)
+        if device_backend.packs(self._like):
+            source.pack = partial(device_backend.pack, int8=int8)
+            source.packing = INT8 if int8 else "bfloat16"
+        source.int8 = device_backend.gemm_dtype(self._like) != self.dtype or (
+            int8 and source.pack is not None
+        )
 
     def network(self, kind: str, shape: Hashable = None) -> Drafter | Target:
-        """What `Proposer.needs` names, read once: a smaller target, or the other folder's drafter or the model's own.
-
-        shape: of the prompts, as `Target.shaped` takes it.
-
-        InputError names what is wrong with a file, or that it is another target's.
-        """
+        """Return the network that `Proposer.needs` names, which is read once; shape: as `Target.shaped` takes it. InputError."""
         if kind not in self._networks:
-            self._networks[kind] = self._smaller() if kind == "independent" else self._drafter(kind)
-        found = self._networks[kind]
-        return found.shaped(shape) if isinstance(found, Target) else found
+            self._networks[kind] = self._read_smaller() if kind == "independent" else self._read_drafter(kind)
+        network = self._networks[kind]
+        return network.shaped(shape) if isinstance(network, Target) else network
 
-    def _smaller(self) -> Target:
-        source = self.other or self.folder / "independent"
+    def _read_smaller(self) -> Target:
+        source = self.drafter or self.folder / "independent"
         if not source.exists():
             raise InputError(
                 f"{source} holds no smaller target to draft with; name a model folder of the same codes with "
                 "--drafter: `python recipes/nature/target.py` makes one beside a copy of the tokenizer"
             )
-        return self._read(source, self.size)
+        return self._read_target(source)
 
-    def _drafter(self, kind: str) -> Drafter:
-        folder = self.other or self.folder
-        inside = folder / kind if self.other is None or (folder / kind).is_dir() else folder / "drafter"
-        if self.other is None and not inside.is_dir():
-            method, what = NETWORKS[there] if (there := own_network(folder)) else ("", "")
-            proposer = "parallel" if there == "parallel" else "tree"
-            use = f"for the {what} it has, use --method {method}, or --proposer {proposer} to keep the rule"
-            has = use if there else UNDRAFTED
+    def _read_drafter(self, kind: str) -> Drafter:
+        folder = self.drafter or self.folder
+        path = folder / kind if self.drafter is None or (folder / kind).is_dir() else folder / "drafter"
+        if self.drafter is None and not path.is_dir():
+            remedy = UNDRAFTED
+            if available := network_inside(folder):
+                method, label = NETWORKS[available]
+                proposer = "parallel" if available == "parallel" else "tree"
+                remedy = f"for the {label} it has, use --method {method}, or --proposer {proposer} to keep the rule"
+            missing = NETWORKS.get(kind, ("", kind))[1]
             raise InputError(
-                f"{folder} comes without a {NETWORKS.get(kind, ('', kind))[1]}; name one with --drafter, or train one; {has}"
+                f"{folder} comes without a {missing}; name one with --drafter, or train one; {remedy}"
             )
-        source = Source.open(inside if inside.is_dir() else folder)
+        source = Source.open(path if path.is_dir() else folder)
         self._pack_while_reading(source, int8=True)
-        drafter: Drafter = recognised("drafter", source, DRAFTERS).read(source, self.target, self.dtype)
+        drafter: Drafter = recognise("drafter", source, DRAFTERS).read(source, self.target, self.dtype)
         drafter.eval().requires_grad_(False).to(self.device)
         if self.packed:
             drafter.pack(self.target)
@@ -340,11 +341,12 @@ class Model:
 
 @torch.inference_mode()
 def in_eight_bits(target: Target) -> Effect:
-    """Quantise a target's layers to 8 bits; the change of its logits on the null prompt and some random codes."""
+    """Quantise a target's layers to 8 bits; return the change of its logits on the null prompt and random codes."""
     generator = torch.Generator().manual_seed(0)
-    codes = torch.randint(target.vocab, (1, min(PROBE, target.length)), generator=generator)
-    codes, prompt = codes.to(target.decoder.rotary_table.device), target.prompt([None], 1).embeds
-    before, size = target.head(target.forward_sequence(prompt, codes)), weight_bytes(target.decoder)
+    codes = torch.randint(target.vocab, (1, min(PROBE_CODES, target.length)), generator=generator)
+    codes = codes.to(target.decoder.rotary_table.device)
+    prompt = target.prompt([None], 1).embeds
+    logits, num_bytes = target.head(target.forward_sequence(prompt, codes)), weight_bytes(target.decoder)
     quantise(target.decoder)
-    after = target.head(target.forward_sequence(prompt, codes))
-    return compared(before, after, (size, weight_bytes(target.decoder)))
+    int8_logits = target.head(target.forward_sequence(prompt, codes))
+    return compared(logits, int8_logits, (num_bytes, weight_bytes(target.decoder)))

@@ -39,13 +39,13 @@ Prompts: TypeAlias = str | Sequence[str]
 Seeds: TypeAlias = int | Iterable[int] | None
 Pictures: TypeAlias = "Image.Image | str | Path | Sequence[Image.Image | str | Path] | None"
 
-MOST_CODES = 1 << 20  # above the codebook size of any model
+MAX_CODES = 1 << 20  # above the codebook size of any model
 LONGEST = 86_400  # seconds that a server gives a picture
-STRONGEST = 1_000_000  # of a rule; its products with probabilities stay finite in float32
+MAX_STRENGTH = 1_000_000  # of a rule; its products with probabilities stay finite in float32
 
 
 def check_prompt(prompt: str) -> None:
-    """InputError where a prompt is blank, or of bytes that are no UTF-8."""
+    """Raise InputError where a prompt is blank, or of bytes that are no UTF-8."""
     if not prompt.strip():
         raise InputError(f'prompt {prompt!r} is empty; say what to draw, such as "a photo of a red tulip"')
     try:
@@ -56,7 +56,7 @@ def check_prompt(prompt: str) -> None:
 
 @dataclass(frozen=True)
 class Dial(Option):
-    """An option of a picture. `name` and `kind` are those of its key in a TypedDict, `group` the TypedDict's heading."""
+    """An option of a picture. `name` and `kind` are the key and type in a TypedDict, `group` is the TypedDict's heading."""
 
     default: Any = None  # None: the method's
     short: str = ""  # in tables and in the methods of `bench`
@@ -68,17 +68,17 @@ class Dial(Option):
 
     @property
     def option(self) -> str:
-        """Its option on the command line."""
+        """The dial's option on the command line."""
         return self.names[0] if self.names else "--" + self.name.replace("_", "-")
 
     @property
     def spoken(self) -> str:
-        """Its name in messages."""
+        """The dial's name in messages."""
         return self.option[2:].replace("-", "_")
 
     @property
     def full_name(self) -> str:
-        """Its name in Python and over HTTP, and its option where that has another."""
+        """The dial's name in Python and over HTTP, and its option where the option has another name."""
         return f"{self.name} ({self.option})" if self.names else self.name
 
 
@@ -128,17 +128,17 @@ class DraftDials(TypedDict, total=False):
 class RuleDials(TypedDict, total=False):
     """The dials of an acceptance rule."""
 
-    neighbours: Annotated[int | None, Dial("Codebook neighbours whose probability a code may get.", ge=1, le=MOST_CODES,
+    neighbours: Annotated[int | None, Dial("Codebook neighbours whose probability a code may get.", ge=1, le=MAX_CODES,
         remedy="1 or more, below the number of codes", metavar="K", short="k", label="Neighbours k", slider=(1, 1000, 1))]
-    delta: Annotated[float | None, Dial("How far a relaxed rule may go.", ge=0, le=STRONGEST,
+    delta: Annotated[float | None, Dial("How far a relaxed rule may go.", ge=0, le=MAX_STRENGTH,
         more="LANTERN: the most probability a code may get from neighbours, 0 (exact) to 1. COOL-SD: the weight at the first level; "
         "1 is exact. Cactus: the divergence a code may cost; 0 is exact. Mixture: the drafter's share, 0 (exact) to 1.",
         label="Delta", slider=(0, 3, 0.01))]
-    lam: Annotated[float | None, Dial("LANTERN++: the factor by which a code's probability p may grow; 1 is exact.", ge=1, le=STRONGEST,
+    lam: Annotated[float | None, Dial("LANTERN++: the factor by which a code's probability p may grow; 1 is exact.", ge=1, le=MAX_STRENGTH,
         more="Its k nearest codes give it at most (lambda - 1) p, which is the rule's linear_budget: a rule that derives from LANTERN++ "
-        "may have another.", remedy=f"1 (exact) to {STRONGEST:,}", names=("--lambda",), label="Lambda", slider=(1, 20, 0.1))]
-    nu: Annotated[float | None, Dial("How fast a rule's relaxation falls with the level of the draft; 0 keeps it.", ge=0, le=STRONGEST,
-        remedy=f"0 (the same at every level) to {STRONGEST:,}", label="Nu", slider=(0, 2, 0.01))]
+        "may have another.", remedy=f"1 (exact) to {MAX_STRENGTH:,}", names=("--lambda",), label="Lambda", slider=(1, 20, 0.1))]
+    nu: Annotated[float | None, Dial("How fast a rule's relaxation falls with the level of the draft; 0 keeps it.", ge=0, le=MAX_STRENGTH,
+        remedy=f"0 (the same at every level) to {MAX_STRENGTH:,}", label="Nu", slider=(0, 2, 0.01))]
     residual: Annotated[str | None, Dial("What a relaxed rule draws from after a rejection.", choices=("paper", "optimal"),
         label="Residual", folded=True)]
 
@@ -157,7 +157,7 @@ class SamplingDials(TypedDict, total=False):
         remedy="1 (no guidance) or more", default=1.0, label="Guidance", slider=(1, 15, 0.1))]
     temperature: Annotated[float | None, Dial("0 takes the most probable code (greedy).", ge=0, remedy="0 (greedy) or more", default=1.0,
         label="Temperature", slider=(0, 2, 0.05), folded=True)]
-    top_k: Annotated[int | None, Dial("Keep the K most probable codes; 0 keeps all.", ge=0, le=MOST_CODES,
+    top_k: Annotated[int | None, Dial("Keep the K most probable codes; 0 keeps all.", ge=0, le=MAX_CODES,
         remedy="0 (all codes) or more", metavar="K", default=0)]
     top_p: Annotated[float | None, Dial("Keep the most probable codes up to this mass; 1 keeps all.", gt=0, le=1,
         remedy="above 0, at most 1 (all codes)", default=1.0)]
@@ -189,17 +189,17 @@ class CallOptions(StreamOptions, total=False):
 
 
 def _dial(name: str, hint: Any) -> Dial:
-    """A key of a TypedDict as a dial with its name, kind and heading."""
-    made, kind = option_of(hint), (*get_args(get_args(hint)[0]), str)[0]
-    assert isinstance(made, Dial)
-    metavar = made.metavar or ("NAME" if kind is str else None)
+    """Return a key of a TypedDict as a dial with its name, kind and heading."""
+    dial = option_of(hint)
+    assert isinstance(dial, Dial)
+    kind = (*get_args(get_args(hint)[0]), str)[0]  # of "int | None" int; types in quotes are text
+    metavar = dial.metavar or ("NAME" if kind is str else None)
     groups = ((EngineDials, "Model"), (SamplingDials, "Sampling"), (PictureDials, "Method"))
     heading = next(heading for group, heading in groups if name in group.__annotations__)
-    return replace(made, name=name, kind=kind, metavar=metavar, group=heading, negative=kind is bool)
+    return replace(dial, name=name, kind=kind, metavar=metavar, group=heading, negative=kind is bool)
 
 
 DIALS = {name: _dial(name, hint) for name, hint in PictureDials.__annotations__.items()}
-
 
 # Dials of earlier versions, which are rejected with their new names.
 RENAMED = {
@@ -212,12 +212,12 @@ RENAMED = {
 
 
 def names(*groups: type) -> tuple[str, ...]:
-    """The names of the dials of some TypedDicts, in the order of their declaration."""
+    """Return the names of the dials of TypedDicts, in the order of their declaration."""
     return tuple(name for name in DIALS if any(name in group.__annotations__ for group in groups))
 
 
 class Settings:
-    """All settings of a picture except prompt and seed: `method`, and every dial; one that no part of the method reads is None.
+    """All settings of a picture except prompt and seed: `method`, and every dial. A dial that no part of the method reads is None.
 
     A frozen dataclass. `fit`: whether the draft is to be fitted to this machine, or has been.
     """
@@ -236,30 +236,29 @@ if not TYPE_CHECKING:
 
 
 def listing(kind: type) -> Callable[[F], F]:
-    """A decorator: the function's signature names the keys of a TypedDict in place of `**` alone.
+    """Return a decorator that adds the keys of a TypedDict to a function's signature, before its `**`.
 
-    Completion in a notebook reads them there, and transformers tells a function's own arguments from the model's by it.
+    Completion in a notebook reads the signature, and transformers tells a function's arguments from the model's by it.
     """
 
-    def listed(function: F) -> F:
-        own = inspect.signature(function)
-        *parameters, rest = own.parameters.values()
-        keyword = inspect.Parameter.KEYWORD_ONLY
+    def decorate(function: F) -> F:
+        signature = inspect.signature(function)
+        *parameters, var_keyword = signature.parameters.values()
+        keyword_only = inspect.Parameter.KEYWORD_ONLY
         for name, hint in kind.__annotations__.items():
-            plain = get_args(hint)[0] if option_of(hint) else hint
-            written = getattr(plain, "__forward_arg__", plain)
-            parameters.append(inspect.Parameter(name, keyword, default=None, annotation=written))
-        function.__signature__ = own.replace(parameters=[*parameters, rest])  # type: ignore[attr-defined]
+            type_hint = get_args(hint)[0] if option_of(hint) else hint
+            annotation = getattr(type_hint, "__forward_arg__", type_hint)
+            parameters.append(inspect.Parameter(name, keyword_only, default=None, annotation=annotation))
+        parameters.append(var_keyword)
+        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return function
 
-    return listed
+    return decorate
 
 
 @dataclass(frozen=True)
 class Method:
-    """One way of decoding: its parts, `proposer` and `accept`, which must be there, and their dials; a dial that is left out has the
-    part's own default.
-    """
+    """A way of decoding. `dials` has the parts `proposer` and `accept`, and their dials; a missing dial has the part's default."""
 
     about: str
     dials: MethodDials
@@ -314,50 +313,51 @@ METHODS = {
 
 
 def check_method(name: str) -> str:
-    """The name of a method, or `AUTO`; InputError lists what exists."""
-    if name not in (*METHODS, AUTO):
-        apart = "; dials such as lambda=3 stand beside the name in `bench --methods` alone, elsewhere they are options"
-        raise InputError(unknown("method", name, [*METHODS, AUTO]) + apart * ("=" in name))
-    return name
+    """Check that a name is a method's or `AUTO`, and return it; raise InputError with the methods' names."""
+    if name in (*METHODS, AUTO):
+        return name
+    message = unknown("method", name, [*METHODS, AUTO])
+    if "=" in name:
+        message += "; dials such as lambda=3 stand beside the name in `bench --methods` alone, elsewhere they are options"
+    raise InputError(message)
 
 
 def drawn_with(method: str, auto: str | None, settings: Mapping[str, Any] | None = None) -> str:
-    """A method as users read it, with the reason where `auto` chose it; where settings say so, also a rule that is not the method's
-    own, and the draft that was fitted.
-    """
-    said = method if settings is None else with_rule(method, settings)
-    said = said if auto is None else f"{said} (auto: {auto})"
+    """Return a method in words, with the reason for which `auto` chose it, another rule than its own, and a fitted draft."""
+    label = method if settings is None else with_rule(method, settings)
+    if auto is not None:
+        label += f" (auto: {auto})"
     if settings is None or not settings.get("fit"):
-        return said
-    where = "this CPU" if str(settings["device"]).startswith("cpu") else "this device"
+        return label
+    machine = "this CPU" if str(settings["device"]).startswith("cpu") else "this device"
     draft = draft_of(settings)
     if draft is None:
-        return f"{method}, as plain decoding is the fastest on {where}"
-    return f"{said}, {draft}, fitted to {where}"
+        return f"{method}, as plain decoding is the fastest on {machine}"
+    return f"{label}, {draft}, fitted to {machine}"
 
 
 def with_rule(method: str, settings: Mapping[str, Any]) -> str:
-    """A method's name, with the rule where settings have another than the method's own, and what drafts for plain decoding."""
-    usual, rule, proposer = METHODS[settings["method"]].dials, settings["accept"], settings["proposer"]
-    if settings["method"] == BASELINE and proposer != usual["proposer"]:
+    """Return a method's name, with a rule that is not the method's own, and with a proposer in plain decoding."""
+    dials, rule, proposer = METHODS[settings["method"]].dials, settings["accept"], settings["proposer"]
+    if settings["method"] == BASELINE and proposer != dials["proposer"]:
         method += f", proposer {proposer}"
-    return method if rule == usual["accept"] else f"{method}, rule {rule}"
+    return method if rule == dials["accept"] else f"{method}, rule {rule}"
 
 
 def place_of(settings: Mapping[str, Any]) -> str:
-    """Where and in what precision pictures are drawn, such as "cpu (int8 weights, bfloat16)"."""
+    """Return the device and the precision of drawing, such as "cpu (int8 weights, bfloat16)"."""
     return f"{settings['device']} ({settings['dtype'].replace('int8,', 'int8 weights,')})"
 
 
 def draft_of(settings: Mapping[str, Any]) -> str | None:
-    """The draft of settings in words; None where there is none."""
+    """Return the draft of settings in words; None without a draft."""
     if settings.get("window") is not None:
         return f"a window of {settings['window']}"
     tree = settings.get("tree")
     if tree is None:
         return None
     if tree.startswith("["):
-        from lanternpp.trees.static import is_chain  # needs torch, which help does not
+        from lanternpp.trees.static import is_chain  # imports torch, which `--help` does not wait for
 
         shape = json.loads(tree)
         return f"a {'chain' if is_chain(shape) else 'tree'} of {len(shape)}"

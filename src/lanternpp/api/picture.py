@@ -21,10 +21,10 @@ from lanternpp.util.files import replacing
 PAPER, INK, QUIET, ACCENT = "#ffffff", "#1a1a1a", "#5c5c5c", "#b3470e"
 MARGIN = 32  # pixels around everything, and between panels
 TITLE, HEADING, FIGURE = 26, 26, 20  # font sizes in pixels
-LEADING = 1.4  # line height over font size
-BAR = 10  # pixels that a bar under a figure is high
+LINE_HEIGHT = 1.4  # over font size
+BAR_HEIGHT = 10  # pixels of a bar under a figure
 font = ImageFont.load_default  # at a size in pixels
-MOST_PIXELS = 1 << 26  # of a picture that is read
+MAX_PIXELS = 1 << 26  # of a picture that is read
 UPLOADED = ("PNG", "JPEG", "WEBP")  # some of Pillow's other decoders start programs
 PNG_END = bytes.fromhex("00 00 00 00 49 45 4E 44 AE 42 60 82")  # the chunk that closes a PNG
 
@@ -37,11 +37,11 @@ class Panel:
     heading: str
     figures: Sequence[str]
     highlight: str = ""  # printed last, in colour
-    shares: Sequence[float] = ()  # of the width, 0 to 1: a bar under each figure, to compare the sides by
+    shares: Sequence[float] = ()  # of the width, 0 to 1: bars that compare the sides, one under each figure
 
 
 def grid(images: Sequence[Image.Image], gap: int = 2) -> Image.Image:
-    """Pictures of one size in a grid that is nearly square, row by row, with `gap` pixels between them. One picture stays as it is."""
+    """Return pictures of one size as a nearly square grid, row by row, with `gap` pixels between. A single picture stays as it is."""
     if len(images) == 1:
         return images[0].convert("RGB")
     columns = squarest(len(images))
@@ -55,41 +55,41 @@ def grid(images: Sequence[Image.Image], gap: int = 2) -> Image.Image:
 
 
 def squarest(count: int) -> int:
-    """Columns of a grid of so many pictures."""
+    """Return the columns of a nearly square grid of `count` pictures."""
     return math.ceil(math.sqrt(count))
 
 
 def enlarged_grid(images: Sequence[Image.Image], side: int) -> Image.Image:
-    """A grid about `side` pixels wide at most, by an integer factor: every pixel stays a sharp square."""
+    """Return a grid about `side` pixels wide at most, enlarged by an integer factor, so that every pixel stays a sharp square."""
     factor = max(1, side // (squarest(len(images)) * max(images[0].size)))
     return grid([ImageOps.scale(image, factor, Image.Resampling.NEAREST) for image in images], gap=4)
 
 
 def comparison(title: str, panels: Sequence[Panel], side: int = 512) -> Image.Image:
-    """Panels side by side under a title, each picture or grid about `side` pixels wide."""
+    """Draw panels side by side under a title, each picture or grid about `side` pixels wide."""
     sheets = [enlarged_grid(panel.images, side) for panel in panels]
     width = max(side, *(sheet.width for sheet in sheets))
     height = max(sheet.height for sheet in sheets)
-    heading = wrap(title, TITLE, len(panels) * (width + MARGIN) - MARGIN)
-    top = MARGIN + round(len(heading) * TITLE * LEADING + TITLE * 0.6)
-    below = max(len(panel.figures) + bool(panel.highlight) for panel in panels)
-    bars = max(len(panel.shares) for panel in panels) * 2 * BAR
-    text = round((HEADING + below * FIGURE) * LEADING + FIGURE) + bars
+    title_lines = wrap(title, TITLE, len(panels) * (width + MARGIN) - MARGIN)
+    top = MARGIN + round(len(title_lines) * TITLE * LINE_HEIGHT + TITLE * 0.6)
+    num_lines = max(len(panel.figures) + (1 if panel.highlight else 0) for panel in panels)
+    bars = max(len(panel.shares) for panel in panels) * 2 * BAR_HEIGHT
+    text = round((HEADING + num_lines * FIGURE) * LINE_HEIGHT + FIGURE) + bars
     canvas = Image.new("RGB", (len(panels) * (width + MARGIN) + MARGIN, top + height + text + MARGIN), PAPER)
     draw = ImageDraw.Draw(canvas)
-    write(draw, heading, (MARGIN, MARGIN), TITLE, INK)
+    write(draw, title_lines, (MARGIN, MARGIN), TITLE, INK)
     for i, (panel, sheet) in enumerate(zip(panels, sheets, strict=True)):
         left = MARGIN + i * (width + MARGIN)
         canvas.paste(sheet, (left, top))
-        at = write(draw, [fit(panel.heading, HEADING, width)], (left, top + height + FIGURE), HEADING, INK)
+        y = write(draw, [fit(panel.heading, HEADING, width)], (left, top + height + FIGURE), HEADING, INK)
         for line, share in zip_longest(panel.figures, panel.shares):
-            at = write(draw, [fit(line, FIGURE, width)], (left, at), FIGURE, QUIET)
+            y = write(draw, [fit(line, FIGURE, width)], (left, y), FIGURE, QUIET)
             if share is not None:
-                bar = (left, at, left + max(1, round(share * width)) - 1, at + BAR - 1)
+                bar = (left, y, left + max(1, round(share * width)) - 1, y + BAR_HEIGHT - 1)
                 draw.rectangle(bar, fill=ACCENT if panel.highlight else QUIET)
-                at += 2 * BAR
+                y += 2 * BAR_HEIGHT
         if panel.highlight:
-            write(draw, [fit(panel.highlight, FIGURE, width)], (left, at), FIGURE, ACCENT)
+            write(draw, [fit(panel.highlight, FIGURE, width)], (left, y), FIGURE, ACCENT)
     return canvas
 
 
@@ -101,9 +101,9 @@ def notes(
     versions: Mapping[str, str],
     images: int = 1,
 ) -> dict[str, str]:
-    """The text chunks of a PNG: all that draws it again, and nothing that varies between equal runs.
+    """Return the text chunks of a PNG: everything that drawing it again needs, and nothing that varies between equal runs.
 
-    settings: as `Pipeline.describe` gives them. versions: of the libraries that the result depends on.
+    settings: as `Pipeline.describe` returns them. versions: of the libraries that the result depends on.
     """
     return {
         "prompt": prompt,
@@ -116,44 +116,41 @@ def notes(
 
 
 def digests(pictures: Sequence[Image.Image]) -> str:
-    """A hash of the pixels of each, for notes."""
-    return " ".join(sha256(one.tobytes()).hexdigest()[:16] for one in pictures)
+    """Return the hashes of the pictures' pixels, for notes."""
+    return " ".join(sha256(picture.tobytes()).hexdigest()[:16] for picture in pictures)
 
 
 def save_png(image: Image.Image, path: Path, notes: Mapping[str, str]) -> None:
-    """Write a picture as a PNG with `notes` as its text chunks, completely or not at all. It has no date.
-
-    Makes the folder where it is missing. Raises InputError where the file cannot be written.
-    """
+    """Write a PNG with `notes` as text chunks and without a date, completely or not at all; make its folder. InputError."""
     with replacing(path) as temporary:
         temporary.write_bytes(png_bytes(image, notes))
 
 
 def png_bytes(image: Image.Image, notes: Mapping[str, str]) -> bytes:
-    """The bytes that `save_png` writes."""
-    written, chunks = io.BytesIO(), PngInfo()
+    """Return the bytes that `save_png` writes."""
+    buffer, chunks = io.BytesIO(), PngInfo()
     for key, value in notes.items():
         chunks.add_text(key, value)
-    image.save(written, format="PNG", pnginfo=chunks)
-    return written.getvalue()
+    image.save(buffer, format="PNG", pnginfo=chunks)
+    return buffer.getvalue()
 
 
 def open_image(path: Path | IO[bytes]) -> Image.Image | str:
-    """A file's picture as RGB, with the notes of a PNG in its `info`; or why it cannot be read. An open file is of `UPLOADED`."""
+    """Read a picture as RGB, with a PNG's notes in its `info`, or return the error's text. Open files must have a format of `UPLOADED`."""
     try:
         with Image.open(path, formats=None if isinstance(path, Path) else UPLOADED) as file:
-            if file.width * file.height > MOST_PIXELS:
-                return f"it has {file.width}x{file.height} pixels, more than {MOST_PIXELS:,}"
+            if file.width * file.height > MAX_PIXELS:
+                return f"it has {file.width}x{file.height} pixels, more than {MAX_PIXELS:,}"
             return as_rgb(ImageOps.exif_transpose(file))
     except FileNotFoundError:
         return "missing"
-    # of a damaged file, decoders and their metadata raise errors of many kinds
+    # Decoders raise errors of many kinds for damaged files and metadata.
     except Exception as error:
         return str(error).replace(str(path), "").strip(" '") or type(error).__name__
 
 
 def as_rgb(image: Image.Image) -> Image.Image | str:
-    """A picture as RGB, transparent ones on white, greys of 16 bits as 8; or why that cannot be."""
+    """Convert a picture to RGB, transparency to white, greys of 16 bits to 8; or return the reason why that is impossible."""
     if image.mode.startswith("I;16"):  # `convert` would clip them
         return image.convert("I").point(lambda grey: grey / 256).convert("L").convert("RGB")
     if image.mode in ("I", "F"):
@@ -161,14 +158,14 @@ def as_rgb(image: Image.Image) -> Image.Image | str:
     if image.has_transparency_data:
         sheet = Image.new("RGBA", image.size, PAPER)
         sheet.alpha_composite(image.convert("RGBA"))
-        # what is transparent is no longer, where a caller converts the picture again
+        # Pillow would make this colour transparent again if a caller converted the picture.
         sheet.info = {name: value for name, value in image.info.items() if name != "transparency"}
         image = sheet
     return image.convert("RGB")
 
 
 def png_notes(path: Path) -> dict[str, str] | None:
-    """The text chunks of a PNG; None where it is no PNG, truncated or damaged."""
+    """Read the text chunks of a PNG; return None for another format, and for a truncated or damaged file."""
     try:
         with path.open("rb") as file:
             file.seek(-len(PNG_END), os.SEEK_END)
@@ -181,23 +178,23 @@ def png_notes(path: Path) -> dict[str, str] | None:
         return None
 
 
-def write(draw: ImageDraw.ImageDraw, lines: Sequence[str], at: tuple[int, int], size: int, ink: str) -> int:
-    """Lines of text from a top left corner down; returns where the next line would begin."""
-    left, top = at
+def write(draw: ImageDraw.ImageDraw, lines: Sequence[str], xy: tuple[int, int], size: int, ink: str) -> int:
+    """Draw lines of text down from their top left corner `xy`; return the y of the next line."""
+    left, top = xy
     for line in lines:
         draw.text((left, top), line, fill=ink, font=font(size))
-        top += round(size * LEADING)
+        top += round(size * LINE_HEIGHT)
     return top
 
 
-def wrap(text: str, size: int, width: int, most: int = 3) -> list[str]:
-    """Text in at most `most` lines of at most `width` pixels; what does not fit ends in an ellipsis."""
+def wrap(text: str, size: int, width: int, max_lines: int = 3) -> list[str]:
+    """Wrap text into at most `max_lines` lines of at most `width` pixels; longer text ends in an ellipsis."""
     lines, words = [""], text.split()
     for i, word in enumerate(words):
         longer = f"{lines[-1]} {word}".strip()
         if not lines[-1] or font(size).getlength(longer) <= width:
             lines[-1] = longer
-        elif len(lines) < most:
+        elif len(lines) < max_lines:
             lines.append(word)
         else:
             lines[-1] = " ".join([lines[-1], *words[i:]])
@@ -206,7 +203,7 @@ def wrap(text: str, size: int, width: int, most: int = 3) -> list[str]:
 
 
 def fit(text: str, size: int, width: int) -> str:
-    """Text truncated to `width` pixels, with an ellipsis."""
+    """Truncate text to `width` pixels, with an ellipsis."""
     if font(size).getlength(text) <= width:
         return text
     text = text[:width]  # a character takes a pixel or more

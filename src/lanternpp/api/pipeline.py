@@ -16,7 +16,7 @@ from torch import Tensor
 from lanternpp.api import calls
 from lanternpp.api.calls import Request
 from lanternpp.api.defaults import Chosen, Defaults, conditions
-from lanternpp.api.engines import BYTES, Engines
+from lanternpp.api.engines import ENGINE_BYTES, Engines
 from lanternpp.api.model import MODELS, Model, model_folder, placed
 from lanternpp.api.options import AUTO, CallOptions, PictureDials, Prompts, Settings, StreamOptions, listing
 from lanternpp.api.results import Partial, Result, Stats, UnfinishedError, check_output, output, versions
@@ -35,15 +35,15 @@ __all__ = ["Partial", "Pipeline", "Result", "Stats", "versions"]
 class Pipeline(Engines):
     """A model that draws: its target, its drafter if it has one, and the engines for the settings used last.
 
-    Several threads may call one pipeline: their calls take turns, each drawing the pictures that it would draw alone,
-    and one that ends in an error leaves the others as they are. `progress` and `callback` are called within their call's
-    turn, so they must not wait for another thread's call. For drawing at the same time each thread needs a pipeline of its
-    own, or an engine (`new_engine`), which belongs to one thread.
+    Several threads may call one pipeline: their calls take turns, and each draws the pictures that it would draw alone.
+    A call that ends in an error does not affect the calls of other threads. `progress` and `callback` are called within
+    their call's turn, so they must not wait for another thread's call. To draw at the same time, each thread needs a
+    pipeline of its own, or an engine (`new_engine`), which belongs to one thread.
     """
 
-    def __init__(self, model: Model, name: str, tuned: bool = True, engine_bytes: int = BYTES):
+    def __init__(self, model: Model, name: str, tuned: bool = True, engine_bytes: int = ENGINE_BYTES):
         super().__init__(model, name, engine_bytes)
-        self.defaults = Defaults.read(model.folder, model.other, model.target, tuned)
+        self.defaults = Defaults.read(model.folder, model.drafter, model.target, tuned)
 
     @classmethod
     def from_pretrained(
@@ -54,101 +54,104 @@ class Pipeline(Engines):
         dtype: str | torch.dtype = "auto",
         size: str | int | tuple[int, int] | None = None,
         tuned: bool = True,
-        engine_bytes: int = BYTES,
+        engine_bytes: int = ENGINE_BYTES,
         tensor_parallel: bool = False,
     ) -> Self:
-        """A model by name, path or hub id; `drafter` likewise (default: the model's own).
+        """Load a model by name, path or hub id, and a drafter that is named likewise (default: the model's own).
 
         size: "768x512" or (768, 512), width first, or 768, in pixels, for models that draw more than one size.
         dtype: float32, bfloat16, float16, float64, or auto, the fastest here; int8 keeps the target's weights in
         8 bits and computes in auto's dtype, which auto does too for a model of codes on a CPU with kernels.
-        tuned: whether what `lanternpp tune` found for this model is a default where it was measured.
-        engine_bytes: what engines may take that are kept for the next call with the same settings, caches of keys and
-        values for the most part. The latest is kept whatever it takes.
+        tuned: whether settings that `lanternpp tune` found for this model are defaults under the conditions of the tuning.
+        engine_bytes: the most bytes that engines kept for the next call with the same settings take, mostly KV caches.
+        The latest engine is kept whatever its size.
         tensor_parallel: divide a target of transformers among the processes that torchrun started, a card for each, by the
-        plan of its class; all of them make the same calls, and get the same pictures.
+        plan of its class; all processes make the same calls, and get the same pictures.
         Raises InputError where a name is unknown or a file is missing, truncated or of another model.
         """
-        called = calls.text("model", model)
-        other = None if drafter is None else model_folder(calls.text("drafter", drafter), "drafter")
-        folder = model_folder(called)
-        on, kind, int8 = placed(device, dtype, folder)
+        name = calls.text("model", model)
+        drafter_folder = None if drafter is None else model_folder(calls.text("drafter", drafter), "drafter")
+        folder = model_folder(name)
+        device, compute_dtype, int8 = placed(device, dtype, folder)
         if tensor_parallel:
             if dtype == INT8:
                 raise InputError("dtype int8 does not go with tensor_parallel; leave one of them out")
             int8 = False
-        here = folder.resolve().stem if folder.is_file() else folder.name
-        name = called if called in MODELS or not Path(called).exists() else here
-        size = calls.size_text(size)
-        read = Model(folder, other, on, kind, not tensor_parallel, size, int8, tensor_parallel)
-        return cls(read, name, tuned, engine_bytes)
+        if name not in MODELS and Path(name).exists():
+            name = folder.resolve().stem if folder.is_file() else folder.name
+        packed, size = not tensor_parallel, calls.size_text(size)
+        networks = Model(folder, drafter_folder, device, compute_dtype, packed, size, int8, tensor_parallel)
+        return cls(networks, name, tuned, engine_bytes)
 
     def to(
         self,
         device: str | torch.device | torch.dtype | None = None,
         dtype: str | torch.dtype | None = None,
     ) -> Self:
-        """Move to another device, to another dtype, or both; returns this pipeline. A dtype alone may be given first.
+        """Move to another device, to another dtype, or both; return this pipeline. A dtype alone may be given first.
 
-        The weights are read again from their files, for a moment beside the present ones: nothing is lost by a
-        narrower dtype on the way. Both are named as in `from_pretrained`. Raises InputError, and is then as before.
+        The weights are read again from their files, so a narrower dtype before costs no precision; for a moment both copies
+        take memory. `device` and `dtype` are named as in `from_pretrained`.
+        Raises InputError, after which the pipeline is as before.
         """
         if isinstance(device, torch.dtype):
             device, dtype = None, device if dtype is None else dtype
         with self._lock:
             model = self.model
-            usual = INT8 if model.int8 else model.dtype
-            on, kind, int8 = placed(device or model.device, dtype or usual, model.folder)
-            if (on, kind, int8) != (model.device, model.dtype, model.int8):
-                self._use(replace(model, device=on, dtype=kind, int8=int8))
+            current_dtype = INT8 if model.int8 else model.dtype
+            placement = placed(device or model.device, dtype or current_dtype, model.folder)
+            if placement != (model.device, model.dtype, model.int8):
+                new_device, new_dtype, int8 = placement
+                self._set_model(replace(model, device=new_device, dtype=new_dtype, int8=int8))
         return self
 
     def chosen(self, method: str | None = AUTO) -> Chosen:
-        """The method that a name means on this model, which is another where the name is "auto".
+        """Return the method that a name means on this model; for "auto", with the reason.
 
-        That takes the method of the model's defaults, else the tuned one, else the fastest lossless method for the
+        "auto" takes the method of the model's defaults, else the tuned one, else the fastest lossless method for the
         drafter that the model has.
         """
         return self.defaults.chosen(method)
 
     @listing(PictureDials)
     def settings(self, method: str | None = AUTO, **overrides: Unpack[PictureDials]) -> Settings:
-        """A method's settings on this model: overrides, tuned settings, the model's defaults, the method's row.
+        """Return a method's settings on this model: overrides, tuned settings, the model's defaults, the method's row.
 
-        A draft that is to be fitted to the machine is still the model's own: `fit` fits it.
+        Settings whose `fit` is true still have the model's own draft: the method `fit` replaces it.
 
         Raises InputError, also where an override is a dial that no part of the method reads.
         """
-        settings = self.defaults.settings(method, overrides, self._where)
+        settings = self.defaults.settings(method, overrides, self._placement)
         return for_target(settings, self.target, self.name, overrides)
 
     def fit(self, settings: Settings) -> Settings:
-        """Settings with the draft that is fastest on this machine, or with plain decoding's where that is.
+        """Return the settings with the draft that is fastest on this machine, or plain decoding's where no draft is faster.
 
-        Unknown steps are measured now, which takes at most a second or 5 % of a picture's time. Settings whose
-        draft was given or tuned stay as they are, and so do those for which no acceptance rates are known yet. Their `fit` is False.
+        Steps that were not measured before are measured now, in at most a second or 5 % of a picture's time. Settings whose
+        draft was given or tuned, or whose acceptance rates are not known yet, keep their draft and get `fit` False.
         """
-        # processes that share a target would time steps and choose drafts each for itself
+        # Processes that share a target would each time steps, and could choose different drafts.
         if not settings.fit or self.target.channels or self.target.decoder.ranks > 1:
             return replace(settings, fit=False)
         with self._lock:
             return self._fit(settings)
 
     def bound(self, settings: Settings) -> str | None:
-        """One sentence on what bounds passes on this machine; None where `fit` measured nothing for such settings."""
+        """Return a sentence on what bounds passes on this machine; None where `fit` measured nothing for such settings."""
         return None if self.target.channels else self._fit.bound(settings)
 
     def at_batch(self, settings: Settings, rows: int) -> Settings:
-        """These settings for `rows` pictures at once: a draft that was tuned for so many, else a fitted one."""
-        one, several = (self.settings(settings.method, batch_size=size) for size in (1, rows))
-        made = replace(settings, batch_size=rows)
-        if (settings.proposer, settings.tree, settings.fit) == (one.proposer, one.tree, one.fit):
-            made = replace(with_tree(made, several.tree), fit=several.fit)
-        return self.fit(made)
+        """Return the settings for `rows` pictures at once: with a draft tuned for this batch size, else a fitted one."""
+        single = self.settings(settings.method, batch_size=1)
+        batched = self.settings(settings.method, batch_size=rows)
+        resized = replace(settings, batch_size=rows)
+        if (settings.proposer, settings.tree, settings.fit) == (single.proposer, single.tree, single.fit):
+            resized = replace(with_tree(resized, batched.tree), fit=batched.fit)
+        return self.fit(resized)
 
     @property
     def device(self) -> torch.device:
-        """Where the target is."""
+        """The target's device."""
         return next(self.target.parameters()).device
 
     @property
@@ -157,25 +160,23 @@ class Pipeline(Engines):
         return self.model.dtype_name
 
     def conditions(self, settings: Settings) -> dict[str, Any]:
-        """The conditions that a tuning is valid for: device type, dtype, batch size, and the method's parts."""
-        return conditions(settings, self._where)
+        """Return the conditions that a tuning is valid for: device type, dtype, batch size, and the method's parts."""
+        return conditions(settings, self._placement)
 
     @property
-    def _where(self) -> dict[str, str]:
+    def _placement(self) -> dict[str, str]:
         return {"device": self.device.type, "dtype": self.dtype}
 
     def can_draft(self, settings: Settings) -> bool:
-        """Whether this model has what the settings need: the network that drafts, a codebook or a diffusion head for some rules.
-
-        No weights are read.
-        """
+        """Return whether the model has the network, codebook or diffusion head that the settings need. Reads no weights."""
         return suits(settings, self.target) and self.defaults.holds(network_needed(settings))
 
     def describe(self, settings: Settings) -> dict[str, Any]:
-        """Settings as results report them: with the device, the dtype, and the effect of 8-bit weights."""
-        effect = {"int8": asdict(self.model.effect)} if self.model.effect else {}
-        where = {"device": str(self.device), "dtype": self.dtype, **effect}
-        return asdict(settings) | where | {"tuned": self.defaults.is_tuned(settings)}
+        """Return settings as results report them: with the device, the dtype, and the effect of 8-bit weights."""
+        report = asdict(settings) | {"device": str(self.device), "dtype": self.dtype}
+        if self.model.effect:
+            report["int8"] = asdict(self.model.effect)
+        return report | {"tuned": self.defaults.is_tuned(settings)}
 
     @overload
     def __call__(
@@ -211,34 +212,34 @@ class Pipeline(Engines):
     def __call__(
         self, prompt: Prompts, n: int | None = 1, *, output_type: str = "pil", **options: Unpack[CallOptions]
     ) -> Result[Any]:
-        """Draw n pictures per prompt; picture i of a prompt has seed + i. Several seeds: one for each prompt; default: 0.
+        """Draw n pictures per prompt; picture i of a prompt has seed + i. A list of seeds has one per prompt; default: 0.
 
-        method: a name of `METHODS`, or "auto": see `chosen`; `stats.method` says which was taken, `stats.auto` why.
+        method: a name of `METHODS`, or "auto": see `chosen`; `stats.method` is the method that was taken, `stats.auto` the reason.
         progress: called with (decided codes, all codes) after every prompt and every pass.
-        callback: called with a `Partial` at the same times, which has the codes so far and, if its `images` are read,
-        the unfinished pictures. An exception of it ends the call.
+        callback: called at the same times with a `Partial`, which has the codes so far and, if its `images` are read,
+        the unfinished pictures. An exception that it raises ends the call.
         generator: a torch.Generator that draws a seed for each picture, in place of `seed`; `seeds` of the result has them.
-        output_type: what `images` of the result is: "pil", a list of PIL images; "np", an array [n, H, W, 3] of float32 in 0 to
-        1; "pt", a tensor [n, 3, H, W] of the same; "codes", empty, as `codes` of the result is all that you want.
-        image: a PIL image or a file, or a list of these, that every prompt shows; for Emu3.5 and GLM-Image.
-        dials: every other field of `Settings`; one that is left out or None is the method's or the model's default.
+        output_type: the type of the result's `images`: "pil", a list of PIL images; "np", an array [n, H, W, 3] of float32 in 0
+        to 1; "pt", a tensor [n, 3, H, W] of the same; "codes", an empty list, where `codes` of the result is enough.
+        image: a PIL image or a file, or a list of these, which every prompt refers to; for Emu3.5 and GLM-Image.
+        dials: every other field of `Settings`; a dial that is left out or None is the method's or the model's default.
         measure_tv=True reports `tv_cost`, which takes time.
         Raises InputError.
         """
         check_output(self.target, output_type)
         progress, callback = options.pop("progress", None), options.pop("callback", None)
         request = self.request(prompt, n, **options)
-        with self._taken(request.settings, request.shape) as engine:
+        with self._engine_in_use(request.settings, request.shape) as engine:
             return self.draw(engine, request, progress, callback, output_type)
 
     @listing(StreamOptions)
     def stream(
         self, prompt: Prompts, n: int | None = 1, **options: Unpack[StreamOptions]
     ) -> Iterator[Partial]:
-        """Draw as a call does, and give the pictures so far after every prompt and every pass.
+        """Draw as a call does, and yield the pictures so far after every prompt and every pass.
 
-        The last `Partial` has the `result` that a call returns, of PIL images. Between two of them other calls may draw. To end
-        early, leave the loop. Raises InputError at once, before the first picture.
+        The last `Partial` has the `result` that a call returns, of PIL images. Between two partials other calls may draw. To
+        end early, leave the loop. Raises InputError at once, before the first picture.
         """
         check_output(self.target, "pil")
         return self._stream(self.request(prompt, n, **options))
@@ -259,11 +260,12 @@ class Pipeline(Engines):
             if function is not None and not callable(function):
                 raise InputError(f"{name} {function!r} is no function; give one, or leave it out")
         with self._lock:
-            began, described = time.perf_counter(), self.describe(request.settings)
+            began = time.perf_counter()
+            described = self.describe(request.settings)
             watch = None if callback is None else lambda batch: callback(request.partial(batch))
             try:
-                for place, sample in drawing(engine, request.prompts, request.seeds, progress, watch):
-                    request.found[place] = sample
+                for index, sample in drawing(engine, request.prompts, request.seeds, progress, watch):
+                    request.found[index] = sample
             except KeyboardInterrupt:
                 if not request.found:
                     raise
@@ -274,43 +276,44 @@ class Pipeline(Engines):
         return result
 
     def images(self, codes: Tensor, target: Target | None = None) -> list[Image.Image]:
-        """codes [n, length], of the model's target or another -> n pictures, one at a time: their rounding does not depend on n."""
+        """Decode codes [n, length], of the model's target or another, to n pictures, whose rounding does not depend on n."""
         return images_of(target or self.target, codes)
 
     def request(self, prompt: Any, n: Any, image: Any = None, **options: Any) -> Request:
-        """The arguments of a call, checked, with the settings it draws with, for `draw`. InputError."""
+        """Check the arguments of a call, and return its prompts, seeds and settings, for `draw`; raise InputError."""
         prompts, n = calls.prompts(prompt), calls.integer("n", 1 if n is None else n)
-        if not 1 <= n <= calls.MOST_PICTURES:
-            raise InputError(f"n {n} is out of range; use 1 to {calls.MOST_PICTURES:,}")
-        given = {"seed": None, "generator": None, "method": AUTO} | options
-        seed, generator, method = (given.pop(name) for name in ("seed", "generator", "method"))
-        seeds = calls.seeds(seed, generator, len(prompts), n)
+        if not 1 <= n <= calls.MAX_PICTURES:
+            raise InputError(f"n {n} is out of range; use 1 to {calls.MAX_PICTURES:,}")
+        seeds = calls.seeds(options.pop("seed", None), options.pop("generator", None), len(prompts), n)
         if image is not None:
-            shown = calls.pictures(image)
+            images = calls.pictures(image)
             with self._lock:
-                prompts = [self.target.depicted(one, shown) for one in prompts]
+                prompts = [self.target.depicted(prompt, images) for prompt in prompts]
             if len(set(map(shape_of, prompts))) > 1:
                 raise InputError("these prompts differ in length, so each edits in a call of its own")
-        size = given.get("batch_size")
-        size = typed("batch_size", min(len(seeds), 8) if size is None else size)
-        settings = self.settings(method, **{**given, "batch_size": calls.batch_size(size, len(seeds))})
-        if given.get("compile") is None and self.is_warm(settings):
+        method, batch_size = options.pop("method", AUTO), options.get("batch_size")
+        batch_size = typed("batch_size", min(len(seeds), 8) if batch_size is None else batch_size)
+        options["batch_size"] = calls.batch_size(batch_size, len(seeds))
+        settings = self.settings(method, **options)
+        if options.get("compile") is None and self.is_warm(settings):
             settings = replace(settings, compile=True)
         settings = self.fit(settings)
-        why = self.chosen(method).reason(settings)
-        request = Request([p for p in prompts for _ in range(n)], seeds, settings, why)
+        reason = self.chosen(method).reason(settings)
+        request = Request([prompt for prompt in prompts for _ in range(n)], seeds, settings, reason)
         with self._lock:
             target = self.target.shaped(request.shape)
-            for one in dict.fromkeys(prompts):
-                target.check(one)  # raise errors of all prompts before drawing any
+            # All prompts are checked before the first picture is drawn.
+            for prompt in dict.fromkeys(prompts):
+                target.check(prompt)
         return request
 
     def _stream(self, request: Request) -> Iterator[Partial]:
-        """The pictures of `stream`. The lock is held while computing alone, not while the caller has a picture."""
+        """Yield the partials of `stream`. The lock is held only while computing, not while the caller has a partial."""
         seconds = 0.0
         with self._lock:
-            engine = self._take(request.settings, request.shape)
-            described = self.describe(request.settings)  # `to` may be called meanwhile
+            engine = self._take_engine(request.settings, request.shape)
+            # The settings are described before drawing, as `to` may be called between two partials.
+            described = self.describe(request.settings)
         steps = request.steps(engine)
         while True:
             with self._lock:
@@ -323,17 +326,17 @@ class Pipeline(Engines):
             yield partial
         with self._lock:
             result = self._result(request, engine.target, seconds, "pil", described)
-            self._keep(request.settings, engine, request.shape)
+            self._keep_engine(request.settings, engine, request.shape)
         yield replace(partial, codes=list(result.codes), result=result)
 
     def _result(
         self, request: Request, target: Target, seconds: float, output_type: str, described: dict[str, Any]
     ) -> Result[Any]:
-        """The result of the samples that are finished, with settings as `describe` gives them. seconds: without those of the pixels."""
+        """Decode the finished samples and return the result. seconds: without the pixels'; described: from `describe`."""
         began = time.perf_counter()
         samples = dict(sorted(request.found.items()))
         codes = torch.stack([sample.codes for sample in samples.values()])
         images = output(target, codes, output_type)
         seconds += time.perf_counter() - began
         stats = Stats.of([*samples.values()], seconds, self.name, described, request.auto)
-        return Result(images, codes.cpu(), stats, [request.seeds[place] for place in samples])
+        return Result(images, codes.cpu(), stats, [request.seeds[index] for index in samples])

@@ -1,7 +1,7 @@
 """Acceptance rates by depth and rank: a fact of a model, its drafter, a method and its strength, and of no machine.
 
-They lie beside the drafter, or beside the model for methods without one, in `acceptance.json`. For what has no row there they
-are counted while pictures are drawn.
+The rates lie in `acceptance.json` beside the drafter, or beside the model for methods without a drafter. Rates of methods that
+have no row there are counted while pictures are drawn.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lanternpp.api.options import DraftDials, RuleDials, Settings, names
-from lanternpp.api.settings import is_joint
+from lanternpp.api.options import SamplingDials, Settings, names
+from lanternpp.api.settings import PART_DIALS, SHAPE_DIALS, is_joint
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.observers import AcceptanceByRank
 from lanternpp.errors import InputError
@@ -26,10 +26,9 @@ from lanternpp.types import TargetOutput
 from lanternpp.util.jsonfile import checked, key_of, read_object
 
 FILE = "acceptance.json"
-EVERY = 32  # steps after which counts are saved, as a process may end with any picture
-SHAPING = {"tree", "window", "verify", "min_survival"}  # `verify` is there as `joint`
-DECIDING = ("proposer", "accept", *(x for x in names(DraftDials, RuleDials) if x not in SHAPING))
-SAMPLED = ("cfg", "temperature", "top_k", "top_p")
+SAVE_INTERVAL = 32  # steps after which counts are saved, as a process may end with any picture
+# `strength` has `joint` in place of `verify`.
+RATE_DIALS = ("proposer", "accept", *(name for name in PART_DIALS if name not in SHAPE_DIALS | {"verify"}))
 
 Rows = tuple[tuple[float, ...], ...]
 
@@ -46,22 +45,22 @@ class Counts:
     passes: int
 
     def __post_init__(self) -> None:
-        tried, kept = sum(self.tried, ()), sum(self.kept, ())
-        alike = [*map(len, self.tried)] == [*map(len, self.kept)]
-        possible = alike and all(0 <= k <= t for t, k in zip(tried, kept, strict=True))
+        same_ranks = [*map(len, self.tried)] == [*map(len, self.kept)]
+        pairs = zip(sum(self.tried, ()), sum(self.kept, ()), strict=True)
+        possible = same_ranks and all(0 <= kept <= tried for tried, kept in pairs)
         if not possible or not all(self.size) or self.passes < 1:
             raise InputError("its counts are no counts of accepted children")
 
     @classmethod
     def of(cls, counter: AcceptanceByRank) -> Counts:
-        """The counts of an observer, of one pass or more."""
-        tried, kept = (tuple(map(tuple, x.tolist())) for x in (counter.tried, counter.kept))
-        return cls(tried, kept, int(counter.passes))
+        """Return the counts of an observer, of one pass or more."""
+        tried = tuple(map(tuple, counter.tried.tolist()))
+        return cls(tried, tuple(map(tuple, counter.kept.tolist())), int(counter.passes))
 
     def __add__(self, other: Counts) -> Counts:
-        """Both together, as deep and wide as the smaller one."""
-        pairs = (self.tried, other.tried), (self.kept, other.kept)
-        tried, kept = (tuple(tuple(map(add, *rows)) for rows in zip(*x, strict=False)) for x in pairs)
+        """Return the sum, as deep and wide as the smaller of both."""
+        tried = tuple(tuple(map(add, *rows)) for rows in zip(self.tried, other.tried, strict=False))
+        kept = tuple(tuple(map(add, *rows)) for rows in zip(self.kept, other.kept, strict=False))
         return Counts(tried, kept, self.passes + other.passes)
 
     @property
@@ -70,30 +69,29 @@ class Counts:
         return len(self.tried), min(map(len, self.tried), default=0)
 
     def cover(self, shape: Shape) -> bool:
-        """Whether acceptance is known at all depths and ranks of a shape."""
+        """Return whether acceptance is known at all depths and ranks of a shape."""
         depth, ranks = self.size
         return max(map(len, shape)) <= depth and max(map(max, shape)) < ranks
 
     def codes(self, shape: Shape) -> float:
-        """Expected codes per pass of a draft of this shape, which they must `cover`."""
-        rows = (zip(*pair, strict=True) for pair in zip(self.tried, self.kept, strict=True))
-        rates = [[(kept + 0.5) / (tried + 1) for tried, kept in row] for row in rows]  # untried: even odds
-        return expected(torch.tensor([row[: self.size[1]] for row in rates], dtype=torch.float64), shape)
+        """Return the expected codes per pass of a draft of this shape, which the counts must `cover`."""
+        ranks = self.size[1]
+        tried = torch.tensor([row[:ranks] for row in self.tried], dtype=torch.float64)  # [depth, rank]
+        kept = torch.tensor([row[:ranks] for row in self.kept], dtype=torch.float64)
+        return expected((kept + 0.5) / (tried + 1), shape)  # Children that were never tried get even odds.
 
 
 def passes(length: int, codes: float) -> float:
-    """Passes after the prefill for a picture of `length` codes, of so many codes each.
-
-    Of the codes that its last draft decides beyond the first, half lie after the end, on average.
-    """
+    """Return the passes after the prefill for a picture of `length` codes, at a mean of `codes` codes per pass."""
+    # Of the codes that the last draft decides beyond the first, half lie after the end, on average.
     return (length - 1 + (codes - 1) / 2) / codes
 
 
 class Counter(AcceptanceByRank):
-    """Counts the acceptance of an engine's drafts and hands the counts over now and then, until they are enough.
+    """Observer that counts the acceptance of an engine's drafts and saves the counts at intervals, until enough are saved.
 
     It then leaves the engine's observers: while it counts, a step is not one call of C. save: takes the counts since the last
-    call; returns whether more are needed.
+    call, and returns whether more are needed.
     """
 
     def __init__(self, engine: Engine, save: Callable[[Counts], bool]):
@@ -105,7 +103,7 @@ class Counter(AcceptanceByRank):
         """Count the children along every accepted path."""
         super().verified(output, count)
         self.steps += 1
-        if self.steps % EVERY == 0 and int(self.passes):
+        if self.steps % SAVE_INTERVAL == 0 and int(self.passes):
             if not self.save(Counts.of(self)):
                 self.observers.remove(self)
             for tally in (self.tried, self.kept, self.passes, self.codes):
@@ -113,12 +111,11 @@ class Counter(AcceptanceByRank):
 
 
 def strength(settings: Settings) -> dict[str, Any]:
-    """The settings that decide acceptance rates, besides the weights: the method's parts, their dials and the sampling.
-
-    Block and traversal verification are one algorithm.
-    """
-    values = {name: getattr(settings, name) for name in (*DECIDING, *SAMPLED)}
-    return {k: v for k, v in values.items() if v is not None} | {"joint": is_joint(settings)}
+    """Return the settings that decide acceptance rates, besides the weights: the method's parts, their dials and the sampling."""
+    values = {name: getattr(settings, name) for name in (*RATE_DIALS, *names(SamplingDials))}
+    # Block and traversal verification are one algorithm.
+    values["joint"] = is_joint(settings)
+    return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -128,7 +125,7 @@ class _Row:
 
 
 def read_rates(folder: Path) -> dict[str, Counts]:
-    """The counts in a folder's `acceptance.json`, by the keys of their strengths; none where there is no file. InputError."""
+    """Read the counts in a folder's `acceptance.json`, if any, and return them by the keys of their strengths; raise InputError."""
     path = folder / FILE
     try:
         content = read_object(path).get("acceptance") if path.is_file() else ()

@@ -1,4 +1,4 @@
-"""Results of drawing: pictures from codes, also unfinished ones, and statistics of the run."""
+"""Results of drawing: finished and unfinished pictures from codes, and statistics of the run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lanternpp.util.registry import unknown
 
 Pictures = TypeVar("Pictures")
 CODES = "codes"
-OUTPUTS = ("pil", "np", "pt", CODES)  # what pictures may be returned as
+OUTPUTS = ("pil", "np", "pt", CODES)  # types of the returned pictures
 GREY = (128, 128, 128)
 
 
@@ -43,7 +43,7 @@ class Stats:
     versions: dict[str, str] = field(repr=False)
     tv_cost: float | None = None  # mean per picture of the total variation cost of relaxed acceptance
     tv_cost_per_image: list[float] = field(default_factory=list, repr=False)  # empty: not measured
-    auto: str | None = None  # why method="auto" took this method; None: it was named
+    auto: str | None = None  # the reason why method="auto" took this method; None: the caller named it
 
     @classmethod
     def of(
@@ -54,9 +54,9 @@ class Stats:
         settings: dict[str, Any],
         auto: str | None,
     ) -> Stats:
-        """Of pictures that were drawn with these settings, as `Pipeline.describe` gives them."""
-        accepted = [count for s in samples for count in s.accepted]
-        costs = [s.tv_cost for s in samples if s.tv_cost is not None]
+        """Return the statistics of pictures; settings: as `Pipeline.describe` returns them."""
+        accepted = [count for sample in samples for count in sample.accepted]
+        costs = [sample.tv_cost for sample in samples if sample.tv_cost is not None]
         codes = sum(accepted)
         return cls(
             method=settings["method"],
@@ -76,7 +76,7 @@ class Stats:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dictionary."""
+        """Return the statistics as a plain dictionary."""
         return asdict(self)
 
 
@@ -84,19 +84,18 @@ class Stats:
 class Result(Generic[Pictures]):
     """Pictures, their codes, and statistics of the run."""
 
-    images: Pictures  # a list of PIL images, or what `output_type` says
+    images: Pictures  # a list of PIL images, or the type of `output_type`
     codes: Tensor  # [n, length] int64; of a continuous target latents, [n, length, C] float32
     stats: Stats
-    # Of each picture, which is drawn again with its seed alone.
-    seeds: list[int] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)  # by picture; the seed alone draws it again
 
 
 @dataclass(frozen=True, eq=False)
 class Partial:
     """Pictures that are being drawn, after a prompt was read or a pass was made.
 
-    codes: for every picture, in the order of the result, those decided so far, [decided] int64; none of one that is not
-    begun. total: the codes of all pictures. result: with the last of a stream, as a call returns it.
+    codes: the codes decided so far of every picture, in the order of the result, [decided] int64; empty before its prefill.
+    total: the number of codes of all finished pictures. result: the result of the call, in the last partial of a stream.
     """
 
     codes: list[Tensor]
@@ -106,19 +105,19 @@ class Partial:
 
     @property
     def decided(self) -> int:
-        """Codes decided so far, of all pictures."""
+        """The number of codes decided so far, of all pictures."""
         return sum(map(len, self.codes))
 
     @cached_property
     def images(self) -> list[Image.Image]:
-        """The pictures so far, grey where nothing is decided yet. Takes as long as decoding finished ones."""
+        """The pictures so far, grey where no codes are decided yet. Takes as long as decoding finished pictures."""
         if self.result is not None:
             return self.result.images
         return [unfinished(self.target, codes) for codes in self.codes]
 
 
 class UnfinishedError(KeyboardInterrupt):
-    """Ctrl-C while pictures were drawn: `result` has those that were finished, `seeds` their seeds."""
+    """Ctrl-C while pictures were drawn: `result` has the finished pictures, `seeds` their seeds."""
 
     def __init__(self, result: Result[Any]):
         super().__init__()
@@ -126,7 +125,7 @@ class UnfinishedError(KeyboardInterrupt):
 
 
 def versions() -> dict[str, str]:
-    """The versions a result depends on."""
+    """Return the versions of the software that a result depends on."""
     return {
         "lanternpp": lanternpp.__version__,
         "torch": torch.__version__,
@@ -135,7 +134,7 @@ def versions() -> dict[str, str]:
 
 
 def check_output(target: Target, kind: str = "pil") -> None:
-    """InputError unless `kind` is one of `OUTPUTS` that this target's codes can become."""
+    """Check that `kind` is one of `OUTPUTS`, and that this target's codes can become it; raise InputError."""
     if kind not in OUTPUTS:
         raise InputError(unknown("output_type", str(kind), OUTPUTS))
     if kind != CODES and target.without_pixels:
@@ -143,7 +142,7 @@ def check_output(target: Target, kind: str = "pil") -> None:
 
 
 def output(target: Target, codes: Tensor, kind: str = "pil") -> Any:
-    """codes [n, length] -> n pictures of height H and width W.
+    """Decode codes [n, length] to n pictures of height H and width W.
 
     kind: "pil", a list of PIL images; "np", an array [n, H, W, 3] of float32 in 0 to 1; "pt", a tensor [n, 3, H, W] of the
     same on the target's device; "codes", an empty list.
@@ -152,39 +151,40 @@ def output(target: Target, codes: Tensor, kind: str = "pil") -> Any:
         return images(target, codes)
     if kind == CODES:
         return []
-    unit = torch.cat([(_pixels(target, one) + 1) / 2 for one in codes.split(1)])
-    return unit.permute(0, 2, 3, 1).cpu().numpy() if kind == "np" else unit
+    pixels = torch.cat([(_pixels(target, row) + 1) / 2 for row in codes.split(1)])  # [n, 3, H, W]
+    return pixels.permute(0, 2, 3, 1).cpu().numpy() if kind == "np" else pixels
 
 
 def images(target: Target, codes: Tensor) -> list[Image.Image]:
-    """codes [n, length] -> n pictures, one at a time: their rounding does not depend on n."""
-    drawn: list[Image.Image] = []
+    """Decode codes [n, length] to n pictures, one at a time, so that their rounding does not depend on n."""
+    pictures: list[Image.Image] = []
     with AdaptiveThreads(target.decoder):
-        for one in codes.split(1):
-            levels = ((_pixels(target, one)[0] + 1) * 127.5).round().byte()
-            drawn.append(Image.fromarray(levels.permute(1, 2, 0).cpu().numpy()))
-    return drawn
+        for row in codes.split(1):
+            levels = ((_pixels(target, row)[0] + 1) * 127.5).round().byte()  # [3, H, W]
+            pictures.append(Image.fromarray(levels.permute(1, 2, 0).cpu().numpy()))
+    return pictures
 
 
 def grid(target: Target, size: tuple[int, int]) -> tuple[int, int]:
-    """Columns and rows of codes in a picture of this size in pixels, without the codes that only end a row."""
-    # no code ends the last row
+    """Return the columns and rows of codes in a picture, without the codes that only end a row. size: width, height in pixels."""
+    # The last row may be shorter than `width`, as no code ends it.
     rows = -(-target.length // target.width)
     width, height = size
     return min(target.width, round(rows * width / height)), rows
 
 
 def unfinished(target: Target, codes: Tensor) -> Image.Image:
-    """A picture whose first codes, [decided], are known; the rest is grey. Takes as long as decoding a finished one.
+    """Decode the first codes [decided] of a picture, grey below them, in the time of a finished picture.
 
-    For decoding, every unknown code repeats the known one above it, so that the known part has much the same surroundings,
-    and looks much the same, as in the finished picture.
+    For decoding, every undecided code repeats the decided code above it: the decided part then has much the same
+    surroundings, and looks much the same, as in the finished picture.
     """
-    decided, known = len(codes), (codes if len(codes) else target.examples(1)).cpu()
-    place = torch.arange(target.length)
-    above = (place - decided) // target.width + 1  # rows up to a decided code
-    source = place.where(place < decided, place - above * target.width).clamp(min=0)
-    (image,) = images(target, known[source][None].to(next(target.parameters()).device))
+    decided = len(codes)
+    codes = (codes if decided else target.examples(1)).cpu()
+    index = torch.arange(target.length)
+    rows_up = (index - decided) // target.width + 1  # [length], to the nearest decided code
+    source = index.where(index < decided, index - rows_up * target.width).clamp(min=0)  # [length]
+    (image,) = images(target, codes[source][None].to(next(target.parameters()).device))
     if decided < target.length:
         columns, rows = grid(target, image.size)
         row, column = divmod(decided, target.width)
@@ -196,5 +196,5 @@ def unfinished(target: Target, codes: Tensor) -> Image.Image:
 
 @inference()
 def _pixels(target: Target, codes: Tensor) -> Tensor:
-    """codes [1, length] -> [1, 3, H, W] of float32 in [-1, 1]."""
+    """Decode codes [1, length] to pixels [1, 3, H, W] of float32 in [-1, 1]."""
     return target.pixels(codes).float().clamp(-1, 1)

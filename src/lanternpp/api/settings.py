@@ -36,86 +36,84 @@ from lanternpp.trees.base import TreeBuilder
 from lanternpp.trees.static import check as check_shape
 from lanternpp.util.registry import Given, check_class, check_made, find, importable, unknown
 
-# By the kind of a part: its name in messages, its entries by name, its base class, and whether it may be given as an object.
+# By the kind of a part: its name in messages, its classes by name, its base class, and whether an object may take its place.
 PARTS: dict[str, tuple[str, Mapping[str, Any], type, bool]] = {
     "accept": ("acceptance rule", RULES, Acceptance, True),
     "proposer": ("proposer", PROPOSERS, Proposer, False),
     "tree": ("tree", TREES, TreeBuilder, True),
 }
-READ = names(DraftDials, RuleDials)  # the dials that parts read
+PART_DIALS = names(DraftDials, RuleDials)  # the dials that parts read
 NO_DRAFT = "none"  # the proposer of plain decoding
-SHAPES = {"tree", "window", "min_survival"}  # dials that decide the shape of a draft
-TREE = "eagle-25"  # default of proposers that take a tree
+SHAPE_DIALS = {"tree", "window", "min_survival"}  # dials that decide the shape of a draft
+DEFAULT_TREE = "eagle-25"  # of proposers that take a tree
 
 
 def resolve(
     method: str, defaults: Mapping[str, Any], overrides: Mapping[str, Any], auto: bool = False
 ) -> Settings:
-    """Overrides, then the model's defaults for the method, then its defaults for all, then the method's row.
+    """Merge overrides, the model's defaults for the method, its defaults for all methods, and the method's row.
 
-    Overrides are the caller's own: their names may be imported (`Importable`), those of defaults may not.
+    Overrides are the caller's own: the names in them may be imported (`Importable`), names in defaults may not.
     auto: the caller named no method; a message says so.
-    Raises InputError where a name is unknown, or an override is a dial that no part of the method reads.
-    Where the row or the defaults have such a dial, because the part that read it was overridden, it is dropped. A draft whose
-    shape is given is not fitted to the machine.
+    Raises InputError where a name is unknown, or an override is a dial that no part of the method reads. Such a dial of the row or
+    of the defaults is dropped: an override has replaced the part that read it. A draft whose shape is an override is not fitted.
     """
-    given = {k: typed(k, v) for k, v in overrides.items() if v is not None}
+    overrides = {name: typed(name, value) for name, value in overrides.items() if value is not None}
     check_method(method)
-    usual: dict[str, Any] = {name: dial.default for name, dial in DIALS.items()}
-    merged = usual | {**METHODS[method].dials} | defaults_of(defaults, method) | given
-    merged["fit"] = merged["fit"] and merged["proposer"] != NO_DRAFT and not given.keys() & SHAPES
+    merged: dict[str, Any] = {name: dial.default for name, dial in DIALS.items()}
+    merged |= {**METHODS[method].dials} | defaults_of(defaults, method) | overrides
+    merged["fit"] = merged["fit"] and merged["proposer"] != NO_DRAFT and not overrides.keys() & SHAPE_DIALS
     if extra := merged.keys() - DIALS.keys():
         name = min(extra)
-        now = RENAMED.get(name)
-        raise InputError(f"option {name!r} is now {now!r}" if now else unknown("option", name, DIALS))
+        if name in RENAMED:
+            raise InputError(f"option {name!r} is now {RENAMED[name]!r}")
+        raise InputError(unknown("option", name, DIALS))
     read = dials_read(merged["proposer"], merged["accept"])
-    unread = [name for name in READ if name not in read]
-    for name in (name for name in unread if name in given):
-        named = ", ".join(DIALS[dial].full_name for dial in READ if dial in read)
+    unread = [name for name in PART_DIALS if name not in read]
+    if useless := [name for name in unread if name in overrides]:
+        name = useless[0]
+        takes = ", ".join(DIALS[dial].full_name for dial in PART_DIALS if dial in read)
         raise InputError(
-            f"{DIALS[name].spoken} {given[name]} would change nothing: method {method!r}"
+            f"{DIALS[name].spoken} {overrides[name]} would change nothing: method {method!r}"
             f"{', which auto takes here,' if auto else ''} has the proposer {merged['proposer']!r} and the rule "
-            f"{merged['accept']!r}, and they {'take ' + named if named else 'have no dials'}"
+            f"{merged['accept']!r}, and they {'take ' + takes if takes else 'have no dials'}"
         )
     merged |= dict.fromkeys(unread)
     if "tree" in read and merged["tree"] is None:
-        merged["tree"] = TREE
-    return _allowed(Settings(method=method, **merged), given)
+        merged["tree"] = DEFAULT_TREE
+    return _allowed(Settings(method=method, **merged), overrides)
 
 
-def _allowed(settings: Settings, given: Container[str] = ()) -> Settings:
-    """The settings with a verifier, the best one by default. A default that their draft does not allow is dropped.
-
-    Raises InputError where it is `given`.
-    """
+def _allowed(settings: Settings, overrides: Container[str] = ()) -> Settings:
+    """Drop dials that the draft does not allow, or raise InputError for an override, and choose a missing verifier."""
     for name in ("min_survival", "verify"):
-        value, wrong = getattr(settings, name), None
+        value, reason = getattr(settings, name), None
         if value and name == "verify":
-            wrong = why_unsupported(_draft_traits(settings), value)
+            reason = why_unsupported(_draft_traits(settings), value)
         elif value:
-            wrong = why_not_shortened(value, build_tree(settings.tree or TREE), settings.compile)
-        if wrong:
-            if name in given:
-                raise InputError(wrong)
+            reason = why_not_shortened(value, build_tree(settings.tree or DEFAULT_TREE), settings.compile)
+        if reason:
+            if name in overrides:
+                raise InputError(reason)
             settings = replace(settings, **{name: None})
     return replace(settings, verify=settings.verify or best_verifier(settings))
 
 
 def best_verifier(settings: Settings) -> str | None:
-    """The verifier that accepts most of these drafts for the same output distribution; None where nothing is drafted."""
+    """Return the verifier that accepts most of these drafts for the same output distribution; None without drafts."""
     drafted = "verify" in dials_read(settings.proposer, settings.accept)
     return best_for(_draft_traits(settings)) if drafted else None
 
 
 def _draft_traits(settings: Settings, proposer: type[Proposer] | None = None) -> DraftTraits:
-    """The properties that decide which verifiers support these settings' drafts; proposer: in place of the settings'."""
+    """Return the traits that decide which verifiers support these drafts; proposer: in place of the settings'."""
     drafting = (proposer or part("proposer", settings.proposer)).draft_sampling(_parts(settings))
     rule = part("accept", settings.accept)
     return DraftTraits(drafting, rule, settings.temperature == 0, settings.residual)
 
 
-def for_target(settings: Settings, target: Target, name: str, given: Mapping[str, Any]) -> Settings:
-    """The settings for a target that is called `name`; `given`: the overrides. InputError where it cannot be sampled so."""
+def for_target(settings: Settings, target: Target, name: str, overrides: Mapping[str, Any]) -> Settings:
+    """Lower dials, except overrides, to the greatest values of a target named `name`; check its sampling, raise InputError."""
     if target.channels:
         from lanternpp.engine.latents import MixtureSampling
 
@@ -124,31 +122,30 @@ def for_target(settings: Settings, target: Target, name: str, given: Mapping[str
         Sampling(settings.temperature, settings.top_k, settings.top_p)
     if settings.top_k > target.vocab > 0:
         raise InputError(f"top-k {settings.top_k} exceeds the {target.vocab} codes of {name}")
-    free = {name: most for name, most in greatest(target).items() if given.get(name) is None}
-    # defaults are for pictures of many rows and codebooks of thousands
-    return replace(settings, **{k: most for k, most in free.items() if (getattr(settings, k) or 0) > most})
+    limits = {dial: limit for dial, limit in greatest(target).items() if overrides.get(dial) is None}
+    # Defaults are for pictures of many rows and codebooks of thousands.
+    lowered = {dial: limit for dial, limit in limits.items() if (getattr(settings, dial) or 0) > limit}
+    return replace(settings, **lowered)
 
 
 def greatest(target: Target) -> dict[str, int]:
-    """The greatest values of the dials that a target's codes and rows limit; none of latents."""
+    """Return the greatest values of the dials that a target's codes and rows limit; latents limit none."""
     if target.channels:
         return {}
-    others = target.vocab - 1
-    return {"neighbours": others, "alternatives": others, "window_rows": -(-target.length // target.width)}
+    max_codes, max_rows = target.vocab - 1, -(-target.length // target.width)
+    return {"neighbours": max_codes, "alternatives": max_codes, "window_rows": max_rows}
 
 
 def suits(settings: Settings, target: Target) -> bool:
-    """Whether a target has what the settings' rule needs, a codebook or a diffusion head, and their drafts suit what it draws."""
+    """Return whether a target has the codebook or diffusion head that the rule needs, and can verify the drafts."""
+    has_needed_head = hasattr(target, "denoiser") or not part("accept", settings.accept).trajectories
     relaxed = "neighbours" in dials_read(settings.proposer, settings.accept)
-    return (
-        (hasattr(target, "denoiser") or not part("accept", settings.accept).trajectories)
-        and (not target.channels or suits_latents(settings))
-        and (target.codebook is not None or not relaxed)
-    )
+    has_needed_codebook = target.codebook is not None or not relaxed
+    return has_needed_head and has_needed_codebook and (not target.channels or suits_latents(settings))
 
 
 def suits_latents(settings: Settings) -> bool:
-    """Whether latents can be drawn with these settings: without a draft, or in a chain of EAGLE's under a rule for latents."""
+    """Return whether latents can be drawn so: without a draft, or with EAGLE's chains under a rule for latents."""
     drafts = _draft_traits(settings)
     chain = drafts.drafting.chain and drafts.drafting.samples_from_q and settings.verify == TOKEN
     return (drafts.rule.lossless or drafts.rule.trajectories) and (
@@ -157,81 +154,78 @@ def suits_latents(settings: Settings) -> bool:
 
 
 def with_tree(settings: Settings, tree: str | None) -> Settings:
-    """The same settings with another tree. A verifier that is not the default is kept where it supports the tree."""
-    default = settings.verify == best_verifier(settings)
-    return _allowed(replace(settings, tree=tree, verify=None if default else settings.verify))
+    """Return the settings with another tree. A verifier that is not the default stays where it supports the tree."""
+    is_default = settings.verify == best_verifier(settings)
+    return _allowed(replace(settings, tree=tree, verify=None if is_default else settings.verify))
 
 
 def typed(name: str, value: Any) -> Any:
-    """An override converted to the type of its field. A part may also be a class, and a rule an object. InputError."""
+    """Convert an override to the type of its field; a part may be a class, and a rule an object. Raises InputError."""
     dial = DIALS.get(name)
     if dial is None:
         return value  # `resolve` raises
     if name == "tree" and isinstance(value, list | tuple):
         return shape_name(check_shape(value, "tree"))
-    called, _, base, objects = PARTS.get(name, ("", {}, object, False))
-    if name in PARTS and not isinstance(value, str | Path) and (isinstance(value, type) or objects):
-        check_class(called, Given(value), value if isinstance(value, type) else type(value), base)
-        return Given(value)
+    if name in PARTS and not isinstance(value, str | Path):
+        label, _, base, may_be_object = PARTS[name]
+        if isinstance(value, type) or may_be_object:
+            check_class(label, Given(value), value if isinstance(value, type) else type(value), base)
+            return Given(value)
     return importable(_read(dial, value, dial.spoken))
 
 
-def _read(dial: Dial, value: Any, called: str) -> Any:
-    """A value as a dial takes it; `called` in messages. Raises InputError."""
-    value = calls.converted(dial.kind, called, value)
-    dial.check(value, called)
+def _read(dial: Dial, value: Any, label: str) -> Any:
+    """Convert and check a dial's value, which messages call `label`; raise InputError."""
+    value = calls.converted(dial.kind, label, value)
+    dial.check(value, label)
     if dial.choices and dial.name not in PARTS and value not in dial.choices:
-        raise InputError(unknown(called, value, dial.choices))
+        raise InputError(unknown(label, value, dial.choices))
     return value
 
 
 def defaults_of(defaults: Mapping[str, Any], method: str) -> dict[str, Any]:
-    """A model's defaults for a method. InputError where one cannot be used."""
-    found = dict[str, Any]()
-    row, at = defaults.get("methods", {}).get(method, {}), f"methods.{method}."
+    """Return a model's defaults for a method; raise InputError where a value cannot be used."""
+    values = dict[str, Any]()
+    row = defaults.get("methods", {}).get(method, {})
     try:
-        for within, values in ("", defaults), (at, row):
-            for name, value in values.items():
+        for prefix, source in ("", defaults), (f"methods.{method}.", row):
+            for name, value in source.items():
                 if name not in ("method", "methods") and value is not None:
                     dial = DIALS.get(name)
-                    found[name] = _read(dial, value, within + name) if dial else value
+                    values[name] = _read(dial, value, prefix + name) if dial else value
     except InputError as error:
         raise InputError(f"the model's defaults: {error}") from None
-    return found
+    return values
 
 
 def part(kind: str, name: str) -> Any:
-    """The class, or the object, of a name in `PARTS[kind]`. InputError."""
-    called, table, base, objects = PARTS[kind]
-    entry = find(called, name, table)
-    if not (objects and isinstance(entry, base)):
-        check_class(called, name, entry, base)
+    """Return the class, or the object, of a name in `PARTS[kind]`; raise InputError."""
+    label, classes_by_name, base, may_be_object = PARTS[kind]
+    entry = find(label, name, classes_by_name)
+    if not (may_be_object and isinstance(entry, base)):
+        check_class(label, name, entry, base)
     return entry
 
 
 def dials_read(proposer: str, accept: str) -> frozenset[str]:
-    """The dials that these parts read: all of them where a part does not say. InputError if one is unknown.
-
-    A rule given as an instance reads none.
-    """
-    parts = part("proposer", proposer), part("accept", accept)
-    read = (
-        () if isinstance(each, Acceptance) else READ if each.dials is None else each.dials for each in parts
-    )
-    found = frozenset[str]().union(*read)
-    if wrong := found - {*READ}:
-        what = f"proposer {proposer!r} or rule {accept!r} reads {min(wrong)!r}"
-        raise InputError(f"{what}, which is no dial; its `dials` are a set of {', '.join(READ)}")
-    return found
+    """Return the dials that the parts read: all for a part without `dials`, none for a rule that is an object. InputError."""
+    read = set[str]()
+    for entry in (part("proposer", proposer), part("accept", accept)):
+        if not isinstance(entry, Acceptance):
+            read.update(PART_DIALS if entry.dials is None else entry.dials)
+    if unknown_dials := read - {*PART_DIALS}:
+        reason = f"proposer {proposer!r} or rule {accept!r} reads {min(unknown_dials)!r}, which is no dial"
+        raise InputError(f"{reason}; its `dials` are a set of {', '.join(PART_DIALS)}")
+    return frozenset(read)
 
 
 def is_joint(settings: Settings) -> bool:
-    """Whether a draft is verified jointly and not token by token."""
+    """Return whether a draft is verified jointly and not token by token."""
     return settings.verify not in (None, TOKEN)
 
 
 def build_rule(settings: Settings, table: Callable[[int], Tensor]) -> Acceptance:
-    """The acceptance rule; `table` gives the k nearest codes of every code. InputError where a dial is wrong."""
+    """Build the acceptance rule; `table` returns the k nearest codes of every code. InputError where a dial is wrong."""
     residual = settings.residual or ("optimal" if is_joint(settings) else None)
     entry = part("accept", settings.accept)
     dials = asdict(settings) | {"residual": residual}
@@ -239,23 +233,20 @@ def build_rule(settings: Settings, table: Callable[[int], Tensor]) -> Acceptance
 
 
 def build_proposer(settings: Settings, network: Callable[[str], Drafter | Target]) -> Proposer:
-    """The proposer, with the network that it needs, by its kind. InputError where a dial is wrong."""
+    """Build the proposer; `network` returns the network of the kind that it needs. InputError where a dial is wrong."""
     entry, parts = part("proposer", settings.proposer), _parts(settings)
     if entry.needs:
         parts.network = network(entry.needs)
-    made: Proposer = entry.build(parts)
-    check_made("proposer", settings.proposer, made, Proposer, "size", "depth")
-    # a drafter may have named another proposer than the settings do
-    if wrong := why_unsupported(_draft_traits(settings, type(made)), settings.verify or TOKEN):
-        raise InputError(wrong)
-    return made
+    proposer: Proposer = entry.build(parts)
+    check_made("proposer", settings.proposer, proposer, Proposer, "size", "depth")
+    # A drafter's config may name another proposer than the settings do.
+    if reason := why_unsupported(_draft_traits(settings, type(proposer)), settings.verify or TOKEN):
+        raise InputError(reason)
+    return proposer
 
 
 def network_needed(settings: Settings) -> str | None:
-    """The kind of network that these settings draft with, by the name of its folder in a model; None where they need none.
-
-    No weights are read. Raises InputError where a dial of the proposer is wrong.
-    """
+    """Return the kind of network that drafts, the name of its folder in a model, or None; raise InputError for a wrong dial."""
     entry, parts = part("proposer", settings.proposer), _parts(settings)
     if entry.needs is None:
         entry.build(parts)
@@ -263,5 +254,5 @@ def network_needed(settings: Settings) -> str | None:
 
 
 def _parts(settings: Settings) -> Parts:
-    """The arguments of `Proposer.build`, without the network."""
-    return Parts(**asdict(settings) | {"tree": build_tree(settings.tree or TREE)})
+    """Return the arguments of `Proposer.build`, without the network."""
+    return Parts(**asdict(settings) | {"tree": build_tree(settings.tree or DEFAULT_TREE)})
