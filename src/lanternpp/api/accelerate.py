@@ -164,10 +164,9 @@ def held(model: Any, drafter: str | Path | None, kernels: str | None = None) -> 
     drafter = None if drafter is None else calls.text("drafter", drafter)
     kernels = None if kernels is None else calls.text("kernels", kernels)
     with HELD_LOCK:
+        # A hook of Hugging Face's accelerate may move the weights to a GPU before `forward`.
         if hasattr(model, "_hf_hook"):
-            model._hf_hook.pre_forward(
-                model
-            )  # a hook of accelerate before `forward`, which may move the weights to a GPU
+            model._hf_hook.pre_forward(model)
         if getattr(getattr(model, HELD, None), "made_for", None) != made_for(model, drafter, kernels):
             vars(model).pop(HELD, None)  # frees the memory before another pipeline takes it
             vars(model)[HELD] = Held(model, drafter, kernels)
@@ -277,9 +276,7 @@ class Generate:
 
     def __init__(self, model: Any, **options: Any):
         self.model, self.usual, self.options = model, model.generate, options
-        self.replaced = vars(model).get(
-            "generate"
-        )  # the attribute of the instance, which `restore` sets again
+        self.replaced = vars(model).get("generate")  # an attribute of the instance, not of its class
         # Only the signature, name and documentation are copied, as other attributes cannot be pickled.
         functools.update_wrapper(self, self.usual, ("__name__", "__qualname__", "__doc__"), ())
 

@@ -92,6 +92,7 @@ def measure(drafts: Iterable[tuple[str, Callable[[], Engine]]], length: int) -> 
     measured: list[tuple[str, int, list[tuple[Span, Span]]]] = []
     for name, make_engine in drafted_engines:
         elapsed = time.perf_counter() - began
+        # The next draft is expected to take the mean time of plain decoding and of the drafts before it.
         if measured and elapsed + elapsed / (1 + len(measured)) > budget:
             break
         try:
@@ -113,6 +114,7 @@ def measure(drafts: Iterable[tuple[str, Callable[[], Engine]]], length: int) -> 
         measured.append((name, drafted.rows, pairs))
         plain_spans += [plain_span for _, plain_span in pairs]
     plain_seconds = median(seconds for seconds, _ in plain_spans)
+    # On a CPU, seconds beyond the thread's own CPU time were spent waiting for a core.
     on_cpu = plain.engine.codes.device.type == "cpu"
     wait_ratio = wall_seconds / thread_seconds if thread_seconds and on_cpu else 1.0
     measured.insert(0, (plain_name, plain.rows, [(span, span) for span in plain_spans]))

@@ -60,9 +60,9 @@ class Dial(Option):
 
     default: Any = None  # None: the method's
     short: str = ""  # in tables and in the methods of `bench`
-    label: str = ""  # on the page; "": it is not shown there
+    label: str = ""  # on the page; "": the page does not show the dial
     slider: tuple[float, float, float] = (0, 1, 0.01)  # low, high and step on the page
-    folded: bool = False  # on the page, whether it stands under More dials
+    folded: bool = False  # whether the page shows the dial under More dials
     name: str = ""
     kind: type = str
 
@@ -231,8 +231,8 @@ class Settings:
 
 if not TYPE_CHECKING:
     fields = [("method", str), *((name, dial.kind | None, None) for name, dial in DIALS.items())]
-    about = {"__module__": __name__, "__doc__": Settings.__doc__}
-    Settings = make_dataclass("Settings", fields, frozen=True, namespace=about)
+    namespace = {"__module__": __name__, "__doc__": Settings.__doc__}
+    Settings = make_dataclass("Settings", fields, frozen=True, namespace=namespace)
 
 
 def listing(kind: type) -> Callable[[F], F]:

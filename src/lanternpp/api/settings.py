@@ -113,7 +113,7 @@ def _draft_traits(settings: Settings, proposer: type[Proposer] | None = None) ->
 
 
 def for_target(settings: Settings, target: Target, name: str, overrides: Mapping[str, Any]) -> Settings:
-    """Lower dials, except overrides, to the greatest values of a target named `name`; check its sampling, raise InputError."""
+    """Check the sampling of a target named `name`, and lower dials that are no overrides to its greatest values. InputError."""
     if target.channels:
         from lanternpp.engine.latents import MixtureSampling
 
