@@ -97,7 +97,7 @@ def test_an_engine_that_cannot_be_built_fails_its_picture_alone(slow):
 
 
 def test_a_step_that_hangs_does_not_keep_the_server_from_closing(slow, monkeypatch, caplog):
-    monkeypatch.setattr(batcher_module, "JOIN", 0.05)
+    monkeypatch.setattr(batcher_module, "JOIN_SECONDS", 0.05)
     with batcher_of(slow, slots=1) as batcher:
         running, waiting = put_all(batcher, seeds(1, 2))
         until(lambda: slow.admitted == [1])

@@ -1,6 +1,6 @@
 """The batcher: one thread owns the engines, and pictures enter and leave between the steps.
 
-`scheduler.py` says which picture is next, which batch runner it enters, and which one steps next.
+`scheduler.py` chooses the next picture, the batch runner that it enters, and the batch runner that steps next.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from lanternpp.types import Prompt
 
 log = logging.getLogger("lanternpp.serve")
 UNFINISHED = "the server shut down before the picture was finished"
-JOIN = 30.0  # seconds that the drawing thread may take to end
-RECENT = 0.2  # weight of the latest value in the moving average of the seconds between two finished pictures
+JOIN_SECONDS = 30.0  # that the drawing thread may take to end
+LATEST_WEIGHT = 0.2  # of the latest value in the moving average of the seconds between two finished pictures
 
 
 @dataclass(frozen=True)
 class Load:
-    """What the batcher is doing right now."""
+    """Numbers of pictures and batch runners at one moment."""
 
     running: int  # pictures in slots
     queued: int  # pictures in the queue
@@ -47,24 +47,25 @@ class Load:
 
 
 class Batcher:
-    """Accepts pictures of one model from any thread, at most `config.queue` at a time, and draws them in one, the drawing thread.
+    """Accepts pictures of one model from any thread, and draws all of them in one thread, the drawing thread.
 
-    Places in the queue are reserved before a prompt is encoded, so a request that finds it full costs nothing.
+    At most `config.queue` pictures wait. Places in the queue are reserved before prompts are encoded, so that no prompt is
+    encoded for a request that finds the queue full.
     """
 
     def __init__(self, pipe: Pipeline, config: ServerConfig | None = None):
         """Start the drawing thread. pipe: best read with `run_in_new_thread`."""
         self.pipe, self.config = pipe, config or ServerConfig()
-        # Called in the thread that did it: a step advanced so many pictures; a ticket is settled.
+        # Hooks: `stepped` is called with the number of pictures that a step advanced, `ended` with a settled ticket.
         self.stepped: Callable[[int], None] = lambda pictures: None
         self.ended: Callable[[Any], None] = lambda ticket: None
         self._waiting = FairQueue()
         self._changed = threading.Condition()  # guards the queue and the flags; wakes the drawing thread
         self._encoding = threading.Lock()  # a target encodes one prompt at a time
         self._reserved = 0  # places in the queue for pictures whose prompts are being encoded
-        self.closed = False  # whether nothing new is accepted
+        self.closed = False  # whether new pictures are rejected
         self._seconds_between: float | None = None  # moving average between two finished pictures
-        self._last_finish: float | None = None  # time.monotonic(); None: nothing was left to draw after it
+        self._last_finish: float | None = None  # time.monotonic(); None: no picture was left to draw after it
         self._scheduler = Scheduler(self._build, self.config.slots, self.config.max_engines)
         self._stop = False
         self.broken: Exception | None = None  # the error that ended the drawing thread
@@ -73,7 +74,7 @@ class Batcher:
 
     @property
     def load(self) -> Load:
-        """What it is doing now."""
+        """The present numbers of pictures and batch runners."""
         with self._changed:
             runners = self._scheduler.runners
             running = sum(len(runner.tickets) for runner in runners)
@@ -83,19 +84,19 @@ class Batcher:
 
     @contextmanager
     def reserve(self, count: int) -> Iterator[Callable[[Sequence[ImageSpec]], list[Ticket]]]:
-        """Reserve places in the queue while the block runs; gives the function that submits so many pictures.
+        """Reserve `count` places in the queue while the block runs, and yield the function that submits the pictures.
 
         Reserving is quick. It raises Full, Closed, or InputError where the queue is shorter than `count`. The function
         encodes the prompts, which may take a second; it raises Closed, Expired or InputError.
         """
-        room = self.config.queue
-        if count > room:
-            raise InputError(f"{count} pictures do not fit the queue of {room}; ask for fewer")
+        capacity = self.config.queue
+        if count > capacity:
+            raise InputError(f"{count} pictures do not fit the queue of {capacity}; ask for fewer")
         with self._changed:
-            self._refuse_closed()
-            taken = len(self._waiting) + self._reserved
-            if taken + count > room:
-                raise Full(taken, self._retry_after(count))
+            self._check_open()
+            num_queued = len(self._waiting) + self._reserved
+            if num_queued + count > capacity:
+                raise Full(num_queued, self._retry_after(count))
             self._reserved += count
         reserved = count
 
@@ -103,9 +104,10 @@ class Batcher:
             nonlocal reserved
             tickets = self._encode_all(specs)
             with self._changed:
-                self._refuse_closed()
-                # A picture that waits must not count as reserved too: the next request would find the queue full.
-                self._reserved, reserved = self._reserved - reserved, 0
+                self._check_open()
+                # A waiting picture must not count as a reserved place too: the next request would find the queue full.
+                self._reserved -= reserved
+                reserved = 0
                 for ticket in tickets:
                     self._waiting.add(ticket)
                     ticket.add_done_callback(self.ended)
@@ -119,34 +121,36 @@ class Batcher:
                 self._reserved -= reserved
 
     def _encode_all(self, specs: Sequence[ImageSpec]) -> list[Ticket]:
-        """A ticket for every picture, its prompt encoded outside the drawing thread; equal prompts are encoded once. Raises InputError."""
+        """Return a ticket with its encoded prompt for every picture; equal prompts are encoded once. Raises Expired, InputError."""
         tickets = [Ticket(spec, self._wake) for spec in specs]
-        encoded: dict[Any, tuple[str, Target, Prompt]] = {}
+        encodings: dict[Any, tuple[str, Target, Prompt]] = {}
         for ticket in tickets:
-            spec, branches = ticket.spec, Guidance(ticket.spec.settings.cfg).branches
+            spec = ticket.spec
+            branches = Guidance(spec.settings.cfg).branches
             key = spec.prompt, spec.files, branches
-            if late := ticket.expired:  # while other prompts were encoded
-                raise late
-            if key not in encoded:
+            if expired := ticket.expired:  # while earlier prompts were encoded
+                raise expired
+            if key not in encodings:
                 check_prompt(spec.prompt)
                 with self._encoding:
-                    encoded[key] = run_in_new_thread(self._encode, spec, branches)
-            prompt, ticket.target, ticket.encoded = encoded[key]
+                    encodings[key] = run_in_new_thread(self._encode, spec, branches)
+            prompt, ticket.target, ticket.encoded = encodings[key]
             ticket.spec = replace(spec, prompt=prompt, files=())
         return tickets
 
     @torch.inference_mode()
     def _encode(self, spec: ImageSpec, branches: int) -> tuple[str, Target, Prompt]:
-        """A prompt with its pictures, the target that draws it, and its encoding."""
+        """Return the prompt with the pictures that it shows, the target that draws it, and its encoding."""
         target = self.pipe.target
         if not spec.files:
             return spec.prompt, target, target.prompt([spec.prompt], branches)
-        shown = pictures(spec.files)
-        prompt = target.depicted(spec.prompt, shown, spec.own_shape)
-        prompt.digests, target = digests(shown), target.shaped(prompt.shape)
+        images = pictures(spec.files)
+        prompt = target.depicted(spec.prompt, images, spec.own_shape)
+        prompt.digests = digests(images)
+        target = target.shaped(prompt.shape)
         return prompt, target, target.prompt([prompt], branches)
 
-    def _refuse_closed(self) -> None:
+    def _check_open(self) -> None:
         if self.closed:
             raise Closed(CLOSED)
 
@@ -155,65 +159,67 @@ class Batcher:
             self._changed.notify_all()
 
     def _retry_after(self, count: int) -> int:
-        """Whole seconds, 1 to 60, until the queue probably has room for `count` more pictures."""
+        """Estimate the whole seconds, 1 to 60, until the queue has room for `count` more pictures."""
         return max(1, min(60, math.ceil(count * (self._seconds_between or 1.0))))
 
-    def _record_finish(self, busy: bool) -> None:
-        """A picture was finished: update the average time between two. busy: whether there are more to draw."""
+    def _record_finish(self) -> None:
+        """Update the average time between two finished pictures, now that a picture is finished."""
         now = time.monotonic()
         if self._last_finish is not None:
             seconds = now - self._last_finish
-            old = self._seconds_between
-            self._seconds_between = seconds if old is None else old + RECENT * (seconds - old)
-        self._last_finish = now if busy else None
+            average = seconds if self._seconds_between is None else self._seconds_between
+            self._seconds_between = average + LATEST_WEIGHT * (seconds - average)
+        self._last_finish = now if self._busy() else None
 
     def close(self, drain: bool = True, timeout: float = 30.0) -> bool:
-        """Accept nothing new; with `drain`, wait up to `timeout` seconds for the accepted pictures. Then stop.
+        """Accept no new pictures; with `drain`, wait up to `timeout` seconds for the accepted ones. Then stop drawing.
 
-        Returns whether all of them were finished. The tickets of the others fail with Closed, also where a step takes longer than
-        `JOIN` seconds: the drawing thread then ends with the process.
+        Returns whether all accepted pictures were finished. The tickets of unfinished pictures fail with Closed, also where a
+        step takes longer than `JOIN_SECONDS`: the drawing thread then ends with the process.
         """
-        until = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         with self._changed:
             self.closed = True
             if drain:
-                self._changed.wait_for(lambda: not self._busy(), max(0.0, until - time.monotonic()))
-            unfinished = self._busy()
+                self._changed.wait_for(lambda: not self._busy(), max(0.0, deadline - time.monotonic()))
+            all_finished = not self._busy()
             self._stop = True
             self._changed.notify_all()
-        self._thread.join(JOIN)
+        self._thread.join(JOIN_SECONDS)
         if self._thread.is_alive():
-            log.warning("a step has taken %g s since drawing was to stop, and is waited for no longer", JOIN)
-            self._fail(Closed(UNFINISHED))
-        return not unfinished
+            message = "a step has taken %g s since drawing was to stop, and is waited for no longer"
+            log.warning(message, JOIN_SECONDS)
+            self._fail_all(Closed(UNFINISHED))
+        return all_finished
 
     def _busy(self) -> bool:
+        # A ticket stays an entry of the queue during its prefill, which the length of the queue does not count.
         return bool(list(self._waiting) or self._scheduler.running)
 
-    def _fail(self, reason: Exception) -> None:
-        """Fail every ticket that is not settled."""
+    def _fail_all(self, error: Exception) -> None:
+        """Settle every ticket that is not settled with this error."""
         for ticket in [*self._scheduler.tickets, *self._waiting]:
-            ticket.settle(reason)
+            ticket.settle(error)
 
     # The methods below run in the drawing thread.
 
     def _run(self) -> None:
-        reason: Exception = Closed(UNFINISHED)
+        outcome: Exception = Closed(UNFINISHED)
         try:
             while self._iterate():
                 pass
         except Exception as error:
-            # A bug or a broken device: let every ticket fail instead of waiting for ever.
-            reason = self.broken = error
+            # A bug or a broken device: every ticket fails now, since nobody would settle it later.
+            outcome = self.broken = error
         finally:
             with self._changed:
                 self.closed = self._stop = True
-                self._fail(reason)
+                self._fail_all(outcome)
                 self._waiting, self._scheduler.runners = FairQueue(), ()
                 self._changed.notify_all()
 
     def _iterate(self) -> bool:
-        """Wait for work, fill free slots from the queue, and step once. False: it is time to stop."""
+        """Wait for work, fill free slots from the queue, and step once. Return False when it is time to stop."""
         with self._changed:
             self._changed.wait_for(lambda: self._stop or self._busy())
             if self._stop:
@@ -229,8 +235,8 @@ class Batcher:
     def _expire(self) -> None:
         """Fail the tickets that are past their deadline; remove settled ones from the queue and the slots."""
         for ticket in [*self._waiting, *self._scheduler.tickets]:
-            if late := ticket.expired:
-                ticket.settle(late)
+            if expired := ticket.expired:
+                ticket.settle(expired)
         for ticket in self._waiting:
             if ticket.done():
                 self._waiting.remove(ticket)
@@ -238,20 +244,20 @@ class Batcher:
             runner.sweep()
 
     def _step(self, runner: BatchRunner, client: str) -> None:
-        """One step of a batch runner, charged to a client. An error fails all pictures in the batch runner, no others."""
-        before = runner.busy_seconds
+        """Run one step of a batch runner and charge it to a client. An error fails all pictures in this batch runner alone."""
+        busy_before = runner.busy_seconds
         try:
-            finished = runner.step()
-            self.stepped(len(runner.tickets) + finished)
-            for _ in range(finished):
-                self._record_finish(self._busy())
+            num_finished = runner.step()
+            self.stepped(len(runner.tickets) + num_finished)
+            for _ in range(num_finished):
+                self._record_finish()
         except Exception as error:
             self._discard(runner, error)
-        self._scheduler.charge(client, runner.busy_seconds - before)
+        self._scheduler.charge(client, runner.busy_seconds - busy_before)
         runner.last_used = time.monotonic()
 
     def _discard(self, runner: BatchRunner, error: Exception) -> None:
-        """Close a batch runner whose engine raised: it may be in any state."""
+        """Close a batch runner whose engine raised an error and may be in any state; its tickets fail with the error."""
         for ticket in runner.tickets:
             ticket.settle(error)
         self._scheduler.close(runner)
@@ -264,10 +270,10 @@ class Batcher:
             key, client = ticket.spec.key, ticket.spec.client
             if key in full or client in at_limit or ticket.done():
                 continue
-            waiting = sum(other.spec.key == key for other in self._waiting)
-            began = time.perf_counter()
+            num_waiting = sum(waiting.spec.key == key for waiting in self._waiting)
+            start = time.perf_counter()
             try:
-                runner = self._scheduler.runner_for(key, waiting, client)
+                runner = self._scheduler.runner_for(key, num_waiting, client)
             except ClientAtLimit:
                 at_limit.add(client)
                 continue
@@ -280,13 +286,13 @@ class Batcher:
                     full.add(key)
                     continue
                 self._admit(runner, ticket)
-            self._scheduler.charge(client, time.perf_counter() - began)
-            # Only now, after it has a slot: `close` must find the ticket in the queue or in a slot at any time.
+            self._scheduler.charge(client, time.perf_counter() - start)
+            # The ticket leaves the queue after it has a slot: `close` must find it in the queue or in a slot at any time.
             with self._changed:
                 self._waiting.remove(ticket)
 
     def _admit(self, runner: BatchRunner, ticket: Ticket) -> None:
-        """Prefill a picture. A prompt that the target refuses fails this picture alone."""
+        """Prefill a picture. Where the target rejects its prompt, this picture alone fails."""
         ticket.started = time.monotonic()
         try:
             runner.admit(ticket)

@@ -1,23 +1,24 @@
-"""The queue, in which clients take turns; batch runners; and the scheduler: which of them a picture enters, and which steps next.
+"""The queue, in which clients take turns; batch runners; and the scheduler, which chooses the batch runner that a picture
+enters and the batch runner that steps next.
 
 Batch runners have 1, 2, 4 ... `slots` slots; there is at most one for each pair of settings and size. Where w pictures of
-the same settings wait, the fitting size is the smallest one that is at least w (at most `slots`). A picture enters
+the same settings wait, the fitting size is the smallest size that is at least w (at most `slots`). A picture enters
 
-1. the largest running batch runner of its settings that has a free slot, if it is of the fitting size or larger (a small
-   one is not refilled while many pictures wait) and at least half of its slots would then be in use (a large one is not
-   kept running for a few pictures);
-2. else an idle or new batch runner of the smallest size, from the fitting one up, that is not running;
-3. else none yet: it waits. At most `max_runners` engines are kept; the idle one that was used longest ago is closed to
-   make room. While a picture waits for such room, no picture after it in the queue enters anything, so that the running
-   ones empty.
+1. the largest running batch runner of its settings that has a free slot, if it has the fitting size or a larger one (a small
+   batch runner is not refilled while many pictures wait) and at least half of its slots would then be in use (a large batch
+   runner is not kept running for a few pictures);
+2. else an idle or new batch runner of the smallest size, from the fitting size up, that is not running;
+3. else none, and the picture waits. At most `max_runners` engines are kept; the idle engine that was used longest ago is
+   closed to make room. While a picture waits for such room, no later picture of the queue enters a batch runner, so that
+   running ones become idle.
 
-The last of the `max_runners` batch runners is not given to a client that has pictures in all others. Its pictures wait,
-but those of other clients do not.
+The last of the `max_runners` batch runners is not given to a client that has pictures in all others. The pictures of this
+client wait, but those of other clients do not.
 
-Steps are shared out by client. A step is one client's: its seconds are charged to that client, though pictures of others
-may advance in it too. The next step is given to the client that was charged the fewest seconds, so clients with pictures
-get equal time, however many batch runners one of them uses. Of a client's batch runners the one with the smallest virtual
-time (seconds per picture) steps, so that all of its pictures advance evenly.
+Every step is charged to one client, though pictures of other clients may advance in it too. The next step is given to the
+client that was charged the fewest seconds, so clients with pictures get equal time, however many batch runners one of them
+uses. Of a client's batch runners the one with the smallest virtual time (seconds per picture) steps, so that all pictures
+of the client advance evenly.
 """
 
 from __future__ import annotations
@@ -40,43 +41,44 @@ from lanternpp.serve.tickets import FinishedImage, Key, Progress, Ticket
 class FairQueue:
     """Waiting tickets in the order in which they should start: round robin over clients.
 
-    A new ticket is put into a round: the one after the last round in which its client has a ticket here, and not before
-    the round that is being served. So a client with forty tickets and a client with one alternate.
+    A new ticket is put into the round after the last round in which its client has a ticket, and not before the round
+    that is being served. So a client with forty tickets and a client with one ticket alternate.
     """
 
     def __init__(self) -> None:
-        # (round, ticket), sorted by round and within it by arrival. The list is replaced and never changed in place, so that
-        # one thread may iterate over it while another one adds a ticket.
+        # (round, ticket), sorted by round and within a round by arrival. The list is replaced and never changed in place, so
+        # that one thread may iterate over it while another thread adds a ticket.
         self._entries: list[tuple[int, Ticket]] = []
         self._round = 0
 
     def __len__(self) -> int:
-        """The pictures that wait; one whose prefill has begun is here until it has its slot, but waits no longer."""
+        """Return the number of waiting pictures; a picture whose prefill has begun is still an entry, but not counted."""
         return sum(ticket.started is None for _, ticket in self._entries)
 
     def __iter__(self) -> Iterator[Ticket]:
-        """The tickets in the order in which they should start, as of now: later changes are not seen."""
+        """Iterate over the present tickets in the order in which they should start; later changes have no effect."""
         return iter([ticket for _, ticket in self._entries])
 
     def add(self, ticket: Ticket) -> None:
         """Put a ticket into the queue."""
         client = ticket.spec.client
-        taken = [number for number, other in self._entries if other.spec.client == client]
-        number = max(self._round, max(taken, default=-1) + 1)
+        client_rounds = [number for number, waiting in self._entries if waiting.spec.client == client]
+        number = max(self._round, max(client_rounds, default=-1) + 1)
         self._entries = sorted([*self._entries, (number, ticket)], key=itemgetter(0))
 
     def remove(self, ticket: Ticket) -> None:
         """Take a ticket out, because its picture starts or because it was cancelled."""
-        removed = next(number for number, entry in self._entries if entry is ticket)
+        removed_round = next(number for number, waiting in self._entries if waiting is ticket)
         self._entries = [entry for entry in self._entries if entry[1] is not ticket]
-        self._round = max(self._round, min((number for number, _ in self._entries), default=removed))
+        first_round = self._entries[0][0] if self._entries else removed_round
+        self._round = max(self._round, first_round)
 
 
 class BatchRunner:
     """A continuous batch of pictures with the same settings, and the time that it has computed.
 
-    key: what the requests share. settings: those of the engine, which may differ from those of the requests, because the
-    draft is fitted to a batch size. pixels: turns codes [pictures, length] into pictures.
+    key: the settings and shape that its pictures share. settings: those of the engine, which may differ from the settings in
+    `key`, because the draft is fitted to a batch size. pixels: turns codes [pictures, length] into pictures.
     """
 
     def __init__(
@@ -86,10 +88,11 @@ class BatchRunner:
         settings: Settings,
         pixels: Callable[[Tensor], list[Image.Image]],
     ):
-        self.batch, self.key, self.settings, self.pixels = ContinuousBatch(engine), key, settings, pixels
+        self.batch = ContinuousBatch(engine)  # a sample's name: its ticket, `busy_seconds` before the prefill
+        self.key, self.settings, self.pixels = key, settings, pixels
         self.threads = AdaptiveThreads(engine.target.decoder)
-        self.busy_seconds = 0.0  # computed so far
-        self.virtual_time = 0.0  # those seconds, each divided by the number of pictures in it at the time
+        self.busy_seconds = 0.0  # seconds of computing so far
+        self.virtual_time = 0.0  # the same, each second divided by the number of pictures in the batch
         self.last_used = 0.0  # time.monotonic() after its latest step
 
     @property
@@ -99,7 +102,7 @@ class BatchRunner:
 
     @property
     def clients(self) -> list[str]:
-        """The clients of those pictures, each once."""
+        """The clients of the pictures that are being drawn, each once."""
         return list(dict.fromkeys(ticket.spec.client for ticket in self.tickets))
 
     def admit(self, ticket: Ticket) -> None:
@@ -113,16 +116,17 @@ class BatchRunner:
         with self._timed(), self.threads:
             self.batch.step()
             self.threads.update()
-        before = self.batch.finished
-        for (ticket, entered), sample in self.batch.collect():
-            self._finish(ticket, entered, sample)
-        now, engine = time.monotonic(), self.batch.engine
-        for slot, (ticket, entered) in self.batch.running.items():
+        num_finished_before = self.batch.finished
+        for (ticket, busy_at_start), sample in self.batch.collect():
+            self._finish(ticket, busy_at_start, sample)
+        now = time.monotonic()
+        engine = self.batch.engine
+        for slot, (ticket, busy_at_start) in self.batch.running.items():
             if ticket.due(now):
                 codes = engine.codes[slot, : self.batch.counts[slot]].to("cpu", copy=True)
                 accepted = engine.accepted[slot, : int(engine.passes[slot])].tolist()
-                ticket.report(Progress(codes, tuple(accepted), self.busy_seconds - entered))
-        return self.batch.finished - before
+                ticket.report(Progress(codes, tuple(accepted), self.busy_seconds - busy_at_start))
+        return self.batch.finished - num_finished_before
 
     def sweep(self) -> None:
         """Free the slots whose tickets are settled: cancelled, or past their deadline."""
@@ -130,7 +134,7 @@ class BatchRunner:
             if ticket.done():
                 self.batch.drop(slot)
 
-    def _finish(self, ticket: Ticket, entered: float, sample: FinishedSample) -> None:
+    def _finish(self, ticket: Ticket, busy_at_start: float, sample: FinishedSample) -> None:
         try:
             with self._timed():
                 image = self.pixels(sample.codes[None])[0]
@@ -142,7 +146,7 @@ class BatchRunner:
                 image=image,
                 codes=sample.codes.cpu(),
                 accepted=tuple(sample.accepted),
-                seconds=self.busy_seconds - entered,
+                seconds=self.busy_seconds - busy_at_start,
                 waited=(ticket.started or ticket.spec.arrived) - ticket.spec.arrived,
                 settings=self.settings,
                 tv_cost=sample.tv_cost,
@@ -152,11 +156,11 @@ class BatchRunner:
     @contextmanager
     def _timed(self) -> Iterator[None]:
         """Add the seconds that the block takes to the counters."""
-        began = time.perf_counter()
+        start = time.perf_counter()
         try:
             yield
         finally:
-            seconds = time.perf_counter() - began
+            seconds = time.perf_counter() - start
             self.busy_seconds += seconds
             self.virtual_time += seconds / max(1, len(self.batch.running))
 
@@ -172,14 +176,14 @@ class ClientAtLimit(AllRunnersBusy):
 class Scheduler:
     """All batch runners, and the seconds charged to clients.
 
-    One thread alone may change it; `runners` may be read by any.
+    Only one thread may change a scheduler; any thread may read `runners`.
     """
 
     def __init__(self, build: Callable[[Key, int], BatchRunner], slots: int, max_runners: int):
-        """build: makes a batch runner for such pictures of this batch size; slots: the largest batch size."""
+        """build: called with a key and a batch size, returns a batch runner; slots: the largest batch size."""
         self.build, self.slots, self.max_runners = build, slots, max_runners
         self.runners: tuple[BatchRunner, ...] = ()
-        self._charged: dict[str, float] = {}  # seconds by client; a new client starts at the least of them
+        self._charged: dict[str, float] = {}  # client -> seconds; a new client starts at the smallest value
 
     @property
     def running(self) -> list[BatchRunner]:
@@ -193,53 +197,56 @@ class Scheduler:
         return [ticket for runner in self.runners for ticket in runner.tickets]
 
     def next_step(self) -> tuple[BatchRunner, str] | None:
-        """The batch runner that steps next, and the client to charge for it; None: there is no picture to draw."""
+        """Return the batch runner that steps next, and the client to charge; None: there is no picture to draw."""
         running = self.running
         clients = list(dict.fromkeys(client for runner in running for client in runner.clients))
         if not clients:
             return None
-        known = {client: self._charged[client] for client in clients if client in self._charged}
-        least = min(known.values(), default=0.0)
-        self._charged = {client: known.get(client, least) for client in clients}
+        charged = {client: self._charged[client] for client in clients if client in self._charged}
+        smallest = min(charged.values(), default=0.0)
+        self._charged = {client: charged.get(client, smallest) for client in clients}
         client = min(clients, key=self._charged.__getitem__)
         return next(runner for runner in running if client in runner.clients), client
 
     def charge(self, client: str, seconds: float) -> None:
         """Charge a client for seconds of computing."""
-        least = min(self._charged.values(), default=0.0)
-        self._charged[client] = self._charged.get(client, least) + seconds
+        smallest = min(self._charged.values(), default=0.0)
+        self._charged[client] = self._charged.get(client, smallest) + seconds
 
-    def runner_for(self, key: Key, waiting: int, client: str = "") -> BatchRunner | None:
-        """The batch runner that the first of `waiting` pictures of these settings enters; None: all that fit are full.
+    def runner_for(self, key: Key, num_waiting: int, client: str = "") -> BatchRunner | None:
+        """Return the batch runner that the first of `num_waiting` pictures with this key enters; None: all that fit are full.
 
         Raises ClientAtLimit, AllRunnersBusy, or whatever building an engine raises.
         """
-        runner = self._find(key, waiting, client)
+        runner = self._choose(key, num_waiting, client)
         if runner is not None and not runner.tickets and (running := self.running):
-            # The time in which it was idle gives it no precedence now.
+            # A batch runner that was idle must not step alone until its virtual time has caught up with the others'.
             runner.virtual_time = max(runner.virtual_time, running[0].virtual_time)
         return runner
 
-    def _find(self, key: Key, waiting: int, client: str) -> BatchRunner | None:
-        size = min(self.slots, 1 << (waiting - 1).bit_length())
-        by_size = {runner.settings.batch_size: runner for runner in self.runners if runner.key == key}
-        for slots in sorted(by_size, reverse=True):
-            runner, filled = by_size[slots], len(by_size[slots].tickets)
-            if slots >= size and 0 < filled < slots <= 2 * (filled + waiting):
+    def _choose(self, key: Key, num_waiting: int, client: str) -> BatchRunner | None:
+        """Follow the rules 1 to 3 of this module's docstring."""
+        size = min(self.slots, 1 << (num_waiting - 1).bit_length())  # the fitting size
+        runner_by_size = {runner.settings.batch_size: runner for runner in self.runners if runner.key == key}
+        for runner_size, runner in sorted(runner_by_size.items(), reverse=True, key=itemgetter(0)):
+            num_running = len(runner.tickets)
+            is_partly_filled = 0 < num_running < runner_size
+            if is_partly_filled and size <= runner_size <= 2 * (num_running + num_waiting):
                 return runner
         while size <= self.slots:
-            if size not in by_size or not by_size[size].tickets:
+            if size not in runner_by_size or not runner_by_size[size].tickets:
                 idle = [runner for runner in self.runners if not runner.tickets]
                 if len(self.runners) >= self.max_runners and not idle:
                     raise AllRunnersBusy
-                if sum(client in runner.clients for runner in self.runners) >= max(1, self.max_runners - 1):
+                num_client_runners = sum(client in runner.clients for runner in self.runners)
+                if num_client_runners >= max(1, self.max_runners - 1):
                     raise ClientAtLimit
-                return by_size[size] if size in by_size else self._open(key, size, idle)
+                return runner_by_size[size] if size in runner_by_size else self._open(key, size, idle)
             size *= 2
         return None
 
     def _open(self, key: Key, size: int, idle: list[BatchRunner]) -> BatchRunner:
-        """A new batch runner; where there are `max_runners` already, the idle one used longest ago is closed."""
+        """Build a batch runner; where there are `max_runners` already, first close the idle one that was used longest ago."""
         if len(self.runners) >= self.max_runners:
             self.close(min(idle, key=lambda runner: runner.last_used))
         runner = self.build(key, size)
@@ -247,5 +254,5 @@ class Scheduler:
         return runner
 
     def close(self, runner: BatchRunner) -> None:
-        """Forget a batch runner, which frees the memory of its engine."""
-        self.runners = tuple(other for other in self.runners if other is not runner)
+        """Drop a batch runner, which frees the memory of its engine."""
+        self.runners = tuple(candidate for candidate in self.runners if candidate is not runner)
