@@ -74,7 +74,7 @@ def test_the_openai_client_draws(client, pipe):
 
 def test_the_openai_client_streams(pipe, monkeypatch):
     """The server goes on from a share of the picture when the client has seen it; events of progress do not hide it."""
-    monkeypatch.setattr(streaming, "SNAPSHOT", 0.0)  # look at every step
+    monkeypatch.setattr(streaming, "CHECK_INTERVAL", 0.0)  # look at every step
     paced = PacedPipe(pipe)
     fields = {
         "stream": True,

@@ -30,7 +30,7 @@ def events(address: str, **fields: object) -> Iterator[dict[str, Any]]:
 
 
 def test_progress_tells_figures_and_shows_the_picture_grow(pipe: Pipeline, monkeypatch) -> None:
-    monkeypatch.setattr(streaming, "EVERY", 0.02)
+    monkeypatch.setattr(streaming, "PROGRESS_INTERVAL", 0.02)
     paced = PacedPipe(pipe)
     with app_of(paced, ServerConfig("ar")) as (_, address):
         received = []
@@ -66,7 +66,7 @@ def test_a_request_hears_what_is_said_of_its_own_prompt(pipe: Pipeline) -> None:
 def test_nothing_piles_up_for_a_client_that_stops_reading_until_its_connection_ends(
     pipe: Pipeline, monkeypatch
 ) -> None:
-    monkeypatch.setattr(streaming, "EVERY", 0.01)
+    monkeypatch.setattr(streaming, "PROGRESS_INTERVAL", 0.01)
     paced, piled = PacedPipe(pipe), []
 
     async def stalled() -> None:

@@ -1,4 +1,4 @@
-"""Computing outside the drawing thread without slowing that thread down."""
+"""Computing outside the drawing thread without slowing the drawing thread down."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def run_in_new_thread(call: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-    """Call a function in a new thread that ends with the call; returns what it returns, raises what it raises.
+    """Call a function in a new thread that ends with the call; return its result, or raise its error.
 
     KeyboardInterrupt in the waiting thread is raised in the new thread as well.
 
@@ -26,16 +26,13 @@ def run_in_new_thread(call: Callable[P, T], *args: P.args, **options: P.kwargs) 
     context = contextvars.copy_context()
     with ThreadPoolExecutor(1, "lanternpp-new-thread") as pool:
         thread = pool.submit(threading.get_ident).result()
-        result = pool.submit(lambda: context.run(call, *args, **options))
+        future = pool.submit(lambda: context.run(call, *args, **options))
         try:
-            return result.result()
+            return future.result()
         except KeyboardInterrupt:
-            # Only the waiting was interrupted. The thread has to end first: torch aborts if the program exits while it computes.
-            if not result.done():
-                _raise(KeyboardInterrupt, thread)
+            # Only the waiting was interrupted. The new thread has to end first: torch aborts if the program exits while a
+            # thread computes. So the exception is raised in it too, at the next Python instruction that it runs.
+            if not future.done():
+                error = ctypes.py_object(KeyboardInterrupt)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
             raise
-
-
-def _raise(kind: type[BaseException], thread: int) -> None:
-    """Raise an exception in another thread, by its identifier, at the next Python instruction that it runs."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))

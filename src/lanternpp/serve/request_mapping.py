@@ -1,4 +1,4 @@
-"""From HTTP requests to pictures to draw, and from pictures, finished or not, to HTTP responses."""
+"""Mapping HTTP requests to pictures to draw, and pictures, finished or not, to HTTP responses."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import base64
 import io
 import secrets
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from typing import IO, Any
 
 import torch
@@ -20,8 +20,7 @@ from starlette.datastructures import FormData, UploadFile
 from torch import Tensor
 
 from lanternpp.api.model import NETWORKS
-from lanternpp.api.picture import notes as notes_of
-from lanternpp.api.picture import png_bytes
+from lanternpp.api.picture import notes, png_bytes
 from lanternpp.api.pipeline import Pipeline, versions
 from lanternpp.api.results import unfinished
 from lanternpp.api.settings import PARTS, network_needed
@@ -36,15 +35,15 @@ from lanternpp.trees.static import MAX_NODES
 from lanternpp.types import Depicted
 from lanternpp.util.registry import unknown
 
-IMAGE_FIELDS = ("image", "image[]")  # of a form; the second is how OpenAI's client names several
-SEEDS = 1 << 31  # a seed below this is drawn where a request gives none
-QUALITY = 90  # of jpeg, unless the request gives one
-WINDOWED = {"window", "alternatives", "window_rows"}  # the dials whose product is limited, as trees are
-PAUSE = 4  # the pause after a preview, as a multiple of the time that it took
+IMAGE_FIELDS = ("image", "image[]")  # of a form; OpenAI's client names several pictures "image[]"
+RANDOM_SEEDS = 1 << 31  # a request without a seed gets a random one below this number
+JPEG_QUALITY = 90  # unless the request gives a quality
+WINDOW_DIALS = {"window", "alternatives", "window_rows"}  # the dials that decide the size of a window draft
+PAUSE_FACTOR = 4  # the pause after a preview, as a multiple of the time that the preview took
 
 
 class RequestMapper:
-    """Turns requests into pictures to draw, and finished pictures into responses."""
+    """Turns requests into specifications of pictures, and finished pictures into responses."""
 
     def __init__(self, batcher: Batcher):
         self.config, self.pipe = batcher.config, batcher.pipe
@@ -52,27 +51,28 @@ class RequestMapper:
         self.size = "{}x{}".format(*picture_size(self.pipe))  # of pictures from text
 
     def edit(self, form: FormData) -> tuple[ImagesRequest, tuple[IO[bytes], ...]]:
-        """The request and the files of pictures in a form. Raises InputError or RequestValidationError."""
+        """Read a form; return the request and the files of its pictures. Raises InputError or RequestValidationError."""
         if type(self.pipe.target).depicted is Target.depicted:
             raise InputError(f"{self.pipe.name} draws from text alone; use /v1/images/generations")
-        files = [one for name in IMAGE_FIELDS for one in form.getlist(name)]
-        uploads = tuple(one.file for one in files if isinstance(one, UploadFile))
-        if not files or len(uploads) < len(files):
+        uploads = [value for name in IMAGE_FIELDS for value in form.getlist(name)]
+        files = tuple(upload.file for upload in uploads if isinstance(upload, UploadFile))
+        if not uploads or len(files) < len(uploads):
             raise InputError("an edit needs a picture; send a multipart form whose field image is a file")
         fields = {name: value for name, value in form.items() if name not in IMAGE_FIELDS}
-        if name := next((name for name, value in fields.items() if not isinstance(value, str)), None):
-            raise InputError(
-                f"{name} cannot be a file; send pictures as image, and say in the prompt what to change"
-            )
+        for name, value in fields.items():
+            if not isinstance(value, str):
+                raise InputError(
+                    f"{name} cannot be a file; send pictures as image, and say in the prompt what to change"
+                )
         try:
-            return ImagesRequest.model_validate_strings(fields), uploads
+            return ImagesRequest.model_validate_strings(fields), files
         except ValidationError as error:
-            raise RequestValidationError(
-                [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
-            ) from None
+            # FastAPI's own errors begin with "body" as well.
+            details = [{**detail, "loc": ("body", *detail["loc"])} for detail in error.errors()]
+            raise RequestValidationError(details) from None
 
     def specs(self, body: ImagesRequest, client: str, files: tuple[IO[bytes], ...] = ()) -> list[ImageSpec]:
-        """The pictures of a request: `n` of them, with ascending seeds; files: of pictures to edit. Raises InputError."""
+        """Return the `n` pictures of a request, with ascending seeds. files: pictures to edit. Raises InputError."""
         if len(body.prompt) > self.config.prompt_limit:
             raise InputError(
                 f"the prompt has {len(body.prompt)} characters; this server takes at most {self.config.prompt_limit}"
@@ -86,31 +86,34 @@ class RequestMapper:
                 raise InputError(f"{name} works only with stream; set stream to true")
         if body.stream and body.response_format == "url":
             raise InputError("response_format 'url' does not go with stream, whose events have b64_json")
-        given = body.overrides()
-        for name in given.keys() & PARTS.keys():
-            called, known, *_ = PARTS[name]
-            if given[name] not in known:
-                raise InputError(unknown(called, given[name], known))
-        settings = self.config.settings(self.pipe, body.method, given)
-        codes = (settings.window or 0) * (settings.window_rows or 1) + (settings.alternatives or 0)
-        if codes > MAX_NODES and given.keys() & WINDOWED:
+        overrides = body.overrides()
+        for name in overrides.keys() & PARTS.keys():
+            label, classes_by_name, *_ = PARTS[name]
+            if overrides[name] not in classes_by_name:
+                raise InputError(unknown(label, overrides[name], classes_by_name))
+        settings = self.config.settings(self.pipe, body.method, overrides)
+        num_codes = (settings.window or 0) * (settings.window_rows or 1) + (settings.alternatives or 0)
+        if num_codes > MAX_NODES and overrides.keys() & WINDOW_DIALS:
             raise InputError(
                 f"window {settings.window} in {settings.window_rows or 1} window_rows and {settings.alternatives or 0} "
-                f"alternatives are {codes} draft codes; ask for at most {MAX_NODES}"
+                f"alternatives are {num_codes} draft codes; ask for at most {MAX_NODES}"
             )
-        kind = network_needed(settings)
-        if kind and not self.pipe.defaults.holds(kind):
+        network = network_needed(settings)
+        if network and not self.pipe.defaults.holds(network):
+            _, label = NETWORKS.get(network, ("", network))
             raise InputError(
-                f"method {settings.method!r} needs a {NETWORKS.get(kind, ('', kind))[1]}, which {self.pipe.name} lacks; use another method"
+                f"method {settings.method!r} needs a {label}, which {self.pipe.name} lacks; use another method"
             )
         self.pipe.check(settings)
-        limits = [limit for limit in (body.deadline, self.config.deadline) if limit is not None]
-        seed = secrets.randbelow(SEEDS) if body.seed is None else body.seed
-        more = (settings, min(limits, default=None), client, files, body.size != self.size)
-        return [ImageSpec(body.prompt, seed + i, *more) for i in range(body.n or 1)]
+        deadlines = [seconds for seconds in (body.deadline, self.config.deadline) if seconds is not None]
+        deadline = min(deadlines, default=None)
+        seed = secrets.randbelow(RANDOM_SEEDS) if body.seed is None else body.seed
+        own_shape = body.size != self.size
+        first = ImageSpec(body.prompt, seed, settings, deadline, client, files, own_shape)
+        return [replace(first, seed=seed + i) for i in range(body.n or 1)]
 
     def facts(self, spec: ImageSpec, image: FinishedImage) -> schemas.Facts:
-        """What a response says of how a picture was drawn."""
+        """Return the figures and settings of a picture for a response."""
         return schemas.Facts(
             seed=spec.seed,
             method=image.settings.method,
@@ -126,88 +129,93 @@ class RequestMapper:
         )
 
     def file(self, body: ImagesRequest, spec: ImageSpec, image: FinishedImage) -> str:
-        """A picture as base64 in the format that the request asks for; a PNG says how it was made, as the command line's do."""
+        """Encode a picture as base64 in the requested format; a PNG has the notes that PNGs of the command line have."""
         settings = self.pipe.describe(image.settings)
-        notes = notes_of(spec.prompt, spec.seed, self.pipe.name, settings, versions())
+        png_notes = notes(spec.prompt, spec.seed, self.pipe.name, settings, versions())
         if isinstance(spec.prompt, Depicted):
-            notes["shown"] = spec.prompt.digests
-        return encode(image.image, body.output_format or "png", body.output_compression, notes)
+            png_notes["shown"] = spec.prompt.digests
+        return encode(image.image, body.output_format or "png", body.output_compression, png_notes)
 
     def answer(
         self, body: ImagesRequest, tickets: list[Ticket], images: list[FinishedImage]
     ) -> dict[str, Any]:
-        """The response with all pictures, as a JSON object."""
-        kind, data = body.output_format or "png", []
+        """Return the response with all pictures, as a JSON object."""
+        output_format = body.output_format or "png"
+        data = []
         for ticket, image in zip(tickets, images, strict=True):
             file, facts = self.file(body, ticket.spec, image), self.facts(ticket.spec, image)
-            url = f"data:image/{kind};base64,{file}" if body.response_format == "url" else None
+            url = f"data:image/{output_format};base64,{file}" if body.response_format == "url" else None
             data.append(schemas.Picture(b64_json=None if url else file, url=url, lanternpp=facts))
-        codes = sum(len(image.codes) for image in images)
         response = schemas.ImagesResponse(
             created=int(time.time()),
-            output_format=kind,
+            output_format=output_format,
             size=size_of(images[0].image),
             data=data,
-            usage=usage(tickets[0].spec.prompt, codes),
+            usage=usage(tickets[0].spec.prompt, sum(len(image.codes) for image in images)),
         )
         return response.model_dump(exclude_none=True)
 
 
 def size_of(image: Image.Image) -> str:
-    """Width and height as OpenAI writes them."""
+    """Return width and height as OpenAI writes them."""
     return f"{image.width}x{image.height}"
 
 
-def usage(prompt: str, codes: int) -> schemas.Usage:
-    """OpenAI's token counts: the words of the prompt, and the codes of the pictures."""
-    words, shown = len(prompt.split()), prompt.pictures if isinstance(prompt, Depicted) else ()
-    given = schemas.InputDetails(text_tokens=words, image_tokens=sum(grid.numel() for grid in shown))
-    total = words + given.image_tokens
+def usage(prompt: str, num_codes: int) -> schemas.Usage:
+    """Return OpenAI's token counts: the words of the prompt and the codes that it shows, and the codes of the pictures."""
+    grids = prompt.pictures if isinstance(prompt, Depicted) else ()  # [rows, columns] codes of each
+    details = schemas.InputDetails(
+        text_tokens=len(prompt.split()), image_tokens=sum(grid.numel() for grid in grids)
+    )
+    total = details.text_tokens + details.image_tokens
     return schemas.Usage(
-        input_tokens=total, output_tokens=codes, total_tokens=total + codes, input_tokens_details=given
+        input_tokens=total,
+        output_tokens=num_codes,
+        total_tokens=total + num_codes,
+        input_tokens_details=details,
     )
 
 
 def picture_size(pipe: Pipeline) -> tuple[int, int]:
-    """Width and height of the pictures that a model draws, in pixels."""
-    blank = pipe.target.examples(1)[torch.zeros(1, pipe.target.length, dtype=torch.int64, device=pipe.device)]
+    """Return the width and height of the pictures that a model draws, in pixels."""
+    indices = torch.zeros(1, pipe.target.length, dtype=torch.int64, device=pipe.device)
+    blank = pipe.target.examples(1)[indices]
     return run_in_new_thread(pipe.images, blank)[0].size
 
 
 def half_drawn(target: Target, codes: Tensor) -> Image.Image:
-    """A picture whose first codes, [decided], are known, as `results.unfinished` draws it."""
+    """Draw a picture whose first codes, [decided], are known, as `results.unfinished`."""
     return run_in_new_thread(unfinished, target, codes)
 
 
 class Previews:
-    """JPEGs of unfinished pictures for all clients: one at a time, in at most a fifth of the time."""
+    """Draws JPEGs of the unfinished pictures of all clients: one at a time, in at most a fifth of the time."""
 
     def __init__(self) -> None:
-        self._lock, self._next = asyncio.Lock(), 0.0
+        self._lock = asyncio.Lock()
+        self._next_start = 0.0  # time.monotonic()
 
-    async def draw(self, target: Target, codes: Callable[[], Tensor]) -> tuple[int, str]:
-        """The number of codes that are shown, and base64 of the JPEG.
-
-        codes: called when this preview is next, so that it shows the latest codes.
-        """
+    async def draw(self, ticket: Ticket) -> tuple[int, str]:
+        """Wait for its turn, then draw the latest progress of a ticket: the number of codes, and base64 of the JPEG."""
         async with self._lock:
-            await asyncio.sleep(self._next - time.monotonic())
-            began, seen = time.monotonic(), codes()
-            image = await run_in_threadpool(half_drawn, target, seen)
+            await asyncio.sleep(self._next_start - time.monotonic())
+            assert ticket.target is not None and ticket.progress is not None
+            start, codes = time.monotonic(), ticket.progress.codes
+            image = await run_in_threadpool(half_drawn, ticket.target, codes)
             file = await run_in_threadpool(encode, image, "jpeg")
-            self._next = time.monotonic() + PAUSE * (time.monotonic() - began)
-            return len(seen), file
+            self._next_start = time.monotonic() + PAUSE_FACTOR * (time.monotonic() - start)
+            return len(codes), file
 
 
 def encode(
-    image: Image.Image, kind: str = "png", quality: int | None = None, notes: Mapping[str, str] | None = None
+    image: Image.Image, kind: str = "png", quality: int | None = None, png_notes: Mapping[str, str] = {}
 ) -> str:
-    """A picture as base64 of a png, jpeg or webp file (webp is lossless unless a quality is given)."""
+    """Encode a picture as base64 of a png, jpeg or webp file (webp is lossless unless a quality is given)."""
     file = io.BytesIO()
     if kind == "png":
-        file.write(png_bytes(image, notes or {}))
+        file.write(png_bytes(image, png_notes))
     elif kind == "jpeg":
-        image.save(file, format="JPEG", quality=QUALITY if quality is None else quality)
+        image.save(file, format="JPEG", quality=JPEG_QUALITY if quality is None else quality)
     else:
         image.save(file, format="WEBP", lossless=quality is None, quality=80 if quality is None else quality)
     return base64.b64encode(file.getvalue()).decode("ascii")

@@ -1,4 +1,4 @@
-"""A picture from its request to its result: what to draw, the handle on it, its progress, and the finished image."""
+"""A picture from its request to its result: its specification, its ticket, its progress, and the finished image."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lanternpp.types import Prompt, shape_of
 
 CLOSED = "the server is shutting down"
 Key = tuple[Settings, Hashable]
-"""Settings with a batch size of 1, and the shape of the picture: what pictures of one batch share."""
+"""Settings with a batch size of 1, and the shape of the picture; the pictures of a batch have both in common."""
 
 
 class Full(Exception):  # noqa: N818 - names a state of the server, as queue.Full does
@@ -38,7 +38,7 @@ class Expired(Exception):  # noqa: N818
 
 
 class Cancelled(Exception):  # noqa: N818
-    """The client gave the picture up."""
+    """The client abandoned the picture."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,16 @@ class ImageSpec:
 
     prompt: str
     seed: int
-    # as Pipeline.settings gives them; the batch runner decides the batch size
-    settings: Settings
-    deadline: float | None = None  # seconds from its arrival after which it has failed
-    client: str = ""  # clients take turns in the queue; within one client it is first come, first served
+    settings: Settings  # from `Pipeline.settings`; the batch runner decides the batch size
+    deadline: float | None = None  # seconds from `arrived` after which the picture fails with Expired
+    client: str = ""  # clients take turns in the queue; pictures of one client start in the order of arrival
     files: tuple[IO[bytes], ...] = ()  # of the pictures to edit, which the prompt shows once it is encoded
     own_shape: bool = True  # whether an edit has the shape of its picture
     arrived: float = field(default_factory=time.monotonic)  # when its request was read
 
     @property
     def key(self) -> Key:
-        """What it shares with the pictures of its batch."""
+        """The settings and shape that the pictures of its batch have in common."""
         return replace(self.settings, batch_size=1), shape_of(self.prompt)
 
 
@@ -72,18 +71,18 @@ class Progress:
 
 @dataclass(frozen=True)
 class FinishedImage(Progress):
-    """A finished picture; its seconds are those from the prefill to the pixels."""
+    """A finished picture. `seconds` are those that its batch runner computed from the prefill to the pixels."""
 
     image: Image.Image
     waited: float  # seconds in the queue
-    settings: Settings  # that it was drawn with; batch_size is that of its batch runner
+    settings: Settings  # of the engine that drew it, with the batch size of its batch runner
     tv_cost: float | None = None  # None: not measured
 
 
 class Ticket(Future[FinishedImage]):
-    """A submitted picture, once it is finished; any thread may use it.
+    """A future of a submitted picture; any thread may use it.
 
-    A ticket is settled once: with a picture, or with Expired, Cancelled, Closed, or whatever drawing it raised.
+    A ticket is settled once: with a picture, or with Expired, Cancelled, Closed, or the error that drawing it raised.
     """
 
     def __init__(self, spec: ImageSpec, on_cancel: Callable[[], None] = lambda: None):
@@ -91,40 +90,41 @@ class Ticket(Future[FinishedImage]):
         super().__init__()
         self.spec = spec
         self.started: float | None = None  # time.monotonic() when it left the queue
-        self.encoded: Prompt | None = None  # the target's encoding of the prompt, until it is in a slot
-        self.target: Target | None = None  # that draws it
-        self.interval: float | None = None  # least seconds between two reports; None: nobody follows it
+        self.encoded: Prompt | None = None  # the target's encoding of the prompt, until the prefill
+        self.target: Target | None = None  # that draws the picture
+        self.interval: float | None = None  # minimum seconds between two reports; None: no coroutine follows
         self.progress: Progress | None = None  # the latest report
-        self._reported = 0.0  # time.monotonic() of that report
+        self._reported = 0.0  # time.monotonic() of the latest report
         self._on_cancel = on_cancel
         self._wake: Callable[..., None] = lambda: None  # resumes `follow`
 
     async def finished(self) -> FinishedImage:
-        """`result` for a coroutine. If the coroutine is cancelled, so is the picture."""
+        """Wait for the picture in a coroutine, and return it. If the coroutine is cancelled, so is the picture."""
         future = asyncio.wrap_future(self)
-        # asyncio logs an error that nobody has retrieved
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())
+        # The exception is retrieved here, since asyncio logs exceptions that no coroutine retrieves.
+        future.add_done_callback(lambda future: None if future.cancelled() else future.exception())
         return await future
 
-    async def follow(self, every: float = 0.0) -> AsyncIterator[Progress]:
-        """The progress of the picture until it is settled. A slow reader misses some: only the latest is kept.
+    async def follow(self, interval: float = 0.0) -> AsyncIterator[Progress]:
+        """Yield the progress of the picture until it is settled. A slow reader gets the latest report alone.
 
-        every: least seconds between two of them. Only one coroutine at a time may follow a ticket.
+        interval: minimum seconds between two reports. Only one coroutine at a time may follow a ticket.
         """
-        loop, awake, seen = asyncio.get_running_loop(), asyncio.Event(), self.progress
+        loop, awake = asyncio.get_running_loop(), asyncio.Event()
+        latest = self.progress
 
         def wake(*_: object) -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(awake.set)
 
-        self._wake, self.interval = wake, every
+        self._wake, self.interval = wake, interval
         self.add_done_callback(wake)
         while not self.done():
             await awake.wait()
             awake.clear()
-            if self.progress is not None and self.progress is not seen and not self.done():
-                seen = self.progress
-                yield seen
+            if self.progress is not None and self.progress is not latest and not self.done():
+                latest = self.progress
+                yield latest
 
     @property
     def expired(self) -> Expired | None:
@@ -135,16 +135,16 @@ class Ticket(Future[FinishedImage]):
         return Expired(f"the picture was not finished within {limit:g} s")
 
     def due(self, now: float) -> bool:
-        """For the batcher: whether somebody follows the picture and the next progress report is due."""
+        """For the batcher: return whether a coroutine follows the picture and the next report is due."""
         return self.interval is not None and now - self._reported >= self.interval
 
     def report(self, progress: Progress) -> None:
-        """For the batcher: report progress to whoever follows the picture."""
+        """For the batcher: report progress to the coroutine that follows the picture."""
         self.progress, self._reported = progress, time.monotonic()
         self._wake()
 
     def settle(self, outcome: FinishedImage | Exception) -> bool:
-        """For the batcher: end with a picture or an error. Returns False if the ticket was settled before."""
+        """For the batcher: set a picture or an error as the result. Returns False if the ticket was settled before."""
         try:
             if isinstance(outcome, Exception):
                 self.set_exception(outcome)
@@ -155,7 +155,7 @@ class Ticket(Future[FinishedImage]):
         return True
 
     def cancel(self) -> bool:
-        """Give the picture up; its slot is free within a step. Returns False if the ticket was settled before."""
+        """Cancel the picture; its slot is free within a step. Returns False if the ticket was settled before."""
         cancelled = self.settle(Cancelled("the picture was cancelled"))
         if cancelled:
             self._on_cancel()
