@@ -23,7 +23,7 @@ from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.config import EDITS, ServerConfig
 from lanternpp.serve.error_responses import error_response, install_error_handlers, response_for
 from lanternpp.serve.guard import Guard
-from lanternpp.serve.metrics import CONTENT, Metrics
+from lanternpp.serve.metrics import CONTENT_TYPE, Metrics
 from lanternpp.serve.new_thread import run_in_new_thread
 from lanternpp.serve.request_mapping import RequestMapper
 from lanternpp.serve.schemas import ImagesRequest, Refusal
@@ -266,6 +266,6 @@ def router(batcher: Batcher, metrics: Metrics) -> APIRouter:
     )
     async def figures() -> Response:
         """Requests, queue, batch size, codes per pass, seconds."""
-        return Response(metrics.text(), media_type=CONTENT)
+        return Response(metrics.text(), media_type=CONTENT_TYPE)
 
     return routes

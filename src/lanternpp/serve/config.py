@@ -1,6 +1,6 @@
-"""The defaults and limits of a server, and what is checked before it starts: packages, API keys, proxies.
+"""The defaults and limits of a server, and the checks before it starts: packages, API keys, proxies.
 
-Nothing here imports torch, so that a mistake is reported quickly.
+This module does not import torch, so that a mistake is reported quickly.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MIN_KEY_CHARS = 16
 
 
 def power_of_two(slots: int) -> None:
-    """InputError where a number of slots is not a power of two."""
+    """Raise InputError where a number of slots is not a power of two."""
     if slots < 1 or slots & (slots - 1):
         raise InputError(f"{slots} slots are not a power of two; use 1, 2, 4, 8 ...")
 
@@ -40,8 +40,8 @@ def power_of_two(slots: int) -> None:
 class ServerConfig:
     """The defaults and limits of a server. Raises InputError.
 
-    method and overrides (fields of `Settings`): the defaults of requests. keys: API keys; without keys, everybody who can
-    connect may draw. hosts: accepted names in the Host header; empty: any.
+    method and overrides (fields of `Settings`): the defaults of requests. keys: API keys; without keys, every client may draw.
+    hosts: accepted names in the Host header; empty: any.
     """
 
     heading = "Server"
@@ -82,43 +82,44 @@ class ServerConfig:
         for name, option in declared(ServerConfig).items():
             option.check(getattr(self, name), name)
 
-    def settings(self, pipe: Pipeline, method: str | None, given: Mapping[str, Any]) -> Settings:
-        """The settings of a request: what the request gives, else what the server was started with.
+    def settings(self, pipe: Pipeline, method: str | None, overrides: Mapping[str, Any]) -> Settings:
+        """Return the settings of a request: its own dials, else the dials that the server was started with.
 
-        method: the request's; None: the server's. given: the dials of the request. The parts and dials that the server was
-        started with belong to its own method, so a request for another method gets that method's defaults. Raises
+        method: the request's; None: the server's. overrides: the dials of the request. The parts and dials that the server
+        was started with belong to its own method, so a request for another method gets the defaults of that method. Raises
         InputError.
         """
-        default = pipe.chosen(self.method).method
-        chosen = pipe.chosen(check_method(method)).method if method else default
-        of_the_method = names(PartDials, DraftDials, RuleDials)
-        base = {k: v for k, v in self.overrides.items() if chosen == default or k not in of_the_method}
-        return pipe.settings(method or self.method, **{**base, **given, "batch_size": 1})
+        server_method = pipe.chosen(self.method).method
+        defaults = dict(self.overrides)
+        if method and pipe.chosen(check_method(method)).method != server_method:
+            for name in names(PartDials, DraftDials, RuleDials):
+                defaults.pop(name, None)
+        return pipe.settings(method or self.method, **{**defaults, **overrides, "batch_size": 1})
 
 
 def require() -> None:
-    """Raise InputError unless the packages for serving are installed. They are not imported: that takes seconds."""
+    """Raise InputError unless the packages for serving are installed. They are not imported, which would take seconds."""
     for name in PACKAGES:
         if find_spec(name) is None:
             raise InputError(EXTRA.format(name=name))
 
 
-def check_proxies(given: str | None) -> tuple[str, ...]:
-    """The addresses of --forwarded-allow-ips. Raises InputError."""
-    found = tuple(part.strip() for part in (given or "").split(",") if part.strip())
-    for part in found:
+def check_proxies(option: str | None) -> tuple[str, ...]:
+    """Return the addresses and networks of --forwarded-allow-ips. Raises InputError."""
+    proxies = tuple(proxy.strip() for proxy in (option or "").split(",") if proxy.strip())
+    for proxy in proxies:
         try:
-            if part != "*":
-                ip_network(part)
+            if proxy != "*":
+                ip_network(proxy)
         except ValueError:
             raise InputError(
-                f"--forwarded-allow-ips {part!r} is neither an address nor a network; use such as 127.0.0.1 or 10.0.0.0/8"
+                f"--forwarded-allow-ips {proxy!r} is neither an address nor a network; use such as 127.0.0.1 or 10.0.0.0/8"
             ) from None
-    return found
+    return proxies
 
 
 def host_name(host: str) -> str:
-    """The name in a Host header, in lower case, without its port and a last dot."""
+    """Return the name in a Host header, in lower case, without its port and a last dot."""
     try:
         return (urlsplit(f"//{host}").hostname or "").removesuffix(".")
     except ValueError:  # an incomplete IPv6 address
@@ -134,17 +135,17 @@ def check_keys(keys: Sequence[str]) -> None:
             )
 
 
-def gather_keys(given: Sequence[str], file: Path | None) -> tuple[str, ...]:
-    """API keys from options, from a file with one key per line, and from the environment. Raises InputError."""
-    found = [*given, *os.environ.get(KEYS, "").replace(",", " ").split()]
+def gather_keys(options: Sequence[str], file: Path | None) -> tuple[str, ...]:
+    """Gather API keys from options, the environment, and a file with one key per line. Raises InputError."""
+    keys = [*options, *os.environ.get(KEYS, "").replace(",", " ").split()]
     if file is not None:
         try:
             lines = file.read_text(encoding="utf-8-sig").splitlines()
         except (OSError, ValueError) as error:
             raise InputError(f"--api-key-file {str(file)!r} cannot be read: {error}") from None
-        in_file = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-        if not in_file:
+        file_keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if not file_keys:
             raise InputError(f"--api-key-file {str(file)!r} has no keys; write one per line")
-        found += in_file
-    check_keys(found)
-    return tuple(dict.fromkeys(found))
+        keys += file_keys
+    check_keys(keys)
+    return tuple(dict.fromkeys(keys))

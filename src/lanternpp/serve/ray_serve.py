@@ -26,7 +26,7 @@ from lanternpp.jobs.cluster import Share, cluster, share
 from lanternpp.serve.app import ServerSpec, disconnected
 from lanternpp.serve.error_responses import error_response, response_for
 from lanternpp.serve.guard import Guard
-from lanternpp.serve.metrics import CONTENT, REQUESTS, Metrics
+from lanternpp.serve.metrics import CONTENT_TYPE, REQUESTS, Metrics
 from lanternpp.serve.server import GRACEFUL_SECONDS
 from lanternpp.serve.server import run as serve_until_signal
 from lanternpp.serve.tickets import CLOSED, Closed
@@ -126,7 +126,7 @@ class Replicas:
         if (scope["path"], scope["method"]) == ("/metrics", "GET"):
             found = await asyncio.to_thread(self._ask_all, "metrics", timeout_s=SCRAPE)
             families = [family for each in found if isinstance(each, list) for family in each]
-            await Response(self.metrics.text(families), media_type=CONTENT)(scope, receive, send)
+            await Response(self.metrics.text(families), media_type=CONTENT_TYPE)(scope, receive, send)
             return
         if self.closed:
             await response_for(Closed(CLOSED))(scope, receive, send)

@@ -18,7 +18,7 @@ from lanternpp.api.options import (
 )
 
 Name = Annotated[str, Field(max_length=100)]
-# Fields that only OpenAI's models use; none changes what a picture is.
+# Fields that only OpenAI's models use; none changes a picture.
 IGNORED = ("complexity", "input_fidelity", "moderation", "quality", "safety_identifier", "style", "user")
 
 
@@ -59,24 +59,24 @@ class _RequestFields(BaseModel):
     method: Name | None = Field(None, description="A method by name; default: the server's.")
 
     def overrides(self) -> dict[str, Any]:
-        """The dials that were given."""
+        """Return the values of the dials that the request sets."""
         return {dial.name: value for dial in REQUEST_DIALS if (value := getattr(self, dial.name)) is not None}
 
 
 def field(dial: Dial) -> Any:
-    """The type of a dial's field, and its description and limits, for pydantic."""
+    """Return the type of a dial's field with the dial's limits, and the field's description, for pydantic."""
     kind: Any = Name if dial.kind is str else dial.kind
     return Annotated[kind, dial] | None, Field(None, description=dial.about)
 
 
 REQUESTED = ("accept", *names(DraftDials, RuleDials, MeasureDials, SamplingDials))
 REQUEST_DIALS = tuple(DIALS[name] for name in REQUESTED)
-if TYPE_CHECKING:  # without the fields of dials, which are read by name
+if TYPE_CHECKING:  # type checkers do not see the fields of dials, which are read by their names
     ImagesRequest = _RequestFields
 else:
-    made = dict.fromkeys(IGNORED, (Annotated[str, Field(max_length=1000)] | None, None))
-    made |= {dial.name: field(dial) for dial in REQUEST_DIALS}
-    ImagesRequest = create_model("ImagesRequest", __base__=_RequestFields, __module__=__name__, **made)
+    fields = dict.fromkeys(IGNORED, (Annotated[str, Field(max_length=1000)] | None, None))
+    fields |= {dial.name: field(dial) for dial in REQUEST_DIALS}
+    ImagesRequest = create_model("ImagesRequest", __base__=_RequestFields, __module__=__name__, **fields)
     ImagesRequest.__doc__ = _RequestFields.__doc__
 
 
