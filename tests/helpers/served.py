@@ -25,7 +25,7 @@ from lanternpp.api.settings import resolve
 from lanternpp.serve.app import create_app
 from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.config import ServerConfig
-from lanternpp.serve.server import Limits, bind, configured, url
+from lanternpp.serve.server import Limits, bind, url, uvicorn_config
 from lanternpp.serve.tickets import ImageSpec, Ticket
 
 PROMPT = "a red tulip"
@@ -118,7 +118,7 @@ def tiny(folder: Path) -> Pipeline:
 def listening(app: object, limits: Limits | None = None, proxies: Sequence[str] = ()) -> Iterator[str]:
     """A real server of an app on a free port of this machine; its address."""
     bound = bind("127.0.0.1", 0)
-    server = uvicorn.Server(configured(app, proxies, limits))
+    server = uvicorn.Server(uvicorn_config(app, proxies, limits))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     thread.start()
     try:

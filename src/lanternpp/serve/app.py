@@ -30,7 +30,7 @@ from lanternpp.serve.schemas import ImagesRequest, Refusal
 from lanternpp.serve.streaming import PictureStream
 from lanternpp.serve.tickets import FinishedImage, Ticket
 
-REASONS = {
+DESCRIPTIONS = {  # of error responses by status, in the OpenAPI document
     400: "Something in the request is not valid",
     401: "No API key, or a wrong one",
     403: "The request comes from a page of another site",
@@ -43,47 +43,48 @@ REASONS = {
 }
 
 
-def reasons(*status: int) -> dict[int | str, dict[str, Any]]:
-    """The error responses of a route, for the OpenAPI document."""
-    return {code: {"model": Refusal, "description": REASONS[code]} for code in status}
+def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the error responses of a route, for the OpenAPI document."""
+    return {status: {"model": Refusal, "description": DESCRIPTIONS[status]} for status in statuses}
 
 
-DRAWN: dict[int | str, dict[str, Any]] = {
+IMAGE_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "Pictures; with stream, server-sent events",
         "content": {"text/event-stream": {"schema": {"type": "string"}}},
     },
-    **reasons(*REASONS),
+    **refusals(*DESCRIPTIONS),
 }
-FORM = {  # further fields are those of ImagesRequest
+EDIT_FORM = {  # the schema of a form, whose further fields are those of ImagesRequest
     "type": "object",
     "required": ["image", "prompt"],
     "properties": {"image": {"type": "string", "format": "binary"}, "prompt": {"type": "string"}},
 }
-MOST_FILES, MOST_FIELDS = 16, 100  # of a form
+MAX_FILES, MAX_FIELDS = 16, 100  # of a form
 
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """What a server is made of: a model and a configuration."""
+    """The options that select a model, and the configuration of the server that draws with it."""
 
     options: DrawOptions
     config: ServerConfig
 
     def load_model(self) -> Pipeline:
-        """Read the model, and compile where that is asked for. InputError, also where the method needs what the model lacks."""
+        """Read the model, and compile it if the settings ask for it. Raises InputError, also where the method cannot be used."""
         pipe = Pipeline.from_pretrained(**self.options.pretrained)
         check_output(pipe.target)
         settings = self.config.settings(pipe, None, {})
-        pipe.new_engine(settings)
-        for power in range(self.config.slots.bit_length() if settings.compile else 0):
-            pipe.warm(replace(settings, batch_size=1 << power))
+        pipe.new_engine(settings)  # raises InputError where the model lacks a part that the method needs
+        if settings.compile:
+            for exponent in range(self.config.slots.bit_length()):
+                pipe.warm(replace(settings, batch_size=1 << exponent))
         return pipe
 
     def start(self) -> tuple[Batcher, FastAPI]:
-        """Read the model; a batcher, which the caller must close, and the app that uses it. Raises InputError."""
+        """Read the model; return a batcher, which the caller must close, and the app that uses it. Raises InputError."""
         pipe = run_in_new_thread(self.load_model)
-        warnings.simplefilter("ignore", PromptWarning)  # a prompt of a client is not the operator's concern
+        warnings.simplefilter("ignore", PromptWarning)  # clients' prompts are not the operator's concern
         batcher = Batcher(pipe, self.config)
         try:
             return batcher, create_app(batcher)
@@ -93,7 +94,7 @@ class ServerSpec:
 
 
 def create_app(batcher: Batcher) -> FastAPI:
-    """The ASGI app that uses a batcher, which the caller must close."""
+    """Build the ASGI app that uses a batcher, which the caller must close."""
     app = FastAPI(
         title="lanternpp",
         version=versions()["lanternpp"],
@@ -115,7 +116,7 @@ def create_app(batcher: Batcher) -> FastAPI:
 
 
 def correct_openapi(app: FastAPI, keys: bool) -> None:
-    """Correct the OpenAPI document of FastAPI: an invalid body gets 400, not 422; with `keys`, routes need a key."""
+    """Correct FastAPI's OpenAPI document: an invalid body gets 400, not 422; with `keys`, routes need an API key."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -136,37 +137,37 @@ def correct_openapi(app: FastAPI, keys: bool) -> None:
 
 
 async def all_finished(request: Request, tickets: list[Ticket]) -> list[FinishedImage]:
-    """All pictures of a request. As soon as one fails, or the client disconnects (Cancelled), all are cancelled."""
+    """Wait for all pictures of a request. If one fails or the client disconnects (Cancelled), all are cancelled at once."""
 
-    def give_up(_: object) -> None:
+    def cancel_all(_: object) -> None:
         for ticket in tickets:
             ticket.cancel()
 
-    gone = asyncio.ensure_future(disconnected(request))
-    gone.add_done_callback(give_up)
+    disconnect = asyncio.ensure_future(disconnected(request))
+    disconnect.add_done_callback(cancel_all)
     try:
         return await asyncio.gather(*(ticket.finished() for ticket in tickets))
     finally:
-        gone.cancel()
+        disconnect.cancel()  # which cancels the pictures too: after an error of one, the others are not drawn
 
 
 async def disconnected(request: Request) -> None:
-    """Return when the client has disconnected."""
+    """Wait until the client has disconnected."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 def client_of(request: Request) -> str:
-    """The name by which clients take turns: the number of their API key, else their address."""
+    """Return the name by which clients take turns: the number of their API key, else their address."""
     key = getattr(request.state, "client", None)
     return key or (request.client.host if request.client else "")
 
 
 def router(batcher: Batcher, metrics: Metrics) -> APIRouter:
-    """All routes of the API."""
+    """Build all routes of the API."""
     mapper, routes = RequestMapper(batcher), APIRouter()
-    # Waiting to encode a prompt must not use up the threads that encode finished pictures.
-    encoders = CapacityLimiter(1)
+    # Requests that wait to encode their prompts must not use up the threads that encode finished pictures.
+    prompt_encoders = CapacityLimiter(1)
     card = schemas.ModelCard(id=batcher.pipe.name)
 
     def unknown_model(name: str | None) -> JSONResponse:
@@ -176,46 +177,46 @@ def router(batcher: Batcher, metrics: Metrics) -> APIRouter:
     @routes.post(
         "/v1/images/generations",
         response_model=schemas.ImagesResponse,
-        responses=DRAWN,
+        responses=IMAGE_RESPONSES,
         summary="Draw pictures",
         operation_id="createImage",
     )
     async def generations(request: Request, body: ImagesRequest) -> Response:
         """Draw pictures of a prompt, as OpenAI's Images API does."""
-        return await drawn(request, body)
+        return await draw(request, body)
 
     @routes.post(
         EDITS,
         response_model=schemas.ImagesResponse,
-        responses=DRAWN,
+        responses=IMAGE_RESPONSES,
         openapi_extra={
-            "requestBody": {"required": True, "content": {"multipart/form-data": {"schema": FORM}}}
+            "requestBody": {"required": True, "content": {"multipart/form-data": {"schema": EDIT_FORM}}}
         },
         summary="Edit a picture",
         operation_id="createImageEdit",
     )
     async def edits(request: Request) -> Response:
         """Draw what a prompt says of the pictures in the form, which has the fields of `generations` too."""
-        async with request.form(max_files=MOST_FILES, max_fields=MOST_FIELDS) as form:
-            return await drawn(request, *mapper.edit(form))
+        async with request.form(max_files=MAX_FILES, max_fields=MAX_FIELDS) as form:
+            return await draw(request, *mapper.edit(form))
 
-    async def drawn(request: Request, body: ImagesRequest, files: tuple[IO[bytes], ...] = ()) -> Response:
+    async def draw(request: Request, body: ImagesRequest, files: tuple[IO[bytes], ...] = ()) -> Response:
         if body.model not in (None, card.id):
             return unknown_model(body.model)
         try:
-            # in a thread, as it may look at the model's tensors
+            # In a thread, since checking the settings may compute with the model's tensors.
             specs = await run_sync(mapper.specs, body, client_of(request), files)
             # A full queue is reported before the prompt is encoded.
-            with batcher.reserve(len(specs)) as submit, prompt_warnings() as warnings:
-                tickets = await run_sync(submit, specs, limiter=encoders)
+            with batcher.reserve(len(specs)) as submit, prompt_warnings() as target_warnings:
+                tickets = await run_sync(submit, specs, limiter=prompt_encoders)
             if body.stream:
-                return PictureStream(mapper, body, tickets, warnings)
+                return PictureStream(mapper, body, tickets, target_warnings)
             images = await all_finished(request, tickets)
             return JSONResponse(await run_in_threadpool(mapper.answer, body, tickets, images))
         except Exception as error:
             return response_for(error)
 
-    @routes.get("/v1/models", responses=reasons(401, 403), summary="List models", operation_id="listModels")
+    @routes.get("/v1/models", responses=refusals(401, 403), summary="List models", operation_id="listModels")
     async def models() -> schemas.ModelList:
         """The one model that is served."""
         return schemas.ModelList(data=[card])
@@ -223,7 +224,7 @@ def router(batcher: Batcher, metrics: Metrics) -> APIRouter:
     @routes.get(
         "/v1/models/{model:path}",
         response_model=schemas.ModelCard,
-        responses=reasons(401, 403, 404),
+        responses=refusals(401, 403, 404),
         summary="Look a model up",
         operation_id="retrieveModel",
     )
@@ -236,7 +237,7 @@ def router(batcher: Batcher, metrics: Metrics) -> APIRouter:
         response_model=schemas.Health,
         responses={
             503: {"model": schemas.Health, "description": "The server is shutting down"},
-            **reasons(403),
+            **refusals(403),
         },
         summary="Whether requests are accepted",
         operation_id="health",
@@ -244,12 +245,10 @@ def router(batcher: Batcher, metrics: Metrics) -> APIRouter:
     async def healthz() -> JSONResponse:
         """200; 503 as soon as the server has begun to shut down."""
         load, closed = batcher.load, batcher.closed
-        state = schemas.Health(
-            status="draining" if closed else "ok",
-            running=load.running,
-            queued=load.queued,
+        health = schemas.Health(
+            status="draining" if closed else "ok", running=load.running, queued=load.queued
         )
-        return JSONResponse(state.model_dump(), 503 if closed else 200)
+        return JSONResponse(health.model_dump(), 503 if closed else 200)
 
     @routes.get(
         "/metrics",
@@ -259,12 +258,12 @@ def router(batcher: Batcher, metrics: Metrics) -> APIRouter:
                 "description": "Prometheus' text format",
                 "content": {"text/plain": {"schema": {"type": "string"}}},
             },
-            **reasons(401, 403),
+            **refusals(401, 403),
         },
         summary="Metrics for Prometheus",
         operation_id="metrics",
     )
-    async def figures() -> Response:
+    async def prometheus_metrics() -> Response:
         """Requests, queue, batch size, codes per pass, seconds."""
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 

@@ -1,8 +1,8 @@
-"""Running uvicorn: limits on connections that it has not, and shutting down, where accepted pictures are finished while new requests get 503.
+"""Running uvicorn with limits on connections, and shutting down: accepted pictures are finished while new requests get 503.
 
 uvicorn itself closes idle connections, limits the headers of a request to 64 KiB (with h11, not with httptools, its other
-parser) and reads no more of a body than the app takes. How slowly a client may send and read, and who leaves where there are
-too many, is decided here.
+parser) and reads no more of a body than the app takes. This module limits how slowly a client may send and read, and closes
+a connection where there are too many.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from lanternpp.errors import InputError
 
 log = logging.getLogger("lanternpp.serve")
-SPARE = 64  # open files other than connections
-LOG_INTERVAL = 60.0  # least seconds between two log lines with the same message
-GRACEFUL_SECONDS = 5  # for writing the last answers after drawing has ended
+OTHER_FILES = 64  # open files other than connections
+LOG_INTERVAL = 60.0  # minimum seconds between two log lines with the same message
+GRACEFUL_SECONDS = 5  # for writing the last responses after drawing has ended
 
 
 @dataclass
@@ -38,9 +38,9 @@ class Limits:
     """Limits on connections, in seconds and bytes."""
 
     connections: int = 1000
-    request: float = 20.0  # from a request's first byte to its last, and until the first one's first byte
+    request: float = 20.0  # from connecting, or from the first byte of a later request, to its last byte
     idle: float = 30.0  # between two requests
-    stalled: float = 30.0  # in which a client reads nothing of an answer
+    stalled: float = 30.0  # in which a client reads nothing of a response
     early: int = 1 << 16  # bytes that a client may send while its request is being answered
 
     def __post_init__(self) -> None:
@@ -55,20 +55,20 @@ class Limits:
 
 
 def raise_soft_limit(connections: int) -> int:
-    """Raise the process's limit on open files for so many connections; returns how many it can have."""
+    """Raise the process's limit on open files for this number of connections; return the number that it can have."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    files = connections + SPARE
-    if soft != resource.RLIM_INFINITY and soft < files:
-        soft = files if hard == resource.RLIM_INFINITY else min(files, hard)
+    num_files = connections + OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < num_files:
+        soft = num_files if hard == resource.RLIM_INFINITY else min(num_files, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return connections if soft == resource.RLIM_INFINITY else max(1, min(connections, soft - SPARE))
+    return connections if soft == resource.RLIM_INFINITY else max(1, min(connections, soft - OTHER_FILES))
 
 
 class Connection(H11Protocol):
     """A connection that is closed when its client exceeds the limits of its subclass.
 
     Where there are too many connections, the one that has waited longest for its client is closed. So clients that send
-    whole requests are answered, however many others hold connections open.
+    whole requests are answered, however many connections are held open.
     """
 
     limits = Limits()
@@ -76,29 +76,31 @@ class Connection(H11Protocol):
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self._timer: asyncio.TimerHandle | None = None  # runs while a request is incomplete
-        self._waiting_since: float | None = None  # loop time; None: its client waits for the server
-        self._early = 0  # bytes that came while a request was answered
+        self._waiting_since: float | None = None  # loop time; None: the client waits for the server
+        self._early_bytes = 0  # received while a request was being answered
         self._write_timer: asyncio.TimerHandle | None = None  # runs while the client reads too slowly
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for the first request."""
+        """Start to wait for the first request."""
         super().connection_made(transport)
         if len(self.connections) > self.limits.connections:
             self._close_longest_waiting()
         self._update_timer()
 
     def _close_longest_waiting(self) -> None:
-        most = self.limits.connections
-        self.limits.warn(f"all {most} connections are in use; the one that waits longest is closed")
-        others = [other for other in self.connections if isinstance(other, Connection)]
-        waiting = [other for other in others if other._waiting_since is not None]
-        min(waiting, key=lambda other: other._waiting_since or 0, default=self).transport.abort()
+        limit = self.limits.connections
+        self.limits.warn(f"all {limit} connections are in use; the one that waits longest is closed")
+        waiting: dict[Connection, float] = {}
+        for connection in self.connections:
+            if isinstance(connection, Connection) and connection._waiting_since is not None:
+                waiting[connection] = connection._waiting_since
+        min(waiting, key=waiting.__getitem__, default=self).transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of a request.
+        """Receive bytes of a request.
 
-        A request that is sent while the one before it is being answered is discarded, and the connection closed after the
-        answer: reading has to go on, since only reading notices that the client has disconnected.
+        A request that is sent while the previous one is being answered is discarded, and the connection closed after the
+        response. Reading goes on meanwhile, since only reading notices that the client has disconnected.
         """
         if not self._answering:
             super().data_received(data)
@@ -107,18 +109,18 @@ class Connection(H11Protocol):
         if data and self._answering:
             self.cycle.keep_alive = False
             self.flow.resume_reading()
-            self._early += len(data)
-            if self._early > self.limits.early:
+            self._early_bytes += len(data)
+            if self._early_bytes > self.limits.early:
                 self.transport.abort()
 
     @property
     def _answering(self) -> bool:
-        """Whether a request has come in full and is not answered yet."""
-        read = self.conn.their_state in (h11.DONE, h11.MUST_CLOSE)
-        return read and self.cycle is not None and not self.cycle.response_complete
+        """Whether a request was received in full and is not answered yet."""
+        received = self.conn.their_state in (h11.DONE, h11.MUST_CLOSE)
+        return received and self.cycle is not None and not self.cycle.response_complete
 
     def _update_timer(self) -> None:
-        """Start to wait for the rest of a request, or stop waiting where it is complete."""
+        """Start to wait for the rest of a request, or stop waiting where the request is complete."""
         if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
             self._stop_waiting()
         elif self._timer is None:
@@ -132,42 +134,39 @@ class Connection(H11Protocol):
             self._timer = None
 
     def _time_out(self) -> None:
-        """The client took too long to send. One that has sent nothing gets no answer, as it may be about to send."""
-        begun = self.conn.their_state is h11.SEND_BODY or bool(self.conn.trailing_data[0])
-        if begun and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            within = f"within {self.limits.request:g} s"
-            self.limits.warn(f"a client did not send its request {within}")
+        """Close the connection of a slow client. A client that has sent nothing gets no 408, as it may be about to send."""
+        has_begun = self.conn.their_state is h11.SEND_BODY or bool(self.conn.trailing_data[0])
+        if has_begun and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            limit = f"within {self.limits.request:g} s"
+            self.limits.warn(f"a client did not send its request {limit}")
             headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
             start = h11.Response(status_code=408, headers=headers)
-            for event in (
-                start,
-                h11.Data(data=f"the request did not come {within}".encode()),
-                h11.EndOfMessage(),
-            ):
+            body = h11.Data(data=f"the request did not come {limit}".encode())
+            for event in (start, body, h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request; uvicorn closes the connection where it stays idle."""
+        """Start to wait for the next request; uvicorn closes the connection where it stays idle."""
         super().on_response_complete()
         self._waiting_since = self.loop.time()
 
     def pause_writing(self) -> None:
-        """The client reads more slowly than is sent: start checking that it reads at all."""
+        """Start checking that the client, which reads more slowly than the server sends, reads at all."""
         super().pause_writing()
         self._check_reading()
 
-    def _check_reading(self, before: float = math.inf) -> None:
-        """Close the connection if the client has read nothing since so many bytes of the answer were unsent; else check again."""
+    def _check_reading(self, unsent_before: float = math.inf) -> None:
+        """Close the connection if the number of unsent bytes has not fallen since the last check; else check again later."""
         unsent = self.transport.get_write_buffer_size()
-        if unsent >= before:
+        if unsent >= unsent_before:
             self.limits.warn(f"a client read nothing of its answer for {self.limits.stalled:g} s")
             self.transport.abort()
         else:
             self._write_timer = self.loop.call_later(self.limits.stalled, self._check_reading, unsent)
 
     def resume_writing(self) -> None:
-        """The client has read enough, or its connection has ended."""
+        """Stop checking that the client reads: it has read enough, or its connection has ended."""
         super().resume_writing()
         if self._write_timer is not None:
             self._write_timer.cancel()
@@ -179,8 +178,8 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
 
-def configured(app: ASGIApp, proxies: Sequence[str] = (), limits: Limits | None = None) -> uvicorn.Config:
-    """The configuration of uvicorn for an app. proxies: addresses or networks whose X-Forwarded-For is trusted."""
+def uvicorn_config(app: ASGIApp, proxies: Sequence[str] = (), limits: Limits | None = None) -> uvicorn.Config:
+    """Return the configuration of uvicorn for an app. proxies: addresses or networks whose X-Forwarded-For is trusted."""
     limits = limits or Limits()
     limits.connections = raise_soft_limit(limits.connections)
     return uvicorn.Config(
@@ -199,16 +198,16 @@ def configured(app: ASGIApp, proxies: Sequence[str] = (), limits: Limits | None 
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to this address; uvicorn listens on it later. port 0: any free one. Raises InputError."""
+    """Bind a socket to this address, on which uvicorn listens later. port 0: any free port. Raises InputError."""
     try:
         family, *_, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError as error:
         raise InputError(f"--host {host!r} is no address of this machine: {error.strerror}") from None
-    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+    dualstack = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     try:
-        return socket.create_server(address, family=family, dualstack_ipv6=both)
+        return socket.create_server(address, family=family, dualstack_ipv6=dualstack)
     except OSError as error:
         reason = os.strerror(error.errno or 0)
         raise InputError(
@@ -217,7 +216,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url(bound: socket.socket) -> str:
-    """The URL at which a browser on this machine reaches the server."""
+    """Return the URL at which a browser on this machine reaches the server."""
     host, port = bound.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = "127.0.0.1"
@@ -234,11 +233,12 @@ def run(
 ) -> bool:
     """Serve until SIGTERM or SIGINT; `ready` is called once requests are answered.
 
-    backend: draws the app's pictures: a `Batcher`, or what has its `broken` and `close`.
+    backend: draws the app's pictures: a `Batcher`, or another object with its `broken` and `close`.
 
-    After the signal, accepted pictures have `drain` seconds to finish and new requests get 503. After a second one they
-    get 503 too, and a third ends the server without answers. Returns whether all accepted pictures were finished. If the
-    backend breaks, the server ends and its error is raised, so that a supervisor can start a new process.
+    After the signal, accepted pictures have `drain` seconds to finish and new requests get 503. After a second signal accepted
+    pictures get 503 too, and a third signal ends the server without responses. Returns whether all accepted pictures were
+    finished. If the backend breaks, the server ends and the backend's error is raised, so that a supervisor can start a new
+    process.
     """
     finished = True
 
@@ -254,13 +254,13 @@ def run(
                 ready()
 
         async def on_tick(self, counter: int) -> bool:
-            """Ten times a second: whether to stop."""
+            """Return whether to stop; uvicorn calls this ten times a second."""
             return await super().on_tick(counter) or backend.broken is not None
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            """Drain at the first signal, give up what is being drawn at the second, end at the third."""
+            """Drain at the first signal, abandon accepted pictures at the second, end at the third."""
             nonlocal finished
-            finished = False  # until `drain` says otherwise
+            finished = False  # until `drain` has finished all pictures
             self.signals += 1
             if self.signals > 2:
                 self.should_exit = self.force_exit = True
@@ -271,16 +271,16 @@ def run(
                 ).start()
 
         def drain(self, seconds: float) -> None:
-            """Let the backend finish, then stop uvicorn, which sends the last answers."""
+            """Let the backend finish, then stop uvicorn, which sends the last responses."""
             nonlocal finished
             try:
-                # a first drain that a second signal has cut short finds nothing left to draw
+                # After a second signal has abandoned the pictures, the first drain finds none left and returns True.
                 finished = backend.close(True, seconds) and self.signals == 1
             finally:
                 self.should_exit = True
 
     try:
-        Server(configured(app, proxies)).run(sockets=[bound])
+        Server(uvicorn_config(app, proxies)).run(sockets=[bound])
     finally:
         backend.close(False, 0)
     if backend.broken is not None:
