@@ -11,7 +11,7 @@ from helpers.served import AUTHORIZED, KEY, client_of, tiny
 
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.serve.config import ServerConfig
-from lanternpp.serve.page import FILES, SHOWN, methods, setup
+from lanternpp.serve.page import FILES, PAGE_DIALS, methods, setup
 from lanternpp.serve.schemas import ImagesRequest
 from lanternpp.trees import build_tree
 
@@ -30,7 +30,7 @@ def test_a_method_shows_the_dials_that_it_reads_at_its_own_values(pipe: Pipeline
     }
     ends = {name: each["limits"].get("delta") for name, each in shown.items() if "delta" in each["dials"]}
     assert ends == {"lantern": (0, 1), "lantern-static": (0, 1), "cool": (0.01, 3)}
-    assert all(ImagesRequest.model_fields.keys() >= {dial.name} for dial in SHOWN)
+    assert all(ImagesRequest.model_fields.keys() >= {dial.name} for dial in PAGE_DIALS)
 
 
 def test_the_rule_and_chains_can_be_chosen_where_the_model_has_a_diffusion_head(tmp_path: Path) -> None:

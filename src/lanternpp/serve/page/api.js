@@ -1,6 +1,6 @@
 /** Requests to the server's API, with the API key that the user gave to this tab. */
 
-const KEY = "lanternpp-key"; // of the session's storage
+const KEY = "lanternpp-key"; // name of the entry in the session's storage
 
 export const key = {
   get: () => sessionStorage.getItem(KEY),
@@ -12,30 +12,30 @@ export async function call(path, body, signal) {
   const headers = {};
   if (key.get()) headers.Authorization = `Bearer ${key.get()}`;
   if (body) headers["Content-Type"] = "application/json";
-  const given = body ? { method: "POST", body: JSON.stringify(body) } : {};
-  const answer = await fetch(path, { ...given, headers, signal }).catch(unreachable);
-  if (answer.ok) return answer;
-  const failure = await answer.json().catch(() => ({}));
-  const message = failure.error?.message ?? `the server answered with status ${answer.status}`;
-  throw Object.assign(new Error(message), { status: answer.status });
+  const post = body ? { method: "POST", body: JSON.stringify(body) } : {};
+  const response = await fetch(path, { ...post, headers, signal }).catch(throwUnreachable);
+  if (response.ok) return response;
+  const failure = await response.json().catch(() => ({}));
+  const message = failure.error?.message ?? `the server answered with status ${response.status}`;
+  throw Object.assign(new Error(message), { status: response.status });
 }
 
-function unreachable(error) {
+function throwUnreachable(error) {
   if (error.name === "AbortError") throw error;
   throw new Error("the server cannot be reached; see whether it still runs");
 }
 
-/** The server-sent events of a streamed answer, as objects. */
-export async function* events(answer) {
-  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
+/** Yield the server-sent events of a streamed response, as objects. */
+export async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let incomplete = "";
   for (;;) {
-    const { value, done } = await reader.read().catch(unreachable);
+    const { value, done } = await reader.read().catch(throwUnreachable);
     if (done) return;
-    const parts = (rest + value).split("\n\n");
-    rest = parts.pop();
-    for (const part of parts) {
-      const data = part.split("\n").find((line) => line.startsWith("data: "));
+    const blocks = (incomplete + value).split("\n\n");
+    incomplete = blocks.pop();
+    for (const block of blocks) {
+      const data = block.split("\n").find((line) => line.startsWith("data: "));
       if (data) yield JSON.parse(data.slice(6));
     }
   }

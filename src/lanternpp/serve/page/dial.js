@@ -25,15 +25,14 @@ export class Dial {
   }
 
   /**
-   * Show the value that a method has; undefined: the method does not read this dial, null: the value has no name.
-   * ends: its least and greatest value, where not those of the row.
+   * Show the value of a method. undefined: the method does not read this dial; null: the value has no name.
+   * limits: [low, high], where these are not `low` and `high` of the row.
    */
-  adopt(value, ends) {
+  adopt(value, [low, high] = [this.row.low, this.row.high]) {
     this.default = value;
     this.root.hidden = this.field.disabled = value === undefined;
     if (this.range) {
       const { step } = this.row;
-      const [low, high] = ends ?? [this.row.low, this.row.high];
       const limits = { min: Math.min(low, value ?? low), max: Math.max(high, value ?? high) };
       Object.assign(this.range, { ...limits, step });
       Object.assign(this.field, { ...limits, step: step === 1 ? 1 : "any" });
@@ -56,7 +55,7 @@ export class Dial {
     this.reset.disabled = !this.changed;
   }
 
-  /** Whether it is set to something else than the method has; an empty one is the method's value. */
+  /** Whether the dial has another value than the method; an empty field stands for the method's value. */
   get changed() {
     return !this.field.disabled && this.field.value !== "" && this.field.value !== String(this.default);
   }

@@ -5,16 +5,16 @@ import { Dial } from "./dial.js";
 import { Side, fromTemplate } from "./side.js";
 
 const IMAGES = "v1/images/generations";
-const MAX_SHOTS = 24; // pictures that the session keeps
-const BOTH = ["cfg", "temperature"]; // dials that apply to both sides; they keep their values when the method changes
+const MAX_SHOTS = 24; // finished pictures in the gallery
+const SHARED_DIALS = ["cfg", "temperature"]; // of both sides; they keep their values when the method changes
 
 const byId = (id) => document.getElementById(id);
 const dials = new Map(); // name -> Dial
-let setup; // what the server says of its model
+let setup; // the answer of /page/setup
 let plain, drafted; // the sides
 let racing = null; // the AbortController of a running race
 
-/** Load what the page shows; where the server needs a key, ask for it. */
+/** Load the setup and build the page; where the server needs a key, ask for it. */
 async function start() {
   byId("trouble").textContent = "";
   try {
@@ -48,139 +48,136 @@ function build() {
   byId("method").replaceChildren(...Object.keys(setup.methods).map((name) => new Option(name)));
   byId("method").value = setup.method;
   byId("sides").replaceChildren(fromTemplate("panel"), fromTemplate("panel"));
-  const [base, side] = byId("sides").children;
-  [base.id, side.id] = ["base", "side"];
-  const hooks = { changed: lead, warned: note, finished: keep };
-  plain = new Side(base, "Plain decoding", setup, hooks);
-  drafted = new Side(side, "With drafts", setup, hooks);
+  const [plainPanel, draftedPanel] = byId("sides").children;
+  plainPanel.id = "base";
+  draftedPanel.id = "side";
+  const hooks = { changed: showLead, warned: showWarnings, finished: addToGallery };
+  plain = new Side(plainPanel, "Plain decoding", setup, hooks);
+  drafted = new Side(draftedPanel, "With drafts", setup, hooks);
   for (const dial of dials.values()) dial.root.remove();
   for (const row of setup.dials) {
     dials.set(row.name, new Dial(row));
     if (row.more) byId("measuring").before(dials.get(row.name).root);
     else byId("few").append(dials.get(row.name).root);
   }
-  choose();
+  adoptMethod();
   plain.clear(setup.baseline);
   drafted.clear(setup.method);
   byId("words").lastElementChild.replaceChildren();
   for (const [kind, words] of Object.entries(setup.words)) {
     byId("words").hidden = false;
-    const [term, list] = [document.createElement("dt"), document.createElement("dd")];
-    [term.textContent, list.textContent] = [kind, words.join(", ")];
-    byId("words").lastElementChild.append(term, list);
+    byId("words").lastElementChild.append(element("dt", kind), element("dd", words.join(", ")));
   }
   byId("words").firstElementChild.textContent = `Words that ${setup.model} knows`;
   byId("forget").hidden = !key.get();
   say("idle", "Plain decoding and your method draw the same seed side by side. Press Race.");
 }
 
-function chip(prompt) {
-  const made = document.createElement("button");
-  Object.assign(made, { type: "button", className: "chip", textContent: prompt.replace(/^a photo of /, "") });
-  made.onclick = () => (byId("prompt").value = prompt);
-  return made;
+function element(tag, textContent) {
+  return Object.assign(document.createElement(tag), { textContent });
 }
 
-/** Show the dials that the method reads, at the method's values. */
-function choose() {
+/** Return a button that puts an example into the field of the prompt. */
+function chip(prompt) {
+  const button = element("button", prompt.replace(/^a photo of /, ""));
+  Object.assign(button, { type: "button", className: "chip" });
+  button.onclick = () => (byId("prompt").value = prompt);
+  return button;
+}
+
+/** Show the dials that the chosen method reads, at the method's values. */
+function adoptMethod() {
   const method = setup.methods[byId("method").value];
   byId("about").textContent = method.about;
   for (const [name, dial] of dials) {
-    const moved = BOTH.includes(name) && dial.changed ? dial.value : null;
+    const chosenValue = SHARED_DIALS.includes(name) && dial.changed ? dial.value : null;
     dial.adopt(method.dials[name], method.limits[name]);
-    if (moved !== null) dial.set(moved);
+    if (chosenValue !== null) dial.set(chosenValue);
   }
 }
 
-/** The bodies of the requests of the two sides. */
+/** Return the bodies of the requests of the two sides. */
 function requests() {
   const changed = [...dials].filter(([, dial]) => dial.changed).map(([name, dial]) => [name, dial.value]);
-  const both = {
+  const shared = {
     prompt: byId("prompt").value.trim(),
     seed: byId("seed").valueAsNumber,
     n: Number(byId("race-form").elements.count.value),
     stream: true,
     progress: true,
     ...setup.methods[byId("method").value].sampling,
-    ...Object.fromEntries(changed.filter(([name]) => BOTH.includes(name))),
+    ...Object.fromEntries(changed.filter(([name]) => SHARED_DIALS.includes(name))),
   };
   const drafting = { method: byId("method").value, measure_tv: byId("measure").checked };
-  return [{ ...both, method: setup.baseline }, { ...both, ...Object.fromEntries(changed), ...drafting }];
+  return [{ ...shared, method: setup.baseline }, { ...shared, ...Object.fromEntries(changed), ...drafting }];
 }
 
 async function race() {
   if (racing) return;
   const bodies = requests();
-  const control = (racing = new AbortController());
+  const controller = (racing = new AbortController());
   say("running", "Drawing …");
   byId("notes").replaceChildren();
   try {
     const sides = [plain, drafted];
-    const answers = await Promise.all(bodies.map((body) => call(IMAGES, body, control.signal)));
+    const responses = await Promise.all(bodies.map((body) => call(IMAGES, body, controller.signal)));
     sides.forEach((side, i) => side.clear(bodies[i].method, bodies[i].n, bodies[i].seed));
-    lead();
-    await Promise.all(sides.map((side, i) => side.follow(answers[i], bodies[i].prompt)));
+    showLead();
+    await Promise.all(sides.map((side, i) => side.follow(responses[i], bodies[i].prompt)));
     showWinner();
   } catch (error) {
-    if (control.signal.aborted) say("stopped", "Stopped.");
+    if (controller.signal.aborted) say("stopped", "Stopped.");
     else say("wrong", sentence(error.message));
     if (error.status === 401) askForKey();
   } finally {
-    control.abort(); // the other side may still be running
+    controller.abort(); // after an error of one side, the other side may still be running
     racing = null;
   }
 }
 
 const sentence = (text) => text[0].toUpperCase() + text.slice(1) + (/[.…]$/.test(text) ? "" : ".");
 
-/** The line above the pictures; kind: idle, running, stopped, won or wrong. Wrong is read out at once. */
+/** Set the line above the pictures; kind: idle, running, stopped, won or wrong. Screen readers read "wrong" out at once. */
 function say(kind, text, figure) {
   byId("board").className = kind;
   byId("lead").textContent = "";
   byId("problem").textContent = kind === "wrong" ? text : "";
   byId("verdict").textContent = kind === "wrong" ? "" : text;
-  if (!figure) return;
-  const large = document.createElement("strong");
-  large.textContent = figure;
-  byId("verdict").prepend(large, " ");
+  if (figure) byId("verdict").prepend(element("strong", figure), " ");
 }
 
-/** Show how far both sides are. Screen readers do not read this out, since it changes all the time. */
-function lead() {
-  const shares = [plain.percent, drafted.percent];
-  byId("lead").textContent = shares.some(Boolean)
-    ? `Plain decoding ${shares[0]}\u00a0%, ${drafted.method} ${shares[1]}\u00a0%`
+/** Show the progress of both sides. Screen readers do not read this out, since it changes all the time. */
+function showLead() {
+  const isDrawing = plain.percent || drafted.percent;
+  byId("lead").textContent = isDrawing
+    ? `Plain decoding ${plain.percent}\u00a0%, ${drafted.method} ${drafted.percent}\u00a0%`
     : "Waiting in the queue.";
 }
 
 /** Show which side won. */
 function showWinner() {
-  const times = plain.seconds / drafted.seconds;
-  const each = plain.pictures.length > 1 ? " a picture" : "";
-  const mine = `${drafted.seconds.toFixed(2)} s${each}`;
-  const took = `${mine} where plain decoding took ${plain.seconds.toFixed(2)} s`;
-  if (times >= 1.005) say("won", `${drafted.method} won: ${took}.`, `${times.toFixed(1)}×`);
-  else if (times > 0.995) say("won", `A draw: ${took}.`, "1.0×");
-  else say("won", `Plain decoding won: ${drafted.method} took ${took}.`, `${times.toFixed(2)}×`);
+  const speedup = plain.seconds / drafted.seconds;
+  const unit = plain.pictures.length > 1 ? "s a picture" : "s";
+  const seconds = `${drafted.seconds.toFixed(2)} ${unit} where plain decoding took ${plain.seconds.toFixed(2)} s`;
+  if (speedup >= 1.005) say("won", `${drafted.method} won: ${seconds}.`, `${speedup.toFixed(1)}×`);
+  else if (speedup > 0.995) say("won", `A draw: ${seconds}.`, "1.0×");
+  else say("won", `Plain decoding won: ${drafted.method} took ${seconds}.`, `${speedup.toFixed(2)}×`);
 }
 
-/** Show the model's warnings about the prompt, each once: both sides report the same ones. */
-function note(warnings) {
-  const shown = [...byId("notes").children].map((line) => line.textContent);
-  for (const warning of new Set(warnings.map(sentence))) {
-    if (shown.includes(warning)) continue;
-    const line = document.createElement("p");
-    line.textContent = warning;
-    byId("notes").append(line);
+/** Show the model's warnings about the prompt. Both sides report the same warnings, which are shown once. */
+function showWarnings(warnings) {
+  const texts = [...byId("notes").children].map((line) => line.textContent);
+  for (const text of new Set(warnings.map(sentence))) {
+    if (!texts.includes(text)) byId("notes").append(element("p", text));
   }
 }
 
-/** Add a finished picture to those of the session. */
-function keep(prompt, { image, facts, seed }) {
+/** Add a finished picture to the gallery of the session. */
+function addToGallery(prompt, { image, facts, seed }) {
   const shot = fromTemplate("shot");
   const words = prompt.toLowerCase().match(/[\p{L}\p{N}]+/gu) ?? [];
-  const start = words.join("-").slice(0, 48).replace(/-$/, "");
-  const name = `${start}-${facts.method.replaceAll("+", "p")}-${seed}.png`;
+  const slug = words.join("-").slice(0, 48).replace(/-$/, "");
+  const name = `${slug}-${facts.method.replaceAll("+", "p")}-${seed}.png`;
   Object.assign(shot.querySelector("a"), { href: image.src, download: name, title: "Save this picture as PNG" });
   Object.assign(shot.querySelector("img"), { src: image.src, alt: `${prompt}, ${facts.method}, seed ${seed}` });
   const figures = `${facts.seconds.toFixed(2)} s · ${facts.codes_per_pass.toFixed(2)} codes per pass`;
@@ -188,9 +185,9 @@ function keep(prompt, { image, facts, seed }) {
   shot.querySelector(".facts").textContent = `${facts.method} · seed ${seed} · ${figures}`;
   byId("none").hidden = true;
   byId("gallery").prepend(shot);
-  for (const old of [...byId("gallery").children].slice(MAX_SHOTS)) {
-    URL.revokeObjectURL(old.querySelector("a").href);
-    old.remove();
+  for (const oldShot of [...byId("gallery").children].slice(MAX_SHOTS)) {
+    URL.revokeObjectURL(oldShot.querySelector("a").href);
+    oldShot.remove();
   }
 }
 
@@ -206,7 +203,7 @@ byId("key-form").onsubmit = (event) => {
 };
 byId("more").addEventListener("invalid", () => (byId("more").open = true), true); // the browser cannot show an invalid field that is folded away
 byId("stop").onclick = () => racing?.abort();
-byId("method").onchange = choose;
+byId("method").onchange = adoptMethod;
 byId("dice").onclick = () => (byId("seed").value = Math.floor(Math.random() * 1e6));
 byId("forget").onclick = () => {
   key.set("");

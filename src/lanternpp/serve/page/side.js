@@ -1,34 +1,34 @@
-/** One side of a race: the panel with its pictures and figures. */
+/** A side of a race: the panel with its pictures and figures. */
 
 import { events } from "./api.js";
 
-const sum = (numbers) => numbers.reduce((all, one) => all + one, 0);
+const sum = (numbers) => numbers.reduce((total, number) => total + number, 0);
 const mean = (numbers) => sum(numbers) / numbers.length;
 export const fromTemplate = (id) => document.getElementById(id).content.firstElementChild.cloneNode(true);
 
-/** An object URL for a picture in base64; it must be revoked to free its memory. */
-function address(base64, type) {
+/** Return an object URL for a picture in base64; it must be revoked to free its memory. */
+function objectURL(base64, type) {
   const bytes = Uint8Array.from(atob(base64), (letter) => letter.charCodeAt(0));
   return URL.createObjectURL(new Blob([bytes], { type: `image/${type}` }));
 }
 
 /**
- * The codes of each pass as rectangles in two SVG paths, for passes of odd and of even number.
+ * Return the codes of each pass as rectangles in two SVG paths, for passes of even and of odd number.
  *
- * accepted: number of codes by pass. seen: number of codes that the picture shows. width: codes of a row; those beyond
+ * accepted: number of codes by pass. codesShown: number of codes that the picture shows. width: codes of a row; those beyond
  * `columns` only end the row and are not drawn.
  */
-export function bands(accepted, seen, columns, width) {
+export function bands(accepted, codesShown, columns, width) {
   const paths = ["", ""];
-  let from = 0;
+  let code = 0;
   accepted.forEach((count, pass) => {
-    const end = Math.min(from + count, seen);
-    while (from < end) {
-      const [row, column] = [Math.floor(from / width), from % width];
-      const stop = Math.min(end, (row + 1) * width);
-      const long = Math.min(stop - row * width, columns) - column;
-      if (long > 0) paths[pass % 2] += `M${column} ${row}h${long}v1h-${long}z`;
-      from = stop;
+    const passEnd = Math.min(code + count, codesShown);
+    while (code < passEnd) {
+      const [row, column] = [Math.floor(code / width), code % width];
+      const rowEnd = Math.min(passEnd, (row + 1) * width);
+      const length = Math.min(rowEnd - row * width, columns) - column;
+      if (length > 0) paths[pass % 2] += `M${column} ${row}h${length}v1h-${length}z`;
+      code = rowEnd;
     }
   });
   return paths;
@@ -38,20 +38,20 @@ export class Side {
   /** setup: the answer of /page/setup. hooks: `changed()`, `warned(sentences)`, `finished(prompt, picture)`. */
   constructor(panel, title, setup, hooks) {
     Object.assign(this, { panel, title, setup, hooks, pictures: [] });
-    this.one(".title").textContent = title;
-    this.one(".pictures").style.aspectRatio = `${setup.columns} / ${setup.rows}`;
+    this.find(".title").textContent = title;
+    this.find(".pictures").style.aspectRatio = `${setup.columns} / ${setup.rows}`;
   }
 
-  one(selector) {
+  find(selector) {
     return this.panel.querySelector(selector);
   }
 
-  /** Show empty frames for so many pictures of a method. */
+  /** Show empty frames for `count` pictures of a method, with the seeds from `seed` on. */
   clear(method, count = 1, seed = 0) {
     const { columns, rows } = this.setup;
     this.method = method;
-    this.one(".name").textContent = count > 1 ? `${method}, mean of ${count}` : method;
-    this.one("progress").setAttribute("aria-label", `${this.title}: codes decided`);
+    this.find(".name").textContent = count > 1 ? `${method}, mean of ${count}` : method;
+    this.find("progress").setAttribute("aria-label", `${this.title}: codes decided`);
     for (const { facts, image } of this.pictures) if (!facts) URL.revokeObjectURL(image.src);
     this.pictures = Array.from({ length: count }, (_, i) => {
       const frame = fromTemplate("picture");
@@ -59,14 +59,14 @@ export class Side {
       frame.querySelector("svg").setAttribute("viewBox", `0 0 ${columns} ${rows}`);
       return { frame, image: frame.querySelector("img"), seed: seed + i, accepted: [], seconds: 0 };
     });
-    this.one(".pictures").replaceChildren(...this.pictures.map((picture) => picture.frame));
-    this.one(".pictures").classList.toggle("several", count > 1);
+    this.find(".pictures").replaceChildren(...this.pictures.map((picture) => picture.frame));
+    this.find(".pictures").classList.toggle("several", count > 1);
     this.figures();
   }
 
-  /** Update the pictures with the events of an answer; throws as `call` does. */
-  async follow(answer, prompt) {
-    for await (const event of events(answer)) {
+  /** Update the pictures with the events of a response; throws as `call` does. */
+  async follow(response, prompt) {
+    for await (const event of events(response)) {
       if (event.error) throw new Error(event.error.message);
       this.handle(event, this.pictures[event.index], prompt);
       this.figures();
@@ -95,17 +95,17 @@ export class Side {
     }
   }
 
-  show({ frame, image, accepted, facts, seed }, event, seen) {
+  show({ frame, image, accepted, facts, seed }, event, codesShown) {
     const { length, columns, width } = this.setup;
     URL.revokeObjectURL(image.src);
-    image.src = address(event.b64_json, event.output_format);
-    image.alt = `${this.method}, seed ${seed}: ${facts ? "finished" : `${seen} of ${length} codes`}`;
+    image.src = objectURL(event.b64_json, event.output_format);
+    image.alt = `${this.method}, seed ${seed}: ${facts ? "finished" : `${codesShown} of ${length} codes`}`;
     image.hidden = false;
-    const paths = bands(accepted, seen, columns, width);
+    const paths = bands(accepted, codesShown, columns, width);
     frame.querySelectorAll("path").forEach((path, i) => path.setAttribute("d", paths[i]));
   }
 
-  /** Number of decided codes of all its pictures. */
+  /** Number of decided codes of all pictures. */
   get decided() {
     return sum(this.pictures.map((picture) => sum(picture.accepted)));
   }
@@ -115,7 +115,7 @@ export class Side {
     return Math.round((100 * this.decided) / (this.setup.length * this.pictures.length));
   }
 
-  /** Mean over its pictures of the seconds that the engine computed from the first pass to the last. */
+  /** Mean over the pictures of the seconds that the engine computed from the first pass to the last. */
   get seconds() {
     return mean(this.pictures.map((picture) => picture.seconds));
   }
@@ -123,14 +123,14 @@ export class Side {
   figures() {
     const passes = sum(this.pictures.map((picture) => picture.accepted.length));
     const costs = this.pictures.map((picture) => picture.facts?.tv_cost).filter((value) => value !== undefined);
-    const shown = [
+    const figures = [
       passes && this.seconds.toFixed(2),
       passes && (this.decided / passes).toFixed(2),
       passes && (passes / this.pictures.length).toFixed(0),
       costs.length && mean(costs).toFixed(1),
     ];
-    this.panel.querySelectorAll("dd").forEach((cell, i) => (cell.textContent = shown[i] || "–"));
-    const bar = this.one("progress");
+    this.panel.querySelectorAll("dd").forEach((cell, i) => (cell.textContent = figures[i] || "–"));
+    const bar = this.find("progress");
     [bar.max, bar.value] = [this.setup.length * this.pictures.length, this.decided];
   }
 }
