@@ -49,7 +49,7 @@ def test_workers_that_keep_dying_are_given_up(ray, options, monkeypatch) -> None
             os.kill(os.getpid(), 9)
 
     monkeypatch.setattr(workers, "Renderer", Dead)
-    monkeypatch.setattr(workers, "RESTARTS", 1)
+    monkeypatch.setattr(workers, "MAX_RESTARTS", 1)
     rejects(re.escape("a worker died 2 times"), list, pool(ray, options, 1).render(IMAGES))
 
 
@@ -59,7 +59,7 @@ def test_prompts_and_machines_that_cannot_draw_are_rejected(ray, options, tmp_pa
     assert list(rejected) == ["pine"] and "names no subject" in rejected["pine"]
     own = made.info
     for other, says in (
-        (replace(own, noted={**own.noted, "dtype": "bfloat16"}), "dtype 'bfloat16' -> 'float32'"),
+        (replace(own, described={**own.described, "dtype": "bfloat16"}), "dtype 'bfloat16' -> 'float32'"),
         (replace(own, versions={**own.versions, "torch": "1"}), "versions"),
     ):
         made.info = other

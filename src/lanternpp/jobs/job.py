@@ -1,4 +1,4 @@
-"""A job: which pictures it has, which of them its folder lacks, and drawing those, each written as soon as it is finished."""
+"""A job: planning its pictures, finding those that its folder lacks, and drawing these, each written as soon as finished."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from lanternpp.errors import InputError
 from lanternpp.util import jsonfile
 from lanternpp.util.files import digest, replacing, slug, sweep
 
-SHOWN = 5  # warnings about prompts that are shown in full
-NOT_DECIDING = ("int8", "tuned")  # noted among the settings; pictures do not depend on them
+MAX_WARNINGS = 5  # about prompts that are shown in full
+IGNORED_SETTINGS = ("int8", "tuned")  # in the notes of a PNG; the picture does not depend on them
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,15 @@ class JobInfo:
 
     model: str
     settings: Settings
-    noted: dict[str, Any]  # the settings as Pipeline.describe gives them
+    described: dict[str, Any]  # the settings as `Pipeline.describe` returns them
     versions: Mapping[str, str]
     length: int  # codes of a picture
     auto: str | None = None  # as `Stats.auto`
     effect: str | None = None  # a sentence on weights in 8 bits; None: they are not in 8 bits
 
     def notes(self, image: PlannedImage) -> dict[str, str]:
-        """The text chunks of the PNG of a picture."""
-        return notes(image.prompt, image.seed, self.model, self.noted, self.versions)
+        """Return the text chunks of the PNG of a picture."""
+        return notes(image.prompt, image.seed, self.model, self.described, self.versions)
 
 
 class Drawer(Protocol):
@@ -60,46 +60,46 @@ class Drawer(Protocol):
     info: JobInfo
 
     def check(self, prompts: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-        """The prompts that the target rejects, each with the reason, and its warnings about the others, each once."""
+        """Return the rejected prompts, each with the reason, and the target's warnings about the others, each once."""
 
     def render(
         self, images: Sequence[PlannedImage], progress: Callable[[int, int], None] | None = None
     ) -> Iterator[tuple[int, bytes, FinishedSample]]:
-        """Draw pictures; yields (index in `images`, PNG, sample without its codes) as they finish, each once.
+        """Draw pictures; yield (index in `images`, PNG, sample without its codes) as they finish, each once.
 
-        Warnings, which `check` gives, are ignored. progress: called with (decided codes, all codes).
+        Warnings, which `check` returns, are ignored. progress: called with (decided codes, all codes).
         """
 
 
 def plan_images(prompts: Sequence[str], n: int, seed: int) -> list[PlannedImage]:
-    """n pictures of each different prompt, with seed, seed + 1, ... ."""
+    """Plan n pictures of each different prompt, with seed, seed + 1, ... ."""
     return [PlannedImage(prompt, seed + i) for prompt in dict.fromkeys(prompts) for i in range(n)]
 
 
 def missing(
     folder: Path, planned: Sequence[PlannedImage], info: JobInfo, overwrite: bool = False
 ) -> list[PlannedImage]:
-    """The pictures whose file is missing or damaged; with `overwrite`, also those drawn with other settings.
+    """Return the pictures whose file is missing or damaged; with `overwrite`, also those drawn with other settings.
 
-    Without `overwrite`, such a file raises InputError.
+    Raises InputError for a picture drawn with other settings unless `overwrite`.
     """
-    found = []
+    missing_images = []
     for image in planned:
         path = folder / image.name
         existing = png_notes(path)
         differing = None if existing is None else differences(existing, info.notes(image))
         if existing is None or (differing and overwrite):
-            found.append(image)
+            missing_images.append(image)
         elif differing:
             raise InputError(
                 f"{path} was drawn with other settings ({differing}); choose another folder, or replace such "
                 "pictures with --overwrite"
             )
-    return found
+    return missing_images
 
 
 def differences(old: Mapping[str, str], new: Mapping[str, str]) -> str:
-    """The settings that differ between the notes of two PNGs, such as "cfg 2.0 -> 3.0"; "" where none does.
+    """Return the settings that differ between the notes of two PNGs, such as "cfg 2.0 -> 3.0"; "" where none does.
 
     Versions are noted but not compared, so that a job can go on after an update.
     """
@@ -107,40 +107,40 @@ def differences(old: Mapping[str, str], new: Mapping[str, str]) -> str:
 
 
 def begun(folder: Path, planned: Sequence[PlannedImage]) -> dict[str, Any]:
-    """The settings of the first picture that is there already; empty where none is."""
-    found = (png_notes(folder / image.name) for image in planned)
-    return next((_deciding(each) for each in found if each), {})
+    """Return the settings of the first picture that the folder has already; empty where it has none."""
+    existing = (png_notes(folder / image.name) for image in planned)
+    return next((_deciding(picture_notes) for picture_notes in existing if picture_notes), {})
 
 
 def with_draft_of(settings: Settings, drawn: Mapping[str, Any]) -> Settings | None:
-    """These settings with the draft of a picture, by its settings; None where those differ in more than the draft.
+    """Return these settings with the draft of a picture that was drawn before; None where more than the draft differs.
 
     So a job that goes on draws the same bytes after another fit. Plain decoding counts as a draft where the fit has chosen it.
     """
-    fit = drawn.get("fit") is True
-    with suppress(InputError):  # the settings of a picture may be anybody's
-        if not fit:  # acceptance was not known yet
-            made = settings
+    is_fitted = drawn.get("fit") is True
+    with suppress(InputError):  # any program may have written the settings of a picture
+        if not is_fitted:  # the picture was drawn before acceptance rates were known
+            candidate = settings
         elif drawn.get("method") == BASELINE:
-            made = plain_settings(settings)
+            candidate = plain_settings(settings)
         elif settings.window is not None:
-            made = replace(settings, window=typed("window", drawn.get("window")))
+            candidate = replace(settings, window=typed("window", drawn.get("window")))
         else:
-            made = with_tree(settings, str(drawn.get("tree")))
-        made = replace(made, fit=fit)
-        return made if asdict(made).items() <= drawn.items() else None
+            candidate = with_tree(settings, str(drawn.get("tree")))
+        candidate = replace(candidate, fit=is_fitted)
+        if asdict(candidate).items() <= drawn.items():
+            return candidate
     return None
 
 
 def _deciding(notes: Mapping[str, str]) -> dict[str, Any]:
-    """The part of the notes that decides a picture, as a dictionary; each setting is an entry."""
-    found: dict[str, Any] = {key: notes.get(key) for key in ("prompt", "shown", "seed", "images", "model")}
-    try:
+    """Return the notes on which the bytes of a picture depend; each setting is an entry."""
+    deciding: dict[str, Any] = {key: notes.get(key) for key in ("prompt", "shown", "seed", "images", "model")}
+    with suppress(InputError):
         settings = jsonfile.parse_json(notes.get("settings", "{}"), "the settings")
-    except InputError:
-        settings = None
-    given = settings if isinstance(settings, dict) else {}
-    return found | {key: value for key, value in given.items() if key not in NOT_DECIDING}
+        if isinstance(settings, dict):
+            deciding |= {key: value for key, value in settings.items() if key not in IGNORED_SETTINGS}
+    return deciding
 
 
 def run(
@@ -151,37 +151,39 @@ def run(
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Stats, int]:
-    """Draw the pictures that `folder` lacks; their statistics, and the number of those that were there already.
+    """Draw the pictures that `folder` lacks; return their statistics, and the number of pictures that it had already.
 
     prompts: the file with the prompts, which error messages name. Seconds cover drawing and writing, not loading. Raises
     InputError before the first picture where the target rejects a prompt or a file was drawn with other settings, and
     later where a picture cannot be written; pictures that are written by then stay.
     """
-    sweep(folder, stale=0)  # the folder is locked
+    sweep(folder, stale=0)  # the folder is locked, so no other job is writing its temporary files
     info = renderer.info
-    todo = missing(folder, planned, info, overwrite)
-    if todo:
-        rejected, prompt_warnings = renderer.check(list(dict.fromkeys(image.prompt for image in todo)))
+    images = missing(folder, planned, info, overwrite)
+    if images:
+        rejected, prompt_warnings = renderer.check(list(dict.fromkeys(image.prompt for image in images)))
         if rejected:
             raise InputError(rejection_message(rejected, prompts))
-        for warning in prompt_warnings[:SHOWN]:
+        for warning in prompt_warnings[:MAX_WARNINGS]:
             warnings.warn(warning, stacklevel=2)
-        if (more := len(prompt_warnings) - SHOWN) > 0:
-            warnings.warn(f"{more} more prompts have warnings of this kind", stacklevel=2)
-    drawn, began = [], time.perf_counter()
-    for index, png, sample in renderer.render(todo, progress):
-        with replacing(folder / todo[index].name) as temporary:
+        num_hidden = len(prompt_warnings) - MAX_WARNINGS
+        if num_hidden > 0:
+            warnings.warn(f"{num_hidden} more prompts have warnings of this kind", stacklevel=2)
+    samples = []
+    start = time.perf_counter()
+    for index, png, sample in renderer.render(images, progress):
+        with replacing(folder / images[index].name) as temporary:
             temporary.write_bytes(png)
-        drawn.append(sample)
-    seconds = time.perf_counter() - began
-    return Stats.of(drawn, seconds, info.model, info.noted, info.auto), len(planned) - len(todo)
+        samples.append(sample)
+    stats = Stats.of(samples, time.perf_counter() - start, info.model, info.described, info.auto)
+    return stats, len(planned) - len(images)
 
 
 def rejection_message(rejected: Mapping[str, str], prompts: Path) -> str:
-    """The first rejected prompt with its line in the file and the reason, and how many more there are."""
+    """Name the first rejected prompt by its line in the file, with the reason, and the number of further ones."""
     lines = [line.strip() for line in jsonfile.read_text(prompts, most=jsonfile.LINES).split("\n")]
-    prompt, why = next(iter(rejected.items()))
-    others = len(rejected) - 1
-    more = f" ({others} more line{'s' * (others > 1)} cannot be drawn)" if others else ""
-    at = f", line {lines.index(prompt) + 1}" if prompt in lines else ""
-    return f"{prompts}{at}: {why}{more}"
+    prompt, reason = next(iter(rejected.items()))
+    line = f", line {lines.index(prompt) + 1}" if prompt in lines else ""
+    noun = "line" if len(rejected) == 2 else "lines"
+    others = f" ({len(rejected) - 1} more {noun} cannot be drawn)" if len(rejected) > 1 else ""
+    return f"{prompts}{line}: {reason}{others}"

@@ -19,16 +19,16 @@ from lanternpp.engine.decode import FinishedSample
 from lanternpp.errors import InputError
 from lanternpp.jobs.job import JobInfo, PlannedImage, with_draft_of
 
-# The default batch size, whatever the number of pictures: a job that grows keeps its pictures' bytes.
-BATCH = 8
-KEPT = 512  # most prompts whose encoding the target keeps between the check and the drawing
+# It does not depend on the number of pictures, so that a picture keeps its bytes when its job grows.
+DEFAULT_BATCH_SIZE = 8
+MAX_CACHED_PROMPTS = 512  # whose encodings the target keeps between the check and the drawing
 
 
 class Renderer:
-    """Draws pictures with one model and one engine, in this process or as an actor of Ray. InputError where `options` are wrong.
+    """Draws pictures with one model and one engine, in this process or as an actor of Ray.
 
     info: the properties that all pictures share; None: they follow from the options. threads: None: PyTorch's default.
-    begun: the settings of a picture that the job has drawn before, whose draft is kept.
+    begun: the settings of a picture that the job has drawn before, whose draft is used again. Raises InputError.
     """
 
     def __init__(
@@ -42,33 +42,35 @@ class Renderer:
             torch.set_num_threads(threads)
         pipe = self.pipe = Pipeline.from_pretrained(**options.pretrained)
         check_output(pipe.target)
-        given = {"batch_size": BATCH, **options.overrides}
-        settings = info.settings if info else self._fitted(pipe.settings(options.method, **given), begun)
-        noted, why = pipe.describe(settings), pipe.chosen(options.method).reason(settings)
+        overrides = {"batch_size": DEFAULT_BATCH_SIZE, **options.overrides}
+        settings = info.settings if info else self._fitted(pipe.settings(options.method, **overrides), begun)
+        described = pipe.describe(settings)
+        auto = pipe.chosen(options.method).reason(settings)
         effect = str(pipe.model.effect) if pipe.model.effect else None
-        self.info = JobInfo(pipe.name, settings, noted, versions(), pipe.target.length, why, effect)
-        self._make_engine(BATCH)  # so that a wrong part is found before anything is drawn
+        self.info = JobInfo(pipe.name, settings, described, versions(), pipe.target.length, auto, effect)
+        self._make_engine(DEFAULT_BATCH_SIZE)  # so that a wrong part is found before a picture is drawn
 
     def _fitted(self, settings: Settings, begun: Mapping[str, Any]) -> Settings:
-        """Settings with the draft that the job has begun with, or a fitted one, as large as a batch may be before the pictures are known."""
-        if settings.fit and (kept := with_draft_of(settings, begun)):
-            return kept
-        sane = replace(settings, batch_size=batch_size(settings.batch_size, BATCH))
-        return replace(self.pipe.fit(sane), batch_size=settings.batch_size)
+        """Return settings with the draft that the job has begun with, or with a fitted draft."""
+        if settings.fit and (settings_begun := with_draft_of(settings, begun)):
+            return settings_begun
+        # The number of pictures is not known yet, so the draft is fitted to the batch size of a small job.
+        size = batch_size(settings.batch_size, DEFAULT_BATCH_SIZE)
+        return replace(self.pipe.fit(replace(settings, batch_size=size)), batch_size=settings.batch_size)
 
-    def _make_engine(self, pictures: int) -> None:
-        size = batch_size(self.info.settings.batch_size, max(pictures, BATCH))
+    def _make_engine(self, num_pictures: int) -> None:
+        size = batch_size(self.info.settings.batch_size, max(num_pictures, DEFAULT_BATCH_SIZE))
         self.engine = self.pipe.new_engine(replace(self.info.settings, batch_size=size))
 
     def report(self) -> JobInfo:
-        """`info`; of an actor, attributes cannot be read."""
+        """Return `info`: attributes of a Ray actor cannot be read."""
         return self.info
 
     @torch.inference_mode()
     def check(self, prompts: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         """As `Drawer.check`."""
         rejected = {}
-        self.pipe.target.cache_prompts(min(len(prompts), KEPT))
+        self.pipe.target.cache_prompts(min(len(prompts), MAX_CACHED_PROMPTS))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for prompt in prompts:
@@ -84,17 +86,18 @@ class Renderer:
         progress: Callable[[int, int], None] | None = None,
         info: JobInfo | None = None,
     ) -> Iterator[tuple[int, bytes, FinishedSample]]:
-        """As `Drawer.render`. info: of another renderer, whose pictures this one draws from now on."""
-        drawn, self.info = self.info.settings, info or self.info
-        more = min(len(images), self.info.settings.batch_size) > self.engine.batch
-        if more or drawn != self.info.settings:
+        """As `Drawer.render`. info: of the renderer whose pictures this renderer draws from now on; None: its own."""
+        old_settings = self.info.settings
+        self.info = info or self.info
+        needs_larger = min(len(images), self.info.settings.batch_size) > self.engine.batch
+        if needs_larger or old_settings != self.info.settings:
             self._make_engine(len(images))
         prompts, seeds = [image.prompt for image in images], [image.seed for image in images]
-        found = drawing(self.engine, prompts, seeds, progress)
+        samples = drawing(self.engine, prompts, seeds, progress)
         while True:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                index, sample = next(found, (0, None))
+                index, sample = next(samples, (0, None))
             if sample is None:
                 return
             (image,) = self.pipe.images(sample.codes[None])

@@ -1,14 +1,15 @@
 """Renderers on the workers of a Ray cluster, with the interface of one renderer.
 
-Workers send PNGs back as they finish, so they need no file system in common with the caller. Ray starts a worker that died
-again, and has it draw the pictures that it had not sent yet.
+Workers send each PNG back when it is finished, so they need no file system in common with the caller. Ray restarts a worker
+that died, which then draws its pictures again.
 
-`map_batches` of Ray Data would do the same in 40 lines fewer. It installs 263 MB more (PyArrow, pandas), and its results come a
-block at a time, so that a killed job loses more pictures.
+`map_batches` of Ray Data would do the same in 40 lines fewer. But it needs 263 MB more (PyArrow, pandas), and returns results
+a block at a time, so that a killed job loses more pictures.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,80 +22,84 @@ from lanternpp.jobs.cluster import Share, brief, cluster, share
 from lanternpp.jobs.job import JobInfo, PlannedImage, differences
 from lanternpp.jobs.renderer import Renderer
 
-CHUNK = 4  # most batches that a worker gets at once
-RESTARTS = 5  # of a worker that died, after which the job fails
+MAX_CHUNK_BATCHES = 4  # batches that a worker gets at once
+MAX_RESTARTS = 5  # of a worker; the job fails when it dies once more
 
 
 class WorkerPool:
     """Several workers with the interface of one `Renderer`. Raises InputError where the options are wrong."""
 
-    def __init__(self, ray: Any, options: DrawOptions, part: Share, begun: Mapping[str, Any] = {}):
+    def __init__(self, ray: Any, options: DrawOptions, resources: Share, begun: Mapping[str, Any] = {}):
         """begun: as of `Renderer`."""
         self.ray = ray
-        actor = ray.remote(Renderer).options(max_restarts=RESTARTS, max_task_retries=-1, **part.options)
-        self._workers = [actor.remote(options, threads=part.threads, begun=begun)]
+        ray_options = {"max_restarts": MAX_RESTARTS, "max_task_retries": -1, **resources.options}
+        actor = ray.remote(Renderer).options(**ray_options)
+        self._workers = [actor.remote(options, threads=resources.threads, begun=begun)]
         self.info: JobInfo = self._get(self._workers[0].report.remote())
-        self._workers += [actor.remote(options, self.info, part.threads) for _ in range(part.workers - 1)]
+        for _ in range(resources.workers - 1):
+            self._workers.append(actor.remote(options, self.info, resources.threads))
 
     def check(self, prompts: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         """As `Drawer.check`, by the first worker."""
-        found: tuple[dict[str, str], list[str]] = self._get(self._workers[0].check.remote(list(prompts)))
-        return found
+        result: tuple[dict[str, str], list[str]] = self._get(self._workers[0].check.remote(list(prompts)))
+        return result
 
     def render(
         self, images: Sequence[PlannedImage], progress: Callable[[int, int], None] | None = None
     ) -> Iterator[tuple[int, bytes, FinishedSample]]:
         """As `Drawer.render`. Towards the end workers get fewer pictures at a time, so that they finish at about the same time."""
-        waiting, finished, length = deque(range(len(images))), 0, self.info.length
-        # a worker and the indices of the pictures that it still has to draw; None: it reads its model
-        doing: dict[Any, tuple[Any, dict[int, int] | None]] = {
+        waiting = deque(range(len(images)))
+        num_finished, length = 0, self.info.length
+        # Each task has its worker and the pictures still to come: position in the task -> index; None: it reads its model.
+        tasks: dict[Any, tuple[Any, dict[int, int] | None]] = {
             worker.report.remote(): (worker, None) for worker in self._workers
         }
-        while finished < len(images):
-            (key,), _ = self.ray.wait(list(doing), num_returns=1)
-            worker, left = doing[key]
-            if left is None:
-                self._compare(self._get(key))
+        while num_finished < len(images):
+            (task,), _ = self.ray.wait(list(tasks), num_returns=1)
+            worker, unfinished = tasks[task]
+            if unfinished is None:
+                self._compare(self._get(task))
             else:
                 try:
-                    place, png, sample = self._get(next(key))
+                    position, png, sample = self._get(next(task))
                 except StopIteration:
-                    waiting.extendleft(left.values())
+                    waiting.extendleft(unfinished.values())
                 else:
-                    if place in left:
-                        finished += 1
-                        yield left.pop(place), png, sample
+                    if position in unfinished:  # not when a restarted worker has drawn a picture again
+                        num_finished += 1
+                        yield unfinished.pop(position), png, sample
                         if progress:
-                            progress(finished * length, len(images) * length)
+                            progress(num_finished * length, len(images) * length)
                     continue
-            del doing[key]
-            if indices := [waiting.popleft() for _ in range(self._share(len(waiting)))]:
+            del tasks[task]
+            if indices := [waiting.popleft() for _ in range(self._chunk_size(len(waiting)))]:
                 stream = worker.render.remote([images[index] for index in indices], info=self.info)
-                doing[stream] = worker, dict(enumerate(indices))
+                tasks[stream] = worker, dict(enumerate(indices))
 
-    def _share(self, waiting: int) -> int:
-        """How many of the waiting pictures a worker gets: whole batches, fewer towards the end."""
+    def _chunk_size(self, num_waiting: int) -> int:
+        """Return the number of waiting pictures that a worker gets: whole batches, fewer towards the end."""
         batch = self.info.settings.batch_size
-        even = -(-waiting // (len(self._workers) * batch))  # batches if all workers got the same number
-        return min(batch * min(even, CHUNK), waiting)
+        num_batches = math.ceil(num_waiting / batch / len(self._workers))  # if all workers got the same
+        return min(batch * min(num_batches, MAX_CHUNK_BATCHES), num_waiting)
 
     def _get(self, ref: Any) -> Any:
-        """A result of a worker. An InputError of its code is raised again, any other error as RuntimeError."""
+        """Return a result of a worker. An InputError of its code is raised again, any other error as RuntimeError."""
         try:
             return self.ray.get(ref)
         except self.ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, InputError) else RuntimeError(str(error)) from None
         except self.ray.exceptions.RayError as error:
             raise InputError(
-                f"a worker died {RESTARTS + 1} times ({brief(error)}); fewer --actors leave each more memory"
+                f"a worker died {MAX_RESTARTS + 1} times ({brief(error)}); fewer --actors leave each more memory"
             ) from None
 
     def _compare(self, info: JobInfo) -> None:
-        """InputError where a worker would draw other pictures than the first."""
-        old, new = (each.notes(PlannedImage("", 0)) for each in (self.info, info))
-        differing = differences(old, new)
-        if not differing and old["versions"] != new["versions"]:
-            differing = f"versions {old['versions']} -> {new['versions']}"
+        """Raise InputError where a worker would draw other pictures than the first worker."""
+        blank = PlannedImage("", 0)
+        first, other = self.info.notes(blank), info.notes(blank)
+        differing = differences(first, other)
+        if not differing and first["versions"] != other["versions"]:
+            differing = f"versions {first['versions']} -> {other['versions']}"
         if differing:
             raise InputError(
                 f"the machines of the cluster would draw different pictures ({differing}); name --device and "
@@ -106,6 +111,6 @@ class WorkerPool:
 def worker_pool(
     address: str, actors: int | None, options: DrawOptions, begun: Mapping[str, Any]
 ) -> Iterator[WorkerPool]:
-    """A pool on the Ray cluster at an address. Its workers end with the block. Raises InputError."""
+    """Yield a pool on the Ray cluster at an address, whose workers end with the block. Raises InputError."""
     with cluster(address, actors) as ray:
         yield WorkerPool(ray, options, share(ray, address, actors, options.device), begun)

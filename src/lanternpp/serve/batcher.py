@@ -155,6 +155,7 @@ class Batcher:
             raise Closed(CLOSED)
 
     def _wake(self) -> None:
+        """Wake the drawing thread and `close`."""
         with self._changed:
             self._changed.notify_all()
 
@@ -228,8 +229,7 @@ class Batcher:
         self._fill_slots()
         if next_step := self._scheduler.next_step():
             self._step(*next_step)
-        with self._changed:
-            self._changed.notify_all()  # `close` may be waiting for the last picture
+        self._wake()  # `close` may be waiting for the last picture
         return True
 
     def _expire(self) -> None:

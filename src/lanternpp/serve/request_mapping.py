@@ -164,10 +164,9 @@ def size_of(image: Image.Image) -> str:
 def usage(prompt: str, num_codes: int) -> schemas.Usage:
     """Return OpenAI's token counts: the words of the prompt and the codes that it shows, and the codes of the pictures."""
     grids = prompt.pictures if isinstance(prompt, Depicted) else ()  # [rows, columns] codes of each
-    details = schemas.InputDetails(
-        text_tokens=len(prompt.split()), image_tokens=sum(grid.numel() for grid in grids)
-    )
-    total = details.text_tokens + details.image_tokens
+    words, codes_shown = len(prompt.split()), sum(grid.numel() for grid in grids)
+    details = schemas.InputDetails(text_tokens=words, image_tokens=codes_shown)
+    total = words + codes_shown
     return schemas.Usage(
         input_tokens=total,
         output_tokens=num_codes,
