@@ -26,7 +26,6 @@ KEYS = "LANTERNPP_API_KEYS"  # environment variable: keys separated by commas or
 EDITS = "/v1/images/edits"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
-EXTRA = "serving needs {name}, which is not installed; run pip install 'lanternpp[serve]'"
 MIN_KEY_CHARS = 16
 
 
@@ -101,7 +100,9 @@ def require() -> None:
     """Raise InputError unless the packages for serving are installed. They are not imported, which would take seconds."""
     for name in PACKAGES:
         if find_spec(name) is None:
-            raise InputError(EXTRA.format(name=name))
+            raise InputError(
+                f"serving needs {name}, which is not installed; run pip install 'lanternpp[serve]'"
+            )
 
 
 def check_proxies(option: str | None) -> tuple[str, ...]:

@@ -77,10 +77,7 @@ class Guard:
         await (self._rejection(scope, max_bytes) or self.app)(scope, receive_limited, send_with_headers)
 
     def _rejection(self, scope: Scope, max_bytes: int) -> ASGIApp | None:
-        """Return the response that rejects a request, or None; set `scope["state"]["client"]` to "key N".
-
-        max_bytes: of the body, as its Content-Length header gives it.
-        """
+        """Return the response that rejects a request, or None; with an API key, `scope["state"]["client"]` becomes "key N"."""
         headers = Headers(scope=scope)
         name = host_name(headers.get("host", ""))
         if self.hosts and not any(fnmatchcase(name, pattern) for pattern in self.hosts):
@@ -90,7 +87,9 @@ class Guard:
             message = "this server does not answer pages of other sites; a proxy must pass the Host header on"
             return error_response(403, message, "foreign_origin")
         if self.config.keys and scope["path"] not in self.public:
-            number = self._key_number(bearer_token(headers.get("authorization", "")))
+            # No browser sends a bearer token by itself, so a page of another site cannot use a key of the visitor.
+            scheme, _, token = headers.get("authorization", "").partition(" ")
+            number = self._key_number(token.strip()) if scheme.lower() == "bearer" else None
             if number is None:
                 message = "this server needs one of its API keys, as Authorization: Bearer KEY"
                 return error_response(401, message, "invalid_api_key", WWW_Authenticate="Bearer")
@@ -100,16 +99,10 @@ class Guard:
             return error_response(413, TOO_LARGE.format(max_bytes), "body_too_large", Connection="close")
         return None
 
-    def _key_number(self, token: bytes) -> int | None:
+    def _key_number(self, token: str) -> int | None:
         """Return the index of this API key, or None. All keys are compared in constant time, so that time reveals nothing."""
-        matches = [hmac.compare_digest(token, key.encode()) for key in self.config.keys]
+        matches = [hmac.compare_digest(token.encode(), key.encode()) for key in self.config.keys]
         return matches.index(True) if any(matches) else None
-
-
-def bearer_token(authorization: str) -> bytes:
-    """Return the key in an Authorization header; empty where it has none. No browser sends a bearer token by itself."""
-    scheme, _, value = authorization.partition(" ")
-    return value.strip().encode() if scheme.lower() == "bearer" else b""
 
 
 def cross_site(headers: Headers) -> bool:

@@ -70,10 +70,9 @@ class Metrics:
 
     def text(self, replica_families: Iterable[Metric] = ()) -> bytes:
         """Return all metrics, and those of replicas, in Prometheus' text format."""
-        family_by_name: dict[str, Metric] = {}
+        merged: dict[str, Metric] = {}
         for family in (*self.registry.collect(), *replica_families):
-            if family.name in family_by_name:
-                family_by_name[family.name].samples += family.samples
-            else:
-                family_by_name[family.name] = family
-        return prometheus.generate_latest(cast(Any, SimpleNamespace(collect=family_by_name.values)))
+            first = merged.setdefault(family.name, family)
+            if first is not family:
+                first.samples += family.samples
+        return prometheus.generate_latest(cast(Any, SimpleNamespace(collect=merged.values)))

@@ -146,19 +146,15 @@ class RequestMapper:
             file, facts = self.file(body, ticket.spec, image), self.facts(ticket.spec, image)
             url = f"data:image/{output_format};base64,{file}" if body.response_format == "url" else None
             data.append(schemas.Picture(b64_json=None if url else file, url=url, lanternpp=facts))
+        first = images[0].image
         response = schemas.ImagesResponse(
             created=int(time.time()),
             output_format=output_format,
-            size=size_of(images[0].image),
+            size=f"{first.width}x{first.height}",
             data=data,
             usage=usage(tickets[0].spec.prompt, sum(len(image.codes) for image in images)),
         )
         return response.model_dump(exclude_none=True)
-
-
-def size_of(image: Image.Image) -> str:
-    """Return width and height as OpenAI writes them."""
-    return f"{image.width}x{image.height}"
 
 
 def usage(prompt: str, num_codes: int) -> schemas.Usage:

@@ -4,21 +4,20 @@ enters and the batch runner that steps next.
 Batch runners have 1, 2, 4 ... `slots` slots; there is at most one for each pair of settings and size. Where w pictures of
 the same settings wait, the fitting size is the smallest size that is at least w (at most `slots`). A picture enters
 
-1. the largest running batch runner of its settings that has a free slot, if it has the fitting size or a larger one (a small
-   batch runner is not refilled while many pictures wait) and at least half of its slots would then be in use (a large batch
-   runner is not kept running for a few pictures);
+1. the largest running batch runner of its settings that has a free slot, if it has at least the fitting size (a small one
+   is not refilled while many pictures wait) and at least half of its slots would then be in use (a large one is not kept
+   running for a few pictures);
 2. else an idle or new batch runner of the smallest size, from the fitting size up, that is not running;
 3. else none, and the picture waits. At most `max_runners` engines are kept; the idle engine that was used longest ago is
-   closed to make room. While a picture waits for such room, no later picture of the queue enters a batch runner, so that
-   running ones become idle.
+   closed to make room. While a picture waits for room, no later picture of the queue enters a batch runner, so that running
+   ones become idle.
 
 The last of the `max_runners` batch runners is not given to a client that has pictures in all others. The pictures of this
 client wait, but those of other clients do not.
 
 Every step is charged to one client, though pictures of other clients may advance in it too. The next step is given to the
-client that was charged the fewest seconds, so clients with pictures get equal time, however many batch runners one of them
-uses. Of a client's batch runners the one with the smallest virtual time (seconds per picture) steps, so that all pictures
-of the client advance evenly.
+client that was charged the fewest seconds, so clients get equal time, however many batch runners a client uses. Of a
+client's batch runners the one with the smallest virtual time (seconds per picture) steps, so that its pictures advance evenly.
 """
 
 from __future__ import annotations
@@ -233,20 +232,18 @@ class Scheduler:
             is_partly_filled = 0 < num_running < runner_size
             if is_partly_filled and size <= runner_size <= 2 * (num_running + num_waiting):
                 return runner
-        while size <= self.slots:
-            if size not in runner_by_size or not runner_by_size[size].tickets:
-                idle = [runner for runner in self.runners if not runner.tickets]
-                if len(self.runners) >= self.max_runners and not idle:
-                    raise AllRunnersBusy
-                num_client_runners = sum(client in runner.clients for runner in self.runners)
-                if num_client_runners >= max(1, self.max_runners - 1):
-                    raise ClientAtLimit
-                return runner_by_size[size] if size in runner_by_size else self._open(key, size, idle)
+        while size in runner_by_size and runner_by_size[size].tickets:
             size *= 2
-        return None
-
-    def _open(self, key: Key, size: int, idle: list[BatchRunner]) -> BatchRunner:
-        """Build a batch runner; where there are `max_runners` already, first close the idle one that was used longest ago."""
+        if size > self.slots:
+            return None
+        idle = [runner for runner in self.runners if not runner.tickets]
+        if len(self.runners) >= self.max_runners and not idle:
+            raise AllRunnersBusy
+        num_client_runners = sum(client in runner.clients for runner in self.runners)
+        if num_client_runners >= max(1, self.max_runners - 1):
+            raise ClientAtLimit
+        if size in runner_by_size:
+            return runner_by_size[size]
         if len(self.runners) >= self.max_runners:
             self.close(min(idle, key=lambda runner: runner.last_used))
         runner = self.build(key, size)

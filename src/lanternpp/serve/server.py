@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -42,9 +42,7 @@ class Limits:
     idle: float = 30.0  # between two requests
     stalled: float = 30.0  # in which a client reads nothing of a response
     early: int = 1 << 16  # bytes that a client may send while its request is being answered
-
-    def __post_init__(self) -> None:
-        self._logged: dict[str, float] = {}  # message -> time.monotonic() when it was logged
+    _logged: dict[str, float] = field(default_factory=dict, init=False)  # message -> time.monotonic()
 
     def warn(self, message: str) -> None:
         """Log a message at most once a minute, so that no client can fill the log."""
@@ -236,9 +234,8 @@ def run(
     backend: draws the app's pictures: a `Batcher`, or another object with its `broken` and `close`.
 
     After the signal, accepted pictures have `drain` seconds to finish and new requests get 503. After a second signal accepted
-    pictures get 503 too, and a third signal ends the server without responses. Returns whether all accepted pictures were
-    finished. If the backend breaks, the server ends and the backend's error is raised, so that a supervisor can start a new
-    process.
+    pictures get 503 too, and a third one ends the server without responses. Returns whether all accepted pictures were finished.
+    If the backend breaks, the server ends and the error is raised, so that a supervisor can start a new process.
     """
     finished = True
 

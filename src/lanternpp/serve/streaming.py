@@ -14,7 +14,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from lanternpp.serve.error_responses import response_for
-from lanternpp.serve.request_mapping import RequestMapper, encode, half_drawn, size_of, usage
+from lanternpp.serve.request_mapping import RequestMapper, encode, half_drawn, usage
 from lanternpp.serve.schemas import ImagesRequest
 from lanternpp.serve.tickets import Ticket
 from lanternpp.types import Depicted
@@ -22,8 +22,6 @@ from lanternpp.types import Depicted
 KEEPALIVE = 15.0  # seconds without an event after which a comment is sent to keep the connection open
 CHECK_INTERVAL = 0.02  # minimum seconds between two checks whether a partial image is due
 PROGRESS_INTERVAL = 0.3  # minimum seconds between two progress events of a picture
-
-Event = dict[str, Any]
 
 
 class PictureStream(StreamingResponse):
@@ -39,7 +37,7 @@ class PictureStream(StreamingResponse):
         self.mapper, self.image_request, self.tickets = mapper, body, tickets
         self.output_format = body.output_format or "png"
         # Unsent events, by their kind, the index of the picture, and the number of the partial image.
-        self._pending: dict[tuple[str, int, int], Event] = {}
+        self._pending: dict[tuple[str, int, int], dict[str, Any]] = {}
         self._changed = asyncio.Event()
         self._running = len(tickets)  # pictures whose last event is still to come
         if body.progress:
@@ -139,7 +137,7 @@ class PictureStream(StreamingResponse):
         event = {
             "b64_json": file,
             "created_at": int(time.time()),
-            "size": size_of(image),
+            "size": f"{image.width}x{image.height}",
             "quality": "auto",
             "background": "opaque",
             "output_format": self.output_format,

@@ -40,9 +40,7 @@ POLICY = (  # scripts and styles only from files of the server; pictures from it
 
 MAX_EXAMPLES = 5  # prompts
 PAGE_DIALS = tuple(dial for dial in DIALS.values() if dial.label)
-RULES_WITHOUT_DIALS = tuple(
-    name for name, rule in RULES.items() if getattr(rule, "dials", None) == frozenset()
-)
+RULES_WITHOUT_DIALS = tuple(name for name in RULES if getattr(RULES[name], "dials", None) == frozenset())
 
 
 def routes(pipe: Pipeline, config: ServerConfig) -> list[Route]:
