@@ -83,8 +83,7 @@ def cluster(address: str, workers: int | None = None) -> Iterator[Any]:
         folder = str(Path(stack.enter_context(private), "ray"))
         stack.callback(ray.shutdown)
         if address == LOCAL:
-            has_affinity = hasattr(os, "sched_getaffinity")
-            cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
             options |= {"num_cpus": max(cores, workers or 1), "object_store_memory": STORE_BYTES}
             start(ray, folder, options)
         else:

@@ -20,7 +20,7 @@ from lanternpp.errors import InputError
 from lanternpp.util import jsonfile
 from lanternpp.util.files import digest, replacing, slug, sweep
 
-MAX_WARNINGS = 5  # about prompts that are shown in full
+MAX_WARNINGS = 5  # warnings about prompts that are shown in full
 IGNORED_SETTINGS = ("int8", "tuned")  # in the notes of a PNG; the picture does not depend on them
 
 

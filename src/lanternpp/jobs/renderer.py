@@ -19,9 +19,9 @@ from lanternpp.engine.decode import FinishedSample
 from lanternpp.errors import InputError
 from lanternpp.jobs.job import JobInfo, PlannedImage, with_draft_of
 
-# It does not depend on the number of pictures, so that a picture keeps its bytes when its job grows.
+# The default does not depend on the number of pictures, so that pictures keep their bytes when a job grows.
 DEFAULT_BATCH_SIZE = 8
-MAX_CACHED_PROMPTS = 512  # whose encodings the target keeps between the check and the drawing
+MAX_CACHED_PROMPTS = 512  # prompts whose encodings the target keeps between the check and the drawing
 
 
 class Renderer:
@@ -51,11 +51,10 @@ class Renderer:
         self._make_engine(DEFAULT_BATCH_SIZE)  # so that a wrong part is found before a picture is drawn
 
     def _fitted(self, settings: Settings, begun: Mapping[str, Any]) -> Settings:
-        """Return settings with the draft that the job has begun with, or with a fitted draft."""
+        """Return settings with the draft that the job has begun with, or with a draft fitted to the batch size of a small job."""
         if settings.fit and (settings_begun := with_draft_of(settings, begun)):
             return settings_begun
-        # The number of pictures is not known yet, so the draft is fitted to the batch size of a small job.
-        size = batch_size(settings.batch_size, DEFAULT_BATCH_SIZE)
+        size = batch_size(settings.batch_size, DEFAULT_BATCH_SIZE)  # the pictures are not known yet
         return replace(self.pipe.fit(replace(settings, batch_size=size)), batch_size=settings.batch_size)
 
     def _make_engine(self, num_pictures: int) -> None:

@@ -33,7 +33,7 @@ from lanternpp.types import Prompt
 
 log = logging.getLogger("lanternpp.serve")
 UNFINISHED = "the server shut down before the picture was finished"
-JOIN_SECONDS = 30.0  # that the drawing thread may take to end
+JOIN_SECONDS = 30.0  # time in which the drawing thread may end
 LATEST_WEIGHT = 0.2  # of the latest value in the moving average of the seconds between two finished pictures
 
 
@@ -49,8 +49,7 @@ class Load:
 class Batcher:
     """Accepts pictures of one model from any thread, and draws all of them in one thread, the drawing thread.
 
-    At most `config.queue` pictures wait. Places in the queue are reserved before prompts are encoded, so that no prompt is
-    encoded for a request that finds the queue full.
+    At most `config.queue` pictures wait. Their places are reserved before prompts are encoded, so a full queue encodes none.
     """
 
     def __init__(self, pipe: Pipeline, config: ServerConfig | None = None):
@@ -96,7 +95,9 @@ class Batcher:
             self._check_open()
             num_queued = len(self._waiting) + self._reserved
             if num_queued + count > capacity:
-                raise Full(num_queued, self._retry_after(count))
+                # By then the queue probably has room, if pictures go on finishing at the present rate.
+                seconds = math.ceil(count * (self._seconds_between or 1.0))
+                raise Full(num_queued, retry_after=max(1, min(60, seconds)))
             self._reserved += count
         reserved = count
 
@@ -155,13 +156,9 @@ class Batcher:
             raise Closed(CLOSED)
 
     def _wake(self) -> None:
-        """Wake the drawing thread and `close`."""
+
         with self._changed:
             self._changed.notify_all()
-
-    def _retry_after(self, count: int) -> int:
-        """Estimate the whole seconds, 1 to 60, until the queue has room for `count` more pictures."""
-        return max(1, min(60, math.ceil(count * (self._seconds_between or 1.0))))
 
     def _record_finish(self) -> None:
         """Update the average time between two finished pictures, now that a picture is finished."""

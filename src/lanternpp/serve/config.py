@@ -82,11 +82,10 @@ class ServerConfig:
             option.check(getattr(self, name), name)
 
     def settings(self, pipe: Pipeline, method: str | None, overrides: Mapping[str, Any]) -> Settings:
-        """Return the settings of a request: its own dials, else the dials that the server was started with.
+        """Return the settings of a request: its own dials, else the dials that the server was started with. Raises InputError.
 
         method: the request's; None: the server's. overrides: the dials of the request. The parts and dials that the server
-        was started with belong to its own method, so a request for another method gets the defaults of that method. Raises
-        InputError.
+        was started with belong to its own method, so a request for another method gets the defaults of that method.
         """
         server_method = pipe.chosen(self.method).method
         defaults = dict(self.overrides)

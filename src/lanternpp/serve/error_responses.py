@@ -19,7 +19,7 @@ from lanternpp.serve.tickets import Cancelled, Closed, Expired, Full
 
 log = logging.getLogger("lanternpp.serve")
 SERVER_FAILED = "the server failed at this request; its log has the error"
-MAX_VALUE_CHARS = 300  # of a value that a message repeats
+MAX_VALUE_CHARS = 300  # characters of a value that a message repeats
 CODE_BY_STATUS = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
 # Names of dials elsewhere or in earlier versions that are no fields here, each with the hint of the error message.
 HINT_BY_NAME = {

@@ -33,8 +33,8 @@ from lanternpp.serve.tickets import CLOSED, Closed
 
 NAME = "lanternpp"
 MAX_REQUESTS = 10_000  # of a replica at once; so high that only the queue of its batcher limits them
-METRICS_SECONDS = 3.0  # that replicas have for their metrics; Prometheus waits for 10
-GRACE_SECONDS = 10.0  # that a call to all replicas may take beyond their own timeout
+METRICS_SECONDS = 3.0  # time in which replicas may report their metrics; Prometheus waits for 10
+GRACE_SECONDS = 10.0  # time that a call to all replicas may take beyond the replicas' own timeout
 
 log = logging.getLogger("lanternpp.serve")
 

@@ -157,17 +157,14 @@ class RequestMapper:
         return response.model_dump(exclude_none=True)
 
 
-def usage(prompt: str, num_codes: int) -> schemas.Usage:
+def usage(prompt: str, outputs: int) -> schemas.Usage:
     """Return OpenAI's token counts: the words of the prompt and the codes that it shows, and the codes of the pictures."""
     grids = prompt.pictures if isinstance(prompt, Depicted) else ()  # [rows, columns] codes of each
-    words, codes_shown = len(prompt.split()), sum(grid.numel() for grid in grids)
-    details = schemas.InputDetails(text_tokens=words, image_tokens=codes_shown)
-    total = words + codes_shown
+    words, codes = len(prompt.split()), sum(grid.numel() for grid in grids)
+    detail = schemas.InputDetails(text_tokens=words, image_tokens=codes)
+    inputs = words + codes
     return schemas.Usage(
-        input_tokens=total,
-        output_tokens=num_codes,
-        total_tokens=total + num_codes,
-        input_tokens_details=details,
+        input_tokens=inputs, output_tokens=outputs, total_tokens=inputs + outputs, input_tokens_details=detail
     )
 
 

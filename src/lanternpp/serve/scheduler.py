@@ -118,10 +118,9 @@ class BatchRunner:
         num_finished_before = self.batch.finished
         for (ticket, busy_at_start), sample in self.batch.collect():
             self._finish(ticket, busy_at_start, sample)
-        now = time.monotonic()
         engine = self.batch.engine
         for slot, (ticket, busy_at_start) in self.batch.running.items():
-            if ticket.due(now):
+            if ticket.due:
                 codes = engine.codes[slot, : self.batch.counts[slot]].to("cpu", copy=True)
                 accepted = engine.accepted[slot, : int(engine.passes[slot])].tolist()
                 ticket.report(Progress(codes, tuple(accepted), self.busy_seconds - busy_at_start))

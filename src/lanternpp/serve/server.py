@@ -88,11 +88,9 @@ class Connection(H11Protocol):
     def _close_longest_waiting(self) -> None:
         limit = self.limits.connections
         self.limits.warn(f"all {limit} connections are in use; the one that waits longest is closed")
-        waiting: dict[Connection, float] = {}
-        for connection in self.connections:
-            if isinstance(connection, Connection) and connection._waiting_since is not None:
-                waiting[connection] = connection._waiting_since
-        min(waiting, key=waiting.__getitem__, default=self).transport.abort()
+        connections = [connection for connection in self.connections if isinstance(connection, Connection)]
+        waiting = [connection for connection in connections if connection._waiting_since is not None]
+        min(waiting, key=lambda client: client._waiting_since or 0, default=self).transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Receive bytes of a request.

@@ -39,7 +39,7 @@ class PictureStream(StreamingResponse):
         # Unsent events, by their kind, the index of the picture, and the number of the partial image.
         self._pending: dict[tuple[str, int, int], dict[str, Any]] = {}
         self._changed = asyncio.Event()
-        self._running = len(tickets)  # pictures whose last event is still to come
+
         if body.progress:
             self._send("accepted", 0, warnings=list(warnings))
         super().__init__(self._lines(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
@@ -56,7 +56,7 @@ class PictureStream(StreamingResponse):
         """Yield the events as text, in the order in which they happen."""
         tasks = [asyncio.create_task(self._send_all(i)) for i in range(len(self.tickets))]
         try:
-            while self._running or self._pending:
+            while self._pending or not all(task.done() for task in tasks):
                 try:
                     await asyncio.wait_for(self._changed.wait(), KEEPALIVE)
                 except TimeoutError:
@@ -78,7 +78,7 @@ class PictureStream(StreamingResponse):
             await self._send_picture(index, self.tickets[index])
         except Exception as error:
             self._pending["error", index, 0] = json.loads(bytes(response_for(error).body))
-        self._running -= 1
+
         self._changed.set()
 
     async def _send_picture(self, index: int, ticket: Ticket) -> None:

@@ -134,9 +134,10 @@ class Ticket(Future[FinishedImage]):
             return None
         return Expired(f"the picture was not finished within {limit:g} s")
 
-    def due(self, now: float) -> bool:
-        """For the batcher: return whether a coroutine follows the picture and the next report is due."""
-        return self.interval is not None and now - self._reported >= self.interval
+    @property
+    def due(self) -> bool:
+        """For the batcher: whether a coroutine follows the picture and the next report is due."""
+        return self.interval is not None and time.monotonic() - self._reported >= self.interval
 
     def report(self, progress: Progress) -> None:
         """For the batcher: report progress to the coroutine that follows the picture."""
