@@ -112,23 +112,23 @@ def begun(folder: Path, planned: Sequence[PlannedImage]) -> dict[str, Any]:
     return next((_deciding(picture_notes) for picture_notes in existing if picture_notes), {})
 
 
-def with_draft_of(settings: Settings, drawn: Mapping[str, Any]) -> Settings | None:
+def with_draft_of(settings: Settings, picture_settings: Mapping[str, Any]) -> Settings | None:
     """Return these settings with the draft of a picture that was drawn before; None where more than the draft differs.
 
     So a job that goes on draws the same bytes after another fit. Plain decoding counts as a draft where the fit has chosen it.
     """
-    is_fitted = drawn.get("fit") is True
+    is_fitted = picture_settings.get("fit") is True
     with suppress(InputError):  # any program may have written the settings of a picture
         if not is_fitted:  # the picture was drawn before acceptance rates were known
             candidate = settings
-        elif drawn.get("method") == BASELINE:
+        elif picture_settings.get("method") == BASELINE:
             candidate = plain_settings(settings)
         elif settings.window is not None:
-            candidate = replace(settings, window=typed("window", drawn.get("window")))
+            candidate = replace(settings, window=typed("window", picture_settings.get("window")))
         else:
-            candidate = with_tree(settings, str(drawn.get("tree")))
+            candidate = with_tree(settings, str(picture_settings.get("tree")))
         candidate = replace(candidate, fit=is_fitted)
-        if asdict(candidate).items() <= drawn.items():
+        if asdict(candidate).items() <= picture_settings.items():
             return candidate
     return None
 
@@ -185,5 +185,5 @@ def rejection_message(rejected: Mapping[str, str], prompts: Path) -> str:
     prompt, reason = next(iter(rejected.items()))
     line = f", line {lines.index(prompt) + 1}" if prompt in lines else ""
     noun = "line" if len(rejected) == 2 else "lines"
-    others = f" ({len(rejected) - 1} more {noun} cannot be drawn)" if len(rejected) > 1 else ""
-    return f"{prompts}{line}: {reason}{others}"
+    remark = f" ({len(rejected) - 1} more {noun} cannot be drawn)" if len(rejected) > 1 else ""
+    return f"{prompts}{line}: {reason}{remark}"

@@ -96,10 +96,10 @@ class WorkerPool:
     def _compare(self, info: JobInfo) -> None:
         """Raise InputError where a worker would draw other pictures than the first worker."""
         blank = PlannedImage("", 0)
-        first, other = self.info.notes(blank), info.notes(blank)
-        differing = differences(first, other)
-        if not differing and first["versions"] != other["versions"]:
-            differing = f"versions {first['versions']} -> {other['versions']}"
+        first_notes, notes = self.info.notes(blank), info.notes(blank)
+        differing = differences(first_notes, notes)
+        if not differing and first_notes["versions"] != notes["versions"]:
+            differing = f"versions {first_notes['versions']} -> {notes['versions']}"
         if differing:
             raise InputError(
                 f"the machines of the cluster would draw different pictures ({differing}); name --device and "

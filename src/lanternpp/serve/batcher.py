@@ -95,7 +95,7 @@ class Batcher:
             self._check_open()
             num_queued = len(self._waiting) + self._reserved
             if num_queued + count > capacity:
-                # By then the queue probably has room, if pictures go on finishing at the present rate.
+                # Until then `count` pictures are finished at the present rate.
                 seconds = math.ceil(count * (self._seconds_between or 1.0))
                 raise Full(num_queued, retry_after=max(1, min(60, seconds)))
             self._reserved += count
@@ -156,7 +156,6 @@ class Batcher:
             raise Closed(CLOSED)
 
     def _wake(self) -> None:
-
         with self._changed:
             self._changed.notify_all()
 

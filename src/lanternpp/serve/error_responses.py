@@ -105,14 +105,13 @@ def validation_error_response(errors: list[dict[str, Any]]) -> JSONResponse:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Let an app answer errors outside its routes so: invalid bodies, unknown paths, exceptions."""
+    """Answer the errors outside an app's routes too: invalid bodies, unknown paths, exceptions."""
 
     async def respond(request: Request, error: Exception) -> JSONResponse:
         return response_for(error)
 
     async def respond_500(request: Request, error: Exception) -> JSONResponse:
-        # starlette raises the error again after this response, and uvicorn logs it.
-        return error_response(500, SERVER_FAILED, "internal_error")
+        return error_response(500, SERVER_FAILED, "internal_error")  # uvicorn logs the error
 
     for error_class in (RequestValidationError, HTTPException, ClientDisconnect, InputError):
         app.add_exception_handler(error_class, respond)

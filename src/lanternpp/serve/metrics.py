@@ -72,7 +72,7 @@ class Metrics:
         """Return all metrics, and those of replicas, in Prometheus' text format."""
         merged: dict[str, Metric] = {}
         for family in (*self.registry.collect(), *replica_families):
-            first = merged.setdefault(family.name, family)
-            if first is not family:
-                first.samples += family.samples
+            merged_family = merged.setdefault(family.name, family)
+            if merged_family is not family:
+                merged_family.samples += family.samples
         return prometheus.generate_latest(cast(Any, SimpleNamespace(collect=merged.values)))

@@ -41,8 +41,8 @@ log = logging.getLogger("lanternpp.serve")
 
 def drawn_by(pipe: Pipeline) -> tuple[str, str | None]:
     """Return texts for the user: the model with its device and dtype; the effect of 8-bit weights, or None without them."""
-    place = place_of({"device": str(pipe.device), "dtype": pipe.dtype})
-    return f"{pipe.name} on {place}", str(pipe.model.effect) if pipe.model.effect else None
+    device_and_dtype = place_of({"device": str(pipe.device), "dtype": pipe.dtype})
+    return f"{pipe.name} on {device_and_dtype}", str(pipe.model.effect) if pipe.model.effect else None
 
 
 class Replica:

@@ -109,8 +109,8 @@ class RequestMapper:
         deadline = min(deadlines, default=None)
         seed = secrets.randbelow(RANDOM_SEEDS) if body.seed is None else body.seed
         own_shape = body.size != self.size
-        first = ImageSpec(body.prompt, seed, settings, deadline, client, files, own_shape)
-        return [replace(first, seed=seed + i) for i in range(body.n or 1)]
+        spec = ImageSpec(body.prompt, seed, settings, deadline, client, files, own_shape)
+        return [replace(spec, seed=seed + i) for i in range(body.n or 1)]
 
     def facts(self, spec: ImageSpec, image: FinishedImage) -> schemas.Facts:
         """Return the figures and settings of a picture for a response."""
@@ -146,11 +146,11 @@ class RequestMapper:
             file, facts = self.file(body, ticket.spec, image), self.facts(ticket.spec, image)
             url = f"data:image/{output_format};base64,{file}" if body.response_format == "url" else None
             data.append(schemas.Picture(b64_json=None if url else file, url=url, lanternpp=facts))
-        first = images[0].image
+        width, height = images[0].image.size
         response = schemas.ImagesResponse(
             created=int(time.time()),
             output_format=output_format,
-            size=f"{first.width}x{first.height}",
+            size=f"{width}x{height}",
             data=data,
             usage=usage(tickets[0].spec.prompt, sum(len(image.codes) for image in images)),
         )

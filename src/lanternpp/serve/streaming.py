@@ -113,12 +113,12 @@ class PictureStream(StreamingResponse):
                 last_progress = time.monotonic()
                 accepted = list(progress.accepted)
                 self._send("progress", index, accepted_per_pass=accepted, seconds=progress.seconds)
-            passed = [mark for mark in marks if mark <= len(progress.codes)]
-            if len(passed) > num_passed:
+            passed_marks = [mark for mark in marks if mark <= len(progress.codes)]
+            if len(passed_marks) > num_passed:
                 image = await run_in_threadpool(half_drawn, target, progress.codes)
                 file = await run_in_threadpool(encode, image, self.output_format, body.output_compression)
                 self._send_image("partial_image", index, image, file, partial_image_index=num_sent)
-                num_passed = len(passed)
+                num_passed = len(passed_marks)
                 num_sent += 1
             if num_passed == num_images and not body.progress:
                 return

@@ -26,12 +26,11 @@ from lanternpp.serve.request_mapping import picture_size
 from lanternpp.trees import TREES
 
 FOLDER = Path(__file__).parent
-SCRIPTS = ("api.js", "dial.js", "page.js", "side.js")
 FILES = {  # path -> file and its type; served without a key, since the page asks for the key itself
     "/": ("index.html", "text/html"),
     "/page/style.css": ("style.css", "text/css"),
     "/page/icon.svg": ("icon.svg", "image/svg+xml"),
-    **{f"/page/{name}": (name, "text/javascript") for name in SCRIPTS},
+    **{f"/page/{name}": (name, "text/javascript") for name in ("api.js", "dial.js", "page.js", "side.js")},
 }
 POLICY = (  # scripts and styles only from files of the server; pictures from its answers, as blobs
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self'; "
@@ -55,8 +54,7 @@ def routes(pipe: Pipeline, config: ServerConfig) -> list[Route]:
 def setup(pipe: Pipeline, config: ServerConfig) -> dict[str, Any]:
     """Describe the server and its model for the page, as a JSON object.
 
-    `columns` and `rows` count the codes of a picture that are drawn; `width` counts all codes of a row, also those that only
-    end it.
+    `columns` and `rows` count the codes that are drawn; `width` counts all codes of a row, also those that only end the row.
     """
     offered = methods(pipe, config)
     preferred = (pipe.chosen(config.method).method, pipe.chosen().method)
