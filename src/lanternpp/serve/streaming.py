@@ -78,7 +78,6 @@ class PictureStream(StreamingResponse):
             await self._send_picture(index, self.tickets[index])
         except Exception as error:
             self._pending["error", index, 0] = json.loads(bytes(response_for(error).body))
-
         self._changed.set()
 
     async def _send_picture(self, index: int, ticket: Ticket) -> None:
