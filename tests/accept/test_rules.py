@@ -178,8 +178,8 @@ def test_all_neighbours_are_heard_where_there_are_many(monkeypatch):
     """In pieces, and on a CPU for those codes alone that want more."""
     rule, q = Lantern(TABLE, 0.6), distributions(len(P), 1.0)
     whole, cost = torch.minimum(q, rule.accept_mass(P, q)), tv_cost(rule, P, q)
-    monkeypatch.setattr(neighbours, "FIRST", 2)
-    monkeypatch.setattr(neighbours, "MORE", 3)
+    monkeypatch.setattr(neighbours, "NUM_FIRST", 2)
+    monkeypatch.setattr(neighbours, "CHUNK", 3)
     assert torch.allclose(torch.minimum(q, rule.accept_mass(P, q)), whole, atol=1e-15)
     assert torch.allclose(torch.minimum(q, Acceptance.accept_mass(rule, P, q)), whole, atol=1e-15)
     assert torch.allclose(tv_cost(rule, P, q), cost, atol=1e-15)

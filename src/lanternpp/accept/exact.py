@@ -18,23 +18,23 @@ class Exact(Acceptance):
 
     @classmethod
     def build(cls, dials: Dials) -> Self:
-        """It has no dials."""
+        """Build the rule, which has no dials."""
         return cls()
 
     def as_numbers(self, levels: int) -> NeighbourBudget | None:
-        """No budget; None for a class that derives from this."""
+        """Return budgets of 0; None for a class that derives from this class."""
         return NeighbourBudget(None, ((0.0, 0.0),) * levels, False) if type(self) is Exact else None
 
     def relax(self, p: Tensor, code: Tensor) -> Tensor:
-        """p unchanged."""
+        """Return p unchanged."""
         return p
 
 
 class Cspd(Exact):
     """Continuous speculative decoding as published (arXiv 2411.11925), for trajectories of diffusion heads; not exact.
 
-    It multiplies the target's density by the ratio of all earlier steps' widths, in `engine/verify/latents.py`. Codes have
-    no trajectories: engines of codes refuse it.
+    `engine/verify/latents.py` multiplies the target's density by the ratio of all earlier steps' widths. Codes have no
+    trajectories: engines of codes reject this rule.
     """
 
     lossless = False

@@ -14,12 +14,12 @@ from lanternpp.errors import InputError
 class DraftMixture(DecayingAcceptance):
     """Follows (1 - t) p + t q, t = delta exp(-nu i) at the i-th level: a candidate is accepted without a test with probability t.
 
-    The output is exactly t TV(p, q) from p in total variation, and acceptance rises by the same amount. It uses no
-    knowledge of the codes, so that it is the baseline for rules that do. delta 0 is exact.
+    The output is exactly t TV(p, q) from p in total variation, and acceptance rises by the same amount. The rule knows
+    nothing of the codes, and is the baseline for rules that do. delta 0 is exact.
     """
 
     dials = frozenset({"delta", "nu"})
-    missing = "delta, the drafter's share of the mixture; 0 is exact"
+    requirements = "delta, the drafter's share of the mixture; 0 is exact"
     optimal_residual = True
     sliders: ClassVar = {"delta": (0, 1)}
 
@@ -30,18 +30,18 @@ class DraftMixture(DecayingAcceptance):
         self.delta = delta
 
     def _mixed(self, p: Tensor, q: Tensor) -> Tensor:
-        """(1 - t) p + t q, where p stands in for any mass that q lacks; p itself where a code has probability 1."""
+        """Return (1 - t) p + t q, where p fills any mass that q lacks; p itself where a code has probability 1."""
         share = (p.amax(-1, keepdim=True) < 1).to(p.dtype) * (self.delta * self.decay_factor(p))
         return p + share * (q - p * q.sum(-1, keepdim=True))
 
     def accept_mass(self, p: Tensor, q: Tensor) -> Tensor:
-        """The mixture's probability of every code."""
+        """Return the mixture's probability of every code."""
         return self._mixed(p, q)
 
     def relax_with_draft(self, p: Tensor, q: Tensor, code: Tensor) -> Tensor:
-        """The mixture, whatever the candidate."""
+        """Return the mixture, whatever the candidate."""
         return self._mixed(p, q)
 
     def relax(self, p: Tensor, code: Tensor) -> Tensor:
-        """The mixture with a drafter that gives the code probability 1."""
+        """Return the mixture with a drafter that gives the code probability 1."""
         return self._mixed(p, torch.zeros_like(p).scatter_(-1, code[..., None], 1))

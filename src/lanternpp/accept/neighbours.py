@@ -13,23 +13,16 @@ from lanternpp.accept.base import DecayingAcceptance
 from lanternpp.errors import InputError
 from lanternpp.types import NeighbourBudget, on_host
 
-RELAXING = (
-    "relax",
-    "relax_with_draft",
-    "budget",
-    "residual",
-    "accept_mass",
-    "output_distribution",
-)
-"""The functions that decide, with `linear_budget`, how such a rule relaxes."""
-FIRST = 16  # nearest neighbours that are summed for all codes together
-MORE = 64  # neighbours per chunk after that, for the codes whose budget is not used up
+# The methods that decide, with `linear_budget`, how a `NeighbourAcceptance` relaxes.
+DECIDING = ("relax", "relax_with_draft", "budget", "residual", "accept_mass", "output_distribution")
+NUM_FIRST = 16  # nearest neighbours that are summed for all codes together
+CHUNK = 64  # further neighbours that are summed at once, for the codes whose budget is not used up
 
 
 class NeighbourAcceptance(DecayingAcceptance):
-    """Moves the mass of a code's nearest codebook neighbours onto it, as many of them as a budget allows.
+    """Moves the mass of a candidate's nearest codebook neighbours onto the candidate, as many of them as a budget allows.
 
-    table [V, k] holds the k nearest codes of every code, nearest first, itself excluded.
+    table [V, k] holds the k nearest codes of every code, nearest first, without the code itself.
 
     The papers' residual costs no more than the optimal one. With M = sum [p - q]+ and S = sum [a - p]+, a rejection has
     probability M - S. The papers' residual of x is [p - q]+ without the neighbours A whose mass was moved, divided by M
@@ -38,7 +31,7 @@ class NeighbourAcceptance(DecayingAcceptance):
     """
 
     paper_residual_is_optimal = True
-    usual_residual = "paper"
+    default_residual = "paper"
 
     def __init__(self, table: Tensor, residual: str | None = None, nu: float = 0.0):
         super().__init__(nu, residual)
@@ -46,79 +39,81 @@ class NeighbourAcceptance(DecayingAcceptance):
 
     @abstractmethod
     def linear_budget(self, p: Tensor) -> tuple[Tensor | float, Tensor | float]:
-        """(a, b) of a budget a + b p, for p [..., 1 or V]; tensors [..., 1] where levels differ."""
+        """Return (a, b) of a budget a + b p, for p [..., 1 or V]; tensors [..., 1] where levels differ."""
 
     def budget(self, p: Tensor) -> Tensor:
-        """The most mass that is moved to candidates of probability p [..., 1 or V], the same shape."""
+        """Return the maximum mass that is moved to candidates of probability p [..., 1 or V], the same shape."""
         a, b = self.linear_budget(p)
         return a + b * p
 
     def as_numbers(self, levels: int) -> NeighbourBudget | None:
-        """As `Acceptance.as_numbers`; None for a rule that relaxes in a way of its own."""
+        """Return the rule as `Acceptance.as_numbers` does; None for a class that overrides a method of `DECIDING`."""
         table = self.table
-        other = any(getattr(type(self), name) is not getattr(NeighbourAcceptance, name) for name in RELAXING)
-        if other or table.dtype != torch.int32:
+        overrides = any(
+            getattr(type(self), name) is not getattr(NeighbourAcceptance, name) for name in DECIDING
+        )
+        if overrides or table.dtype != torch.int32:
             return None
-        none, rules = table.new_empty(0), [self.at(level) for level in range(levels)]
-        if any(type(rule) is not type(self) or rule.table is not self.table for rule in rules):
+        rules = [self.at(level) for level in range(levels)]
+        if any(type(rule) is not type(self) or rule.table is not table for rule in rules):
             return None
-        pairs = tuple((float(a), float(b)) for a, b in (rule.linear_budget(none) for rule in rules))
-        return NeighbourBudget(table, pairs, self.optimal_residual)
+        budgets = [rule.linear_budget(table.new_empty(0)) for rule in rules]
+        return NeighbourBudget(table, tuple((float(a), float(b)) for a, b in budgets), self.optimal_residual)
 
     def relax(self, p: Tensor, code: Tensor) -> Tensor:
-        """All mass of the longest prefix A of the neighbours with p(A) <= budget is moved to the code.
+        """Move all mass of the longest prefix A of the neighbours with p(A) <= budget to the code.
 
-        The mass of a code of probability 1 never is: the format forces it (row ends, the end of the image).
+        The mass of a code of probability 1 is never moved: the format forces that code (row ends, the end of the image).
         """
-        near = self.table[code].long()  # [..., k]
-        mass = p.gather(-1, near)
-        at = code[..., None]
-        p_code = p.gather(-1, at)
-        total = mass.cumsum(-1)
-        inside = (total <= self.budget(p_code)) & (mass < 1)
-        moved = mass * inside
-        relaxed = p.scatter(-1, near, mass - moved)
-        return relaxed.scatter(-1, at, p_code + moved.sum(-1, keepdim=True))
+        neighbours = self.table[code].long()  # [..., k]
+        mass = p.gather(-1, neighbours)
+        p_code = p.gather(-1, code[..., None])
+        within_budget = (mass.cumsum(-1) <= self.budget(p_code)) & (mass < 1)
+        moved = mass * within_budget
+        relaxed = p.scatter(-1, neighbours, mass - moved)
+        return relaxed.scatter(-1, code[..., None], p_code + moved.sum(-1, keepdim=True))
 
     def accept_mass(self, p: Tensor, q: Tensor) -> Tensor:
-        """p(y) plus the mass moved from its neighbours, computed without the relaxed distributions.
+        """Return p(y) plus the mass moved from the neighbours of y, computed without the relaxed distributions.
 
-        Most codes use up their budget after a few neighbours, or reach q(y), above which the value does not matter.
-        On a CPU the first neighbours are summed one after another, as that reads little memory, and the remaining ones for
-        the other codes alone. On other devices many are summed at once, for all codes, which needs no transfer to the host.
+        Most codes use up their budget after a few neighbours, or reach q(y), above which the value does not matter. On a
+        CPU the first neighbours are summed one after another for all codes, which reads little memory, and further
+        neighbours for unfinished codes alone. On other devices chunks of neighbours are summed for all codes, which needs
+        no transfer to the host.
         """
-        rows, q = p.flatten(0, -2).T.contiguous(), q.flatten(0, -2).T  # [V, M]: a neighbour is a row
-        limit = self.budget(p).flatten(0, -2).T.contiguous()
-        total, mass_of = torch.zeros_like(rows), rows.clone()
+        p_by_code = p.flatten(0, -2).T.contiguous()  # [V, M] of M distributions, so that a neighbour is a row
+        q_by_code = q.flatten(0, -2).T  # [V, M]
+        budget = self.budget(p).flatten(0, -2).T.contiguous()
+        total, accepted = torch.zeros_like(p_by_code), p_by_code.clone()
         if not on_host(p):
-            for near in self.table.split(MORE, 1):
-                moved, total = _moved_mass(F.embedding(near, rows), total, limit)  # [V, M]
-                mass_of += moved
-            return mass_of.T.reshape(p.shape)
-        donors, moved = rows.where(rows < 1, float("inf")), torch.zeros_like(rows)
-        for near in self.table[:, :FIRST].T:
-            total += donors.index_select(0, near)
-            moved = total.where(total <= limit, moved)  # of the longest prefix within the limit
-        mass_of += moved
-        if FIRST < self.table.shape[1]:
-            code, row = ((total <= limit) & (mass_of < q)).nonzero(as_tuple=True)  # [m]
-            for near in self.table[:, FIRST:].split(MORE, 1):
-                most = limit[code, row]
-                moved, last = _moved_mass(rows[near[code].long(), row[:, None]], total[code, row], most)
-                mass_of[code, row] += moved
-                total[code, row] = last
-                more = (last <= most) & (mass_of[code, row] < q[code, row])
-                code, row = code[more], row[more]
-                if not len(code):
+            for neighbours in self.table.split(CHUNK, 1):
+                moved, total = _moved_mass(F.embedding(neighbours, p_by_code), total, budget)  # [V, M]
+                accepted += moved
+            return accepted.T.reshape(p.shape)
+        movable, moved = p_by_code.where(p_by_code < 1, float("inf")), torch.zeros_like(p_by_code)
+        for neighbour in self.table[:, :NUM_FIRST].T:  # [V]
+            total += movable.index_select(0, neighbour)
+            moved = total.where(total <= budget, moved)  # the mass of the longest prefix within the budget
+        accepted += moved
+        if NUM_FIRST < self.table.shape[1]:
+            # the codes y, and the indices m of their distributions, that are unfinished, [n] each
+            y, m = ((total <= budget) & (accepted < q_by_code)).nonzero(as_tuple=True)
+            for neighbours in self.table[:, NUM_FIRST:].split(CHUNK, 1):
+                mass = p_by_code[neighbours[y].long(), m[:, None]]  # [n, CHUNK]
+                moved, total[y, m] = _moved_mass(mass, total[y, m], budget[y, m])
+                accepted[y, m] += moved
+                unfinished = (total[y, m] <= budget[y, m]) & (accepted[y, m] < q_by_code[y, m])
+                y, m = y[unfinished], m[unfinished]
+                if not len(y):
                     break
-        return mass_of.T.reshape(p.shape)
+        return accepted.T.reshape(p.shape)
 
 
 class Lantern(NeighbourAcceptance):
     """Neighbours give at most delta, so that the total variation between p and relax(p, x) is at most delta."""
 
     dials = frozenset({"neighbours", "delta", "nu", "residual"})
-    required, missing = ("neighbours", "delta"), "neighbours and delta; give both"
+    required, requirements = ("neighbours", "delta"), "neighbours and delta; give both"
     sliders: ClassVar = {"delta": (0, 1)}
 
     def __init__(self, table: Tensor, delta: float, residual: str | None = None, nu: float = 0.0):
@@ -128,7 +123,7 @@ class Lantern(NeighbourAcceptance):
         self.delta = delta
 
     def linear_budget(self, p: Tensor) -> tuple[Tensor | float, Tensor | float]:
-        """delta, whatever the code."""
+        """Return a budget of delta exp(-nu i) for every code."""
         return self.delta * self.decay_factor(p), 0.0
 
 
@@ -136,7 +131,7 @@ class LanternPlusPlus(NeighbourAcceptance):
     """Neighbours give at most (lambda - 1) p(x): a code the target finds unlikely stays unlikely."""
 
     dials = frozenset({"neighbours", "lam", "nu", "residual"})
-    required, missing = ("neighbours", "lam"), "neighbours and lambda; give both"
+    required, requirements = ("neighbours", "lam"), "neighbours and lambda; give both"
 
     def __init__(self, table: Tensor, lam: float, residual: str | None = None, nu: float = 0.0):
         super().__init__(table, residual, nu)
@@ -145,12 +140,15 @@ class LanternPlusPlus(NeighbourAcceptance):
         self.lam = lam
 
     def linear_budget(self, p: Tensor) -> tuple[Tensor | float, Tensor | float]:
-        """(lambda - 1) p(x)."""
+        """Return a budget of (lambda - 1) exp(-nu i) p(x)."""
         return 0.0, (self.lam - 1) * self.decay_factor(p)
 
 
-def _moved_mass(mass: Tensor, total: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
-    """mass [V or m, k, ...] of k more neighbours, after others that hold `total` -> the moved mass, and the new total."""
+def _moved_mass(mass: Tensor, total: Tensor, budget: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mass moved from the next k neighbours of mass [V or n, k, ...], and the new total of the neighbours' mass.
+
+    total and budget [V or n, ...]: the mass of all nearer neighbours, and the maximum mass that is moved.
+    """
     sums = mass.cumsum(1) + total[:, None]
-    inside = (sums <= limit[:, None]) & (mass < 1)
-    return (mass * inside).sum(1), sums[:, -1]
+    within_budget = (sums <= budget[:, None]) & (mass < 1)
+    return (mass * within_budget).sum(1), sums[:, -1]

@@ -14,7 +14,7 @@ from lanternpp.errors import InputError
 
 
 class ScaledAcceptance(DecayingAcceptance):
-    """Gives the candidate the mass `raised`, and takes the difference from, or gives it to, all other codes alike.
+    """Gives the candidate the mass `raised`, and scales the probabilities of all other codes by one factor.
 
     Raises InputError unless delta is in (0, inf), or 0 where `zero` says that it is exact.
     """
@@ -24,36 +24,35 @@ class ScaledAcceptance(DecayingAcceptance):
 
     def __init__(self, delta: float, nu: float = 0.0, residual: str | None = None):
         if not (0 < delta < math.inf or (self.zero and delta == 0)):
-            wrong = (
+            fault = (
                 "is negative or infinite; 0 is exact, 0.001 a start"
                 if self.zero
                 else "is not a positive number; 1 is exact"
             )
-            raise InputError(f"delta {delta} {wrong}")
+            raise InputError(f"delta {delta} {fault}")
         super().__init__(nu, residual)
         self.delta = delta
 
     @abstractmethod
     def raised(self, p: Tensor) -> Tensor:
-        """Probabilities [..., V or 1] -> what each becomes where its code is the candidate; 1 stays 1."""
+        """Return the relaxed probability of candidates of probability p [..., V or 1], the same shape; 1 stays 1."""
 
     def accept_mass(self, p: Tensor, q: Tensor) -> Tensor:
-        """`raised` of every code."""
+        """Return `raised` of every code."""
         return self.raised(p)
 
     def relax(self, p: Tensor, code: Tensor) -> Tensor:
-        """`raised` for the code, the rest in proportion to p."""
-        at = code[..., None]
-        before = p.gather(-1, at)
-        after = self.raised(before)
-        others = (p / (1 - before)).where(before < 1, 0) * (1 - after)
-        return others.scatter(-1, at, after)
+        """Return p with `raised` for the code, and all other codes in proportion to p."""
+        p_code = p.gather(-1, code[..., None])
+        raised = self.raised(p_code)
+        relaxed = (p / (1 - p_code)).where(p_code < 1, 0) * (1 - raised)
+        return relaxed.scatter(-1, code[..., None], raised)
 
     def residual(self, p: Tensor, relaxed: Tensor, q: Tensor, code: Tensor) -> Tensor:
         """As in `Acceptance`; the accepted mass is min(q, raised(p)), which may be below min(p, q) for a lowered candidate."""
-        return super().residual(
-            p, relaxed, torch.minimum(q, self.raised(p)) if self.optimal_residual else q, code
-        )
+        if self.optimal_residual:
+            q = torch.minimum(q, self.raised(p))
+        return super().residual(p, relaxed, q, code)
 
 
 class Cool(ScaledAcceptance):
@@ -63,11 +62,11 @@ class Cool(ScaledAcceptance):
     rejects more.
     """
 
-    zero, missing = False, "delta, the weight at the first level; 1 is exact"
+    zero, requirements = False, "delta, the weight at the first level; 1 is exact"
     sliders: ClassVar = {"delta": (0.01, 3)}
 
     def raised(self, p: Tensor) -> Tensor:
-        """min(1, w p); a certain code stays certain."""
+        """Return min(1, w p); a code of probability 1 keeps it."""
         return (self.delta * self.decay_factor(p) * p).clamp(max=1).where(p < 1, p)
 
 
@@ -78,8 +77,8 @@ class Cactus(ScaledAcceptance):
     rarer a code, the greater the factor. delta 0 is exact.
     """
 
-    zero, missing = True, "delta, the divergence a candidate may cost; 0 is exact"
+    zero, requirements = True, "delta, the divergence a candidate may cost; 0 is exact"
 
     def raised(self, p: Tensor) -> Tensor:
-        """min(1, p + sqrt(2 d p (1 - p)))."""
+        """Return min(1, p + sqrt(2 d p (1 - p)))."""
         return (p + (2 * self.delta * self.decay_factor(p) * p * (1 - p)).sqrt()).clamp(max=1)

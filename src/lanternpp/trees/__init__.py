@@ -23,14 +23,14 @@ TREES: dict[str, Shape | str] = {
 
 
 def build_tree(name: str) -> TreeBuilder:
-    """A builder by name: an entry of `TREES`, or paths as JSON.
+    """Return the builder of a name: an entry of `TREES`, or paths as JSON; raise InputError where there is none.
 
     An `Importable` may also be the name of a file of paths, or "package.module:Name" of a class, of a builder or of a
-    list of paths. Raises InputError.
+    list of paths.
     """
     if name.startswith("["):
-        named = f"tree {shorten(name, 40, placeholder='...')!r}"
-        return StaticTree(parse_json(name, named, PATHS), named)
+        source = f"tree {shorten(name, 40, placeholder='...')!r}"
+        return StaticTree(parse_json(name, source, PATHS), source)
     if isinstance(name, Importable) and name.endswith(".json"):
         return StaticTree(read_json(Path(name), PATHS), f"tree file {Path(name)}")
     entry = find("tree", name, TREES, "a .json file with a list of paths")
@@ -43,16 +43,16 @@ def build_tree(name: str) -> TreeBuilder:
         except TypeError as error:
             raise InputError(f"tree {name} cannot be made without arguments: {error}") from None
     check_made("tree", name, entry, TreeBuilder, "size", "depth", "scratch")
-    made: TreeBuilder = entry
-    return made
+    builder: TreeBuilder = entry
+    return builder
 
 
 def static_shape(name: str) -> Shape | None:
-    """The shape of a static tree by name; None of another."""
-    built = build_tree(name)
-    return built.shape if isinstance(built, StaticTree) else None
+    """Return the shape of the tree of a name; None if it is not static."""
+    builder = build_tree(name)
+    return builder.shape if isinstance(builder, StaticTree) else None
 
 
 def shape_name(shape: Shape) -> str:
-    """A shape as `build_tree` takes it: its paths as JSON without spaces."""
+    """Return the name of a shape for `build_tree`: its paths as JSON without spaces."""
     return json.dumps([list(path) for path in shape], separators=(",", ":"))

@@ -10,12 +10,13 @@ from lanternpp.types import Tree
 
 
 def chain_tree(batch: int, depth: int, device: torch.device, alternatives: int = 0) -> Tree:
-    """A root and `depth` descendants in a row, then further children of the root, which have none."""
-    kids = [*([node + 1] for node in range(depth)), *([] for _ in range(1 + alternatives))]
-    kids[0] += range(depth + 1, depth + 1 + alternatives)
-    return fixed_tree(kids, batch, device)
+    """Return a root with `depth` descendants in a chain, then `alternatives` further children of the root, leaves."""
+    leaves: list[list[int]] = [[] for _ in range(1 + alternatives)]
+    children = [[node + 1] for node in range(depth)] + leaves
+    children[0] += range(depth + 1, depth + 1 + alternatives)
+    return fixed_tree(children, batch, device)
 
 
 def is_drawn_chain(tree: TreeBuilder) -> bool:
-    """Whether drafts are chains of a fixed length that a `StaticTree` draws, and no code of the caller's."""
+    """Return whether drafts are chains of a fixed length that `StaticTree.grow` draws, not a caller's own builder."""
     return tree.chain and tree.drawn and type(tree).grow is StaticTree.grow

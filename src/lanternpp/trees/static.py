@@ -23,27 +23,28 @@ Shape = tuple[Path, ...]
 
 
 def chain(depth: int) -> Shape:
-    """One node per level."""
+    """Return the shape with one node per level."""
     return tuple((0,) * d for d in range(1, depth + 1))
 
 
 def is_chain(shape: Shape) -> bool:
-    """Whether no node of a shape has more than one child."""
+    """Return whether no node of a shape has more than one child."""
     return not any(map(any, shape))
 
 
 def by_levels(counts: Sequence[int], branch: int = 16) -> Shape:
-    """`counts[d]` nodes at level d + 1, first children deepest.
+    """Return a shape of `counts[d]` nodes at level d + 1, first children deepest.
 
-    At every level the paths with the smallest sum of ranks are kept, earlier ranks deciding ties, among
-    the children of the level above.
+    Every level has, among the children of the level above, the paths with the smallest sum of ranks, a rank above 0 counting
+    one more; earlier ranks decide ties.
     """
     shape: list[Path] = []
-    above: list[Path] = [()]
+    level: list[Path] = [()]
     for count in counts:
-        offered = [(*path, rank) for path, rank in product(above, range(branch))]
-        above = sorted(sorted(offered, key=lambda p: (sum(r + (r > 0) for r in p), p))[:count])
-        shape += above
+        children = [(*path, rank) for path, rank in product(level, range(branch))]
+        children.sort(key=lambda path: (sum(path) + sum(rank > 0 for rank in path), path))
+        level = sorted(children[:count])
+        shape += level
     return tuple(shape)
 
 
@@ -71,7 +72,7 @@ MAX_NODES, MAX_DEPTH = 512, 32
 
 
 def check(paths: object, source: str) -> Shape:
-    """Paths from outside, lists or tuples, as a shape; InputError unless they form one tree of sane size."""
+    """Return the shape of a caller's paths, lists or tuples; raise InputError unless they form one tree of a legal size."""
     if not isinstance(paths, list | tuple) or not paths:
         raise InputError(f"{source} must hold a non-empty list of paths such as [[0], [0, 0], [1]]")
     deepest = max((len(path) for path in paths if isinstance(path, list | tuple)), default=0)
@@ -82,116 +83,123 @@ def check(paths: object, source: str) -> Shape:
     shape = []
     for path in paths:
         ranks = path if isinstance(path, list | tuple) else ()
-        if not ranks or not all(type(r) is int and 0 <= r < MAX_NODES for r in ranks):
+        if not ranks or not all(type(rank) is int and 0 <= rank < MAX_NODES for rank in ranks):
             raise InputError(f"{source}: {path!r} is not a path; use a non-empty list of ranks from 0")
         shape.append(tuple(path))
-    known = set(shape)
-    if len(known) < len(shape):
-        twice = next(p for p in shape if shape.count(p) > 1)
-        raise InputError(f"{source}: path {list(twice)} is listed twice; list every path once")
+    distinct = set(shape)
+    if len(distinct) < len(shape):
+        repeated = next(path for path in shape if shape.count(path) > 1)
+        raise InputError(f"{source}: path {list(repeated)} is listed twice; list every path once")
     for path in shape:
-        if len(path) > 1 and path[:-1] not in known:
+        if len(path) > 1 and path[:-1] not in distinct:
             raise InputError(f"{source}: path {list(path)} has no parent; add {list(path[:-1])}")
     return tuple(shape)
 
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """The nodes at one depth that have children, and where their children go."""
+    """The W nodes at one depth that have children, and their C children."""
 
-    at: slice | Tensor  # [W] ids of the nodes, as an index
-    frontier: Frontier  # the nodes, without codes
-    pick: Tensor | None  # [C] which of the W * width drawn children are nodes; None: all, in order
-    children: slice  # ids of the children
-    width: int  # most children of a node
+    nodes: slice | Tensor  # [W] ids of the nodes
+    frontier: Frontier  # the nodes, with ids in the place of codes
+    drawn: slice | Tensor  # [C] which of the W * width drawn codes the children get
+    children: slice  # [C] ids of the children
+    width: int  # the maximum number of children of a node
 
 
 class StaticTree(TreeBuilder):
-    """The shape is data: a list of paths with every path's prefix in it. InputError where it is not; `named` in its message."""
+    """Drafts of one shape: a list of paths with every path's prefix in it. Raises InputError, with `source`, if it is not."""
 
     drawn = fixed = True
 
-    def __init__(self, shape: Any, named: str = "a tree's shape"):
-        self.shape = check(shape, named)
-        paths: list[tuple[int, ...]] = [(), *sorted(self.shape, key=lambda p: (len(p), p))]
-        self.paths = paths
-        self.size = self.scratch = len(paths)
-        self.depth = len(paths[-1])
+    def __init__(self, shape: Any, source: str = "a tree's shape"):
+        self.shape = check(shape, source)
+        self.paths: list[Path] = [(), *sorted(self.shape, key=lambda path: (len(path), path))]  # by node id
+        self.size = self.scratch = len(self.paths)
+        self.depth = len(self.paths[-1])
         self.chain = self.depth == len(self.shape)
-        kids = Counter(path[:-1] for path in self.shape)
-        self.draws = max(Counter(map(len, kids)).values()), max(kids.values())
-        self._ready: tuple[Tree, list[_Level], Tensor] | None = None
+        num_children = Counter(path[:-1] for path in self.shape)
+        parents_by_depth = Counter(len(path) for path in num_children)
+        self.draws = max(parents_by_depth.values()), max(num_children.values())
+        self._constants: tuple[Tree, list[_Level], Tensor] | None = None
 
     def grow(self, root: Tensor, q: Tensor, extend: Extend, children: Children) -> Draft:
-        """root [B], or [B, C] of latents, q [B, V] -> a draft; the drafter expands the inner nodes of a level in one pass."""
-        tree, levels, probs = self._constants(root, q)
-        codes = root[:, None].repeat(1, self.size, *[1] * (root.dim() - 1))
-        level_q = q[:, None]
+        """Grow a draft from root [B], or [B, C] of latents, and q [B, V]; the drafter expands a level's inner nodes in one pass."""
+        buffer = self._constants[2] if self._constants else q  # [B, N, V]
+        if self._constants is None or (*buffer.shape[::2], buffer.dtype) != (len(root), q.shape[-1], q.dtype):
+            self._constants = self._build(len(root), q)
+        tree, levels, probs = self._constants
+        codes = root[:, None].repeat(1, self.size, *[1] * (root.dim() - 1))  # [B, N] or [B, N, C]
+        level_q = q[:, None]  # [B, W, V]
         for depth, level in enumerate(levels):
             if depth:
-                level_q = extend(replace(level.frontier, codes=codes[:, level.at]))
-            probs[:, level.at] = level_q
-            drawn = children(level_q, level.width, depth).flatten(1, 2)
-            codes[:, level.children] = drawn if level.pick is None else drawn[:, level.pick]
+                level_q = extend(replace(level.frontier, codes=codes[:, level.nodes]))
+            probs[:, level.nodes] = level_q
+            drawn = children(level_q, level.width, depth).flatten(1, 2)  # [B, W width]
+            codes[:, level.children] = drawn[:, level.drawn]
         return Draft(tree, codes, probs)
 
-    def _constants(self, root: Tensor, q: Tensor) -> tuple[Tree, list[_Level], Tensor]:
-        """Index tensors for this batch size and device, made once, and the buffer of node distributions."""
-        probs = self._ready[2] if self._ready else q
-        if self._ready is None or (*probs.shape[::2], probs.dtype) != (len(root), q.shape[-1], q.dtype):
-            self._ready = self._build(len(root), q)
-        return self._ready
-
     def _build(self, batch: int, q: Tensor) -> tuple[Tree, list[_Level], Tensor]:
+        """Return the tree, its levels, and the buffer of node distributions, for this batch size, vocabulary, dtype and device."""
         device = q.device
-        index = {path: i for i, path in enumerate(self.paths)}
-        kids: list[list[int]] = [[] for _ in self.paths]
+        ids = {path: node for node, path in enumerate(self.paths)}
+        children: list[list[int]] = [[] for _ in self.paths]
         for path in self.paths[1:]:
-            kids[index[path[:-1]]].append(index[path])
-        tree = fixed_tree(kids, batch, device)
-        unrooted = tree.mask.clone()
-        unrooted[:, :, 0] = False  # the root is in the drafter's cache already
+            children[ids[path[:-1]]].append(ids[path])
+        tree = fixed_tree(children, batch, device)
+        mask = tree.mask.clone()
+        mask[:, :, 0] = False  # the root is in the drafter's cache already
         levels = []
         for depth, width in enumerate(tree.widths):
-            nodes = [i for i, path in enumerate(self.paths) if len(path) == depth and kids[i]]
-            # Ids go level by level in the order of paths, so that the children of a level are in a row, parent by parent.
-            made = [kid for i in nodes for kid in kids[i]]
-            pick = [w * width + rank for w, i in enumerate(nodes) for rank in range(len(kids[i]))]
-            run = slice(nodes[0], nodes[-1] + 1)
-            at = run if nodes == [*range(run.start, run.stop)] else torch.tensor(nodes, device=device)
-            drawn = None if pick == [*range(len(nodes) * width)] else torch.tensor(pick, device=device)
-            node = torch.tensor(nodes, device=device).repeat(batch, 1)
-            level = torch.full_like(node, depth)
-            frontier = Frontier(node, node, tree.parent[:, nodes], depth, level, unrooted[:, nodes])
-            levels.append(_Level(at, frontier, drawn, slice(made[0], made[-1] + 1), width))
+            nodes = [node for node, path in enumerate(self.paths) if len(path) == depth and children[node]]
+            drawn: list[int] = []  # node w of the level draws codes w * width, w * width + 1 ..
+            for w, node in enumerate(nodes):
+                drawn += range(w * width, w * width + len(children[node]))
+            # Ids go level by level in the order of paths, so that the children of a level are consecutive.
+            first_child, last_child = children[nodes[0]][0], children[nodes[-1]][-1]
+            node_ids = torch.tensor(nodes, device=device).repeat(batch, 1)  # [B, W]
+            depths = torch.full_like(node_ids, depth)
+            frontier = Frontier(node_ids, node_ids, tree.parent[:, nodes], depth, depths, mask[:, nodes])
+            child_ids = slice(first_child, last_child + 1)
+            levels.append(_Level(_index(nodes, device), frontier, _index(drawn, device), child_ids, width))
         return tree, levels, torch.zeros(batch, self.size, q.shape[-1], dtype=q.dtype, device=device)
 
 
-def fixed_tree(kids: list[list[int]], batch: int, device: torch.device) -> Tree:
-    """The tree, with its `layout`, in which node i has the children kids[i]; a parent's id is below those of its children."""
-    parent, depth = [-1] * len(kids), [0] * len(kids)
-    mask = torch.eye(len(kids), dtype=torch.bool)
-    for node, below in enumerate(kids):
-        for kid in below:
-            parent[kid], depth[kid] = node, depth[node] + 1
-            mask[kid] |= mask[node]
-    inner = [[i for i, at in enumerate(depth) if at == level and kids[i]] for level in range(max(depth))]
-    widths = tuple(max(len(kids[i]) for i in nodes) for nodes in inner)
-    having = [
-        [[i for i in nodes if len(kids[i]) > rank] for rank in range(width)]
-        for nodes, width in zip(inner, widths, strict=True)
-    ]
-    spans = tuple(tuple(slice(ids[0], ids[-1] + 1) for ids in level) for level in having)
-    # Every node before its children, the last child first: post-order from its end.
+def _index(ids: list[int], device: torch.device) -> slice | Tensor:
+    """Return an index of these ids: a slice where they are consecutive, which needs no copy."""
+    span = range(ids[0], ids[-1] + 1)
+    return slice(span.start, span.stop) if ids == [*span] else torch.tensor(ids, device=device)
+
+
+def fixed_tree(children: list[list[int]], batch: int, device: torch.device) -> Tree:
+    """Return the tree, with its `layout`, in which node i has children[i]; a parent's id is below its children's ids."""
+    parent, depth = [-1] * len(children), [0] * len(children)
+    mask = torch.eye(len(children), dtype=torch.bool)
+    for node, child_ids in enumerate(children):
+        for child in child_ids:
+            parent[child], depth[child] = node, depth[node] + 1
+            mask[child] |= mask[node]
+    widths, spans = [], []
+    for level in range(max(depth)):
+        nodes = [node for node in range(len(children)) if depth[node] == level]
+        widths.append(max(len(children[node]) for node in nodes))
+        level_spans = []
+        for rank in range(widths[-1]):
+            parents = [node for node in nodes if len(children[node]) > rank]
+            level_spans.append(slice(parents[0], parents[-1] + 1))
+        spans.append(tuple(level_spans))
+    # Every node before its children, the last child first: the reverse of post-order.
     order, stack = [], [0]
     while stack:
         order.append(stack.pop())
-        stack += kids[order[-1]]
+        stack += children[order[-1]]
 
-    def each(values: object, dtype: torch.dtype = torch.int64) -> Tensor:
-        one = torch.as_tensor(values, dtype=dtype, device=device)
-        return one.repeat(batch, *[1] * one.dim())
+    def batched(values: object, dtype: torch.dtype = torch.int64) -> Tensor:
+        sample = torch.as_tensor(values, dtype=dtype, device=device)
+        return sample.repeat(batch, *[1] * sample.dim())
 
-    table = [k + [-1] * (max(widths, default=1) - len(k)) for k in kids]
-    layout = Layout(spans, torch.tensor(order, device=device))
-    return Tree(each(parent), each(depth), each(table), each(mask, torch.bool), widths, layout)
+    table = [ids + [-1] * (max(widths, default=1) - len(ids)) for ids in children]  # [N, K]
+    layout = Layout(tuple(spans), torch.tensor(order, device=device))
+    return Tree(
+        batched(parent), batched(depth), batched(table), batched(mask, torch.bool), tuple(widths), layout
+    )

@@ -22,7 +22,7 @@ VERIFIERS: dict[str, Verifier] = {TOKEN: verify_tokenwise, BLOCK: verify_joint, 
 
 
 def with_native(verifier: Verifier, backend: Backend) -> Verifier:
-    """A verifier that leaves to a backend the drafts, rules and tensors that it supports."""
+    """Return a verifier that leaves the drafts, rules and tensors that a backend supports to the backend."""
     if type(backend).verify is Backend.verify or verifier not in VERIFIERS.values():
         return verifier
 
@@ -35,14 +35,15 @@ def with_native(verifier: Verifier, backend: Backend) -> Verifier:
         measure_tv: bool = False,
     ) -> Verdict:
         tokenwise, widths = verifier is verify_tokenwise, draft.tree.widths
-        fits = on_host(logits) and not measure_tv and not sampling.greedy
-        budget = rule.as_numbers(len(widths)) if fits else None
+        budget = None
+        if on_host(logits) and not measure_tv and not sampling.greedy:
+            budget = rule.as_numbers(len(widths))
         if budget is not None and (tokenwise or rule.lossless or budget.optimal):
-            u = noise.fine(Noise.ACCEPT, *((len(widths), max(widths, default=0)) if tokenwise else (1,)))
-            last = noise.fine(Noise.BONUS, 1)
-            found = backend.verify(draft, logits, sampling.warp, budget, u, last)
-            if found is not None:
-                return found
+            shape = (len(widths), max(widths, default=0)) if tokenwise else (1,)
+            u, u_bonus = noise.fine(Noise.ACCEPT, *shape), noise.fine(Noise.BONUS, 1)
+            verdict = backend.verify(draft, logits, sampling.warp, budget, u, u_bonus)
+            if verdict is not None:
+                return verdict
         return verifier(draft, logits, sampling, rule, noise, measure_tv)
 
     return either
@@ -59,10 +60,11 @@ class DraftTraits:
 
 
 def best_for(drafts: DraftTraits) -> str:
-    """The verifier that accepts most for the same output distribution.
+    """Return the verifier that accepts most codes for the same output distribution.
 
-    On a chain that is block, where the rule's output distribution is fast. On a tree it is traversal for a lossless rule;
-    a relaxed one has another output distribution there than token by token, where it relaxes again for every sibling.
+    On a chain the verifier is block, if the rule's output distribution is fast, and on a tree traversal, if the rule is
+    lossless: with traversal a relaxed rule has another output distribution than token by token, where it relaxes again for
+    every sibling.
     """
     if has_fast_distribution(drafts.rule) and why_unsupported(drafts, BLOCK) is None:
         return BLOCK
@@ -70,25 +72,28 @@ def best_for(drafts: DraftTraits) -> str:
 
 
 def why_unsupported(drafts: DraftTraits, name: str) -> str | None:
-    """Why a verifier does not support these drafts, in a sentence; None where it does."""
+    """Return why a verifier does not support these drafts, in a sentence; None where it does."""
     if name == TOKEN:
         return None
-    instead, drafting = f"use verify {TOKEN}", drafts.drafting
+    remedy, drafting = f"use verify {TOKEN}", drafts.drafting
     if drafts.greedy:
-        why = "at temperature 0 every verifier keeps the same codes"
+        reason = "at temperature 0 every verifier keeps the same codes"
     elif not drafting.samples_from_q:
-        why = (
+        reason = (
             f"the proposer {drafting.reason}, and every draft code must follow the distribution that it is "
             "offered with"
         )
     elif drafts.residual == "paper":
-        why, instead = "the papers' residual is of token-wise verification", instead + ", or residual optimal"
+        reason, remedy = (
+            "the papers' residual is of token-wise verification",
+            remedy + ", or residual optimal",
+        )
     elif name == BLOCK and not drafting.chain:
-        why = "the tree branches"
+        reason = "the tree branches"
         if why_unsupported(drafts, TRAVERSAL) is None:
-            instead = f"use verify {TRAVERSAL} or {TOKEN}"
+            remedy = f"use verify {TRAVERSAL} or {TOKEN}"
     elif name == TRAVERSAL and not drafting.chain and not drafting.fixed:
-        why = "the shape of the tree is decided while it is drawn"
+        reason = "the shape of the tree is decided while it is drawn"
     else:
         return None
-    return f"verify {name} is not available here, as {why}; {instead}"
+    return f"verify {name} is not available here, as {reason}; {remedy}"

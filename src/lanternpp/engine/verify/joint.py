@@ -11,14 +11,14 @@ drawn from, without replacement and in order:
         p_u = R / S;  a_u = S / (S + 1 - a_u), which is 1 at the root;  q_u without x, renormalised
     a node whose children are used up is kept with probability a_u, and with it the path to it; then a code ~ p_u
 
-The output follows p, and on a chain no other rule for a single path keeps more. A node that is tried is kept, or one
-below it, with probability a_x as it is at first, whatever is below. So what a rejection leaves does not depend on how the
-nodes below were rejected: a level of a tree is computed at once, a chain with all its levels, and one random number then
+The output follows p, and on a chain no other rule for a single path keeps more. When a node is tried, it or a node below
+it is kept with probability a_x, the first value of a, whatever the nodes below are. So R does not depend on how the nodes
+below were rejected: a tree is computed a level at a time, a chain with all its levels at once, and one random number then
 chooses among all nodes. On a chain a draft decides 1 + sum E[a_x] codes.
 
-It holds for drafted codes that each follow a q in which no later code had a part. A relaxed rule replaces p at every node
-with children by the distribution that one child has under it (`Acceptance.output_distribution`), which the output then
-follows exactly.
+The output follows p only if the q of each drafted code does not depend on later codes. A relaxed rule replaces p at every
+node with children by the distribution that one child has under the rule (`Acceptance.output_distribution`), which the
+output then follows exactly.
 """
 
 from __future__ import annotations
@@ -42,127 +42,138 @@ def verify_joint(
     noise: Noise,
     measure_tv: bool = False,
 ) -> Verdict:
-    """A draft of N nodes, children drawn from `draft.probs`, and the target's logits [B, N, V] at them -> the verdict.
+    """Verify a draft of N nodes, children drawn from `draft.probs`, by the target's logits [B, N, V] at the nodes.
 
-    The draft is a chain or its tree has a `layout`; the temperature must be above 0. measure_tv: also the total variation
-    between p and the rule's output distribution at every kept node. Two random numbers are drawn per pass, and nothing is
-    transferred to the host.
+    The draft is a chain or its tree has a `layout`; the temperature must be above 0. measure_tv: also return the total
+    variation between p and the rule's output distribution at every kept node. Two random numbers are drawn per pass, and
+    nothing is transferred to the host.
     """
     assert draft.probs is not None
-    tree, p = draft.tree, sampling.probs(logits)
+    tree = draft.tree
+    p = sampling.probs(logits)
     q = draft.probs * (tree.children[..., :1] >= 0) if tree.chain else draft.probs
     target = p if rule.lossless else _output_distributions(draft, p, q, logits, rule)
-    tails, left = rejection_tails(target, q, draft.codes, tree)
-    node = (noise.fine(Noise.ACCEPT, 1) >= tails).sum(1)
+    tails, residuals = rejection_tails(target, q, draft.codes, tree)
+    # One random number inverts the CDF of the last kept node: `tails` falls from the root on.
+    node = (noise.fine(Noise.ACCEPT, 1) >= tails).sum(1)  # [B]
     if not tree.chain:
         assert tree.layout is not None
         node = tree.layout.order[node]
     batch = torch.arange(len(node), device=node.device)
-    weights = left[batch, node]
-    bonus = sampling.draw(weights.where(weights.sum(-1, keepdim=True) > 0, target[batch, node]), noise)
-    level = torch.arange(len(tree.widths) + 1, device=node.device)
+    residual = residuals[batch, node]  # [B, V]
+    bonus = sampling.draw(residual.where(residual.sum(-1, keepdim=True) > 0, target[batch, node]), noise)
+    level = torch.arange(len(tree.widths) + 1, device=node.device)  # [P]
     if tree.chain:
         path = level.minimum(node[:, None])
     else:
-        above = tree.mask[batch, node, None] & (tree.depth[:, None] == level[:, None])  # [B, P, N]
-        path = above.byte().argmax(-1).where(above.any(-1), node[:, None])
+        on_path = tree.mask[batch, node, None] & (tree.depth[:, None] == level[:, None])  # [B, P, N]
+        path = on_path.byte().argmax(-1).where(on_path.any(-1), node[:, None])
     cost = ((target - p).abs_().sum(-1) / 2).gather(1, path) if measure_tv else None
     return verdict_of(draft, path, tree.depth[batch, node] + 1, bonus, cost, target)
 
 
 def _output_distributions(draft: Draft, p: Tensor, q: Tensor, logits: Tensor, rule: Acceptance) -> Tensor:
-    """The rule's output distribution at every node that has children, p elsewhere; p, q, logits and result [B, N, V]."""
+    """Return the rule's output distribution at every node that has children, p elsewhere; p, q, logits and result [B, N, V]."""
     tree = draft.tree
-    spans = tree.layout.spans if tree.layout else ()
-    inner = [slice(0, p.shape[1] - 1)] if tree.chain else [ranks[0] for ranks in spans]
+    if tree.chain:
+        spans = [slice(0, p.shape[1] - 1)]  # ids of the nodes with children
+    else:
+        assert tree.layout is not None
+        spans = [ranks[0] for ranks in tree.layout.spans]
     # A code that the format forbids is never relaxed.
     q = q.where((tree.children[..., :1] >= 0) & (logits > float("-inf")), 0)
-    parts = [torch.cat([x[:, at] for at in inner], 1) for x in (p, q, tree.depth)]
-    found = rule.output_distributions(parts[0], parts[1], parts[2], len(tree.widths))
+    p_inner, q_inner, depth = (torch.cat([x[:, span] for span in spans], 1) for x in (p, q, tree.depth))
+    outputs = rule.output_distributions(p_inner, q_inner, depth, len(tree.widths))
     target = p.clone()
-    for at, values in zip(inner, found.split([at.stop - at.start for at in inner], 1), strict=True):
-        target[:, at] = values
+    sizes = [span.stop - span.start for span in spans]
+    for span, output in zip(spans, outputs.split(sizes, 1), strict=True):
+        target[:, span] = output
     return target
 
 
 def rejection_tails(p: Tensor, q: Tensor, codes: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
-    """Where the verification of a draft ends, and the weights of the code drawn there.
+    """Return the distribution of the last kept node, and that of the code drawn after each node.
 
-    p, q [B, N, V], q of a chain 0 after its last code; codes [B, N] -> (tails [B, N - 1], left [B, N, V]).
+    p, q [B, N, V], q of a chain 0 after its last code; codes [B, N] -> (tails [B, N - 1], residuals [B, N, V]).
 
-    tails: the probability that all nodes from the i-th on are rejected, i = 1, 2 .., in the order of `layout.order`, those of a
-    chain in theirs. left: the weights of the code after every node, by the node's id.
+    tails: the probability that all nodes from the i-th on are rejected, i = 1, 2 .., nodes being in the order of `layout.order`,
+    or of a chain. residuals: the weights of the code after every node, by the node's id; not normalised.
     """
     return chain_tails(p, q, codes) if tree.chain else tree_tails(p, q, codes, tree)
 
 
 def chain_tails(p: Tensor, q: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
-    """`rejection_tails` of chains, all levels at once."""
-    weight = node_weights(p, q, codes)
-    left = (p * weight[..., None].to(p.dtype)).sub_(q).clamp_(min=0)
-    mass = left.sum(-1).double()
-    either = mass + 1 - weight
-    return all_rejected((mass / either).where(either > 0, 1)), left
+    """Compute `rejection_tails` of chains, all levels at once."""
+    weight = node_weights(p, q, codes)  # a, [B, N]
+    residuals = (p * weight[..., None].to(p.dtype)).sub_(q).clamp_(min=0)  # R, [B, N, V]
+    mass = residuals.sum(-1).double()  # S, [B, N]
+    total = mass + 1 - weight
+    return all_rejected((mass / total).where(total > 0, 1)), residuals
 
 
 def tree_tails(p: Tensor, q: Tensor, codes: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
-    """`rejection_tails` of trees with a `layout`, a level at once, rank by rank."""
+    """Compute `rejection_tails` of trees with a `layout`, a level at a time, rank by rank."""
     assert tree.layout is not None
-    nodes, child = codes.shape[1], tree.children
+    num_nodes, child = codes.shape[1], tree.children
     code = codes.gather(1, child.clamp(min=0).flatten(1)).view_as(child)  # [B, N, K]
-    chance = q.gather(-1, code).double()
-    # A code that repeats a sibling's is there because the drafter had no other to offer.
-    again = (code[..., :, None] == code[..., None, :]).tril(-1).any(-1)
-    there = (child >= 0) & (chance > 0) & ~again
-    chance = chance.where(there, 0)
-    # the mass that q had left when the child was drawn
-    mass = q.sum(-1, keepdim=True, dtype=torch.float64) - chance.cumsum(-1) + chance
-    mass = mass.maximum(chance).clamp(min=torch.finfo(p.dtype).tiny)
-    odds, scale = (mass / chance).where(there, 0), (1 / mass).where(there, 0).to(p.dtype)
-    # The weights of missing children are written to a place after the last node.
-    child = child.where(child >= 0, nodes)
-    left = p.clone()
-    # a of a node until its children are used up; then the probability that it is kept
-    weight = torch.zeros(len(codes), nodes + 1, dtype=torch.float64, device=p.device)
+    q_code = q.gather(-1, code).double()
+    # A child repeats a sibling's code where the drafter had no other code to offer.
+    repeated = (code[..., :, None] == code[..., None, :]).tril(-1).any(-1)
+    drawn = (child >= 0) & (q_code > 0) & ~repeated
+    q_code = q_code.where(drawn, 0)
+    # the mass of q when the child was drawn, without its earlier siblings
+    q_mass = q.sum(-1, keepdim=True, dtype=torch.float64) - q_code.cumsum(-1) + q_code
+    q_mass = q_mass.maximum(q_code).clamp(min=torch.finfo(p.dtype).tiny)
+    inverse_q = (q_mass / q_code).where(drawn, 0)  # 1 / q_u(x), [B, N, K]
+    scale = (1 / q_mass).where(drawn, 0).to(p.dtype)  # renormalises q_u, [B, N, K]
+    # The weights of missing children are written to a column after the last node.
+    child = child.where(child >= 0, num_nodes)
+    residuals = p.clone()
+    # a of a node until its children are used up; then the probability that the node is kept
+    weight = torch.zeros(len(codes), num_nodes + 1, dtype=torch.float64, device=p.device)
     weight[:, 0] = 1
     for spans in tree.layout.spans:
-        left[:, spans[0]].mul_(weight[:, spans[0], None].to(p.dtype))
-        for rank, at in enumerate(spans):
-            here = left[:, at]
-            ratio = here.gather(-1, code[:, at, rank, None])[..., 0] * odds[:, at, rank]
-            weight.scatter_(1, child[:, at, rank], ratio.clamp_(max=1))
-            # The codes of earlier siblings are subtracted again, without effect: a rejected one's code has 0 left.
-            here.addcmul_(q[:, at], scale[:, at, rank, None], value=-1).clamp_(min=0)
-            rest = here.sum(-1).double()
-            either = rest + 1 - weight[:, at]
-            either = either.where(either > 0, 1)
-            weight[:, at] = rest / either
-            here.div_(either.to(p.dtype)[..., None])
-    return all_rejected(weight[:, tree.layout.order]), left
+        residuals[:, spans[0]].mul_(weight[:, spans[0], None].to(p.dtype))
+        for rank, span in enumerate(spans):
+            residual = residuals[:, span]  # a_u p_u of W nodes, then R: a view [B, W, V]
+            ratio = residual.gather(-1, code[:, span, rank, None])[..., 0] * inverse_q[:, span, rank]
+            weight.scatter_(1, child[:, span, rank], ratio.clamp_(max=1))
+            # The codes of earlier siblings are subtracted again, without effect: their residual is 0 already.
+            residual.addcmul_(q[:, span], scale[:, span, rank, None], value=-1).clamp_(min=0)
+            mass = residual.sum(-1).double()  # S
+            total = mass + 1 - weight[:, span]
+            total = total.where(total > 0, 1)
+            weight[:, span] = mass / total
+            residual.div_(total.to(p.dtype)[..., None])
+    return all_rejected(weight[:, tree.layout.order]), residuals
 
 
 def node_weights(p: Tensor, q: Tensor, codes: Tensor) -> Tensor:
-    """a [B, g + 1] float64 at the root of a chain, where it is 1, and at each of its g codes; p, q [B, g + 1, V], codes [B, g + 1]."""
-    at = codes[:, 1:, None]
-    chance = q[:, :-1].gather(-1, at)[..., 0]
-    ratio = (p[:, :-1].gather(-1, at)[..., 0] / chance).where(chance > 0, 0)
-    total = F.pad(ratio.double().log().cumsum(1), (1, 0))
-    return (total - total.cummax(1).values).exp()
+    """Return a [B, g + 1] float64 at a chain's root, where a is 1, and at its g codes; p, q [B, g + 1, V], codes [B, g + 1]."""
+    code = codes[:, 1:, None]
+    q_code = q[:, :-1].gather(-1, code)[..., 0]  # [B, g]
+    ratio = (p[:, :-1].gather(-1, code)[..., 0] / q_code).where(q_code > 0, 0)
+    # In logarithms a_i = min(a_{i-1} ratio_i, 1) is the product of the ratios over its maximum so far, the root's 1 included.
+    log_product = F.pad(ratio.double().log().cumsum(1), (1, 0))
+    return (log_product - log_product.cummax(1).values).exp()
 
 
 def rejected_distribution(p: Tensor, q: Tensor, codes: Tensor) -> Tensor:
-    """The distributions [B, g, V] that the rejected codes of a chain follow; arguments as of `node_weights`.
+    """Return the distributions [B, g, V] that the rejected codes of a chain follow; arguments as of `node_weights`.
 
-    Let i be after the last code that is kept. x_i was drawn from q_i, and would have been kept, itself or one after it,
-    with probability a_i = min(a_{i-1} p_i(x_i) / q_i(x_i), 1). So given that it was not, and given the codes before it, x_i
-    follows q_i (1 - a_i), normalised, which is [q_i - a_{i-1} p_i]+.
+    Let x_i be the first rejected code. x_i was drawn from q_i, and x_i or a code after it would have been kept with
+    probability a_i = min(a_{i-1} p_i(x_i) / q_i(x_i), 1). So given the rejection and the codes before, x_i follows
+    q_i (1 - a_i), normalised, which is [q_i - a_{i-1} p_i]+.
     """
     weight = node_weights(p, q, codes)[:, :-1, None].to(p.dtype)
-    left = torch.addcmul(q[:, :-1], p[:, :-1], weight, value=-1).clamp_(min=0)
-    mass = left.sum(-1, keepdim=True)
-    return (left / mass).where(mass > 0, q[:, :-1])
+    rejected = torch.addcmul(q[:, :-1], p[:, :-1], weight, value=-1).clamp_(min=0)
+    mass = rejected.sum(-1, keepdim=True)
+    return (rejected / mass).where(mass > 0, q[:, :-1])
 
 
-def all_rejected(kept: Tensor) -> Tensor:
-    """kept [B, M], the probability that each of M nodes is kept once it is tried -> [B, M - 1], that no node from the i-th on is, i = 1, 2 ..."""
-    return (1 - kept[:, 1:]).flip(1).cumprod(1).flip(1)
+def all_rejected(keep_prob: Tensor) -> Tensor:
+    """Return the probability that all nodes from the i-th on are rejected, i = 1, 2 .., [B, M - 1].
+
+    keep_prob [B, M]: the probability that each of M nodes is kept once it is tried.
+    """
+    return (1 - keep_prob[:, 1:]).flip(1).cumprod(1).flip(1)
