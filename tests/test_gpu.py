@@ -60,7 +60,7 @@ def test_a_step_does_not_wait_for_the_device(pipe, no_synchronisation, method):
 
 @pytest.mark.parametrize("method", ["ar", "parallel", "lantern++"])
 def test_compiled_steps_are_cuda_graphs_and_draw_the_same_codes(model, method, tmp_path, monkeypatch):
-    monkeypatch.setenv(compiled.FOLDER, str(tmp_path))
+    monkeypatch.setenv(compiled.FOLDER_VARIABLE, str(tmp_path))
     pipe = Pipeline.from_pretrained(model, device="cuda", dtype="float64")
     drawn = [pipe(PROMPTS, seed=3, method=method, batch_size=2, compile=flag).codes for flag in (False, True)]
     assert torch.equal(*drawn)

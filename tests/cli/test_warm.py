@@ -29,7 +29,7 @@ def test_without_anything_to_compile_it_says_so_and_a_batch_size_is_refused(
 def test_steps_are_compiled_at_every_size_for_the_method_and_plain_decoding(
     run, model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(compiled.FOLDER, str(tmp_path / "made"))
+    monkeypatch.setenv(compiled.FOLDER_VARIABLE, str(tmp_path / "made"))
     # What is traced is tested with the engine.
     monkeypatch.setattr(torch, "compile", lambda part, **_: part)
     args = ["--model", model, "--device", "cpu", "--compile", "--method", "parallel", "--tree", "chain-2"]

@@ -20,7 +20,7 @@ from lanternpp.accept.exact import Exact
 from lanternpp.api.options import METHODS
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.engine import compiled
-from lanternpp.engine.compiled import GUARDED, CompiledParts
+from lanternpp.engine.compiled import GUARDED_CALLS, CompiledParts
 from lanternpp.engine.decode import Engine
 from lanternpp.trees.dynamic import DepthTree, DynamicTree
 
@@ -116,7 +116,7 @@ class Graphs:
 @pytest.fixture(autouse=True)
 def nothing_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Without what earlier tests compiled, in memory and on disk."""
-    monkeypatch.setenv(compiled.FOLDER, str(tmp_path / "compiled"))
+    monkeypatch.setenv(compiled.FOLDER_VARIABLE, str(tmp_path / "compiled"))
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -129,12 +129,12 @@ def test_every_part_of_a_step_is_one_graph_that_serves_all_steps(pipe: Pipeline,
     parts = PARTS if case in DRAFTS.values() else ("_verify",)
     graphs, seen = Graphs("aot_eager"), []
     run = trace(traced, graphs, parts)
-    for _ in range(GUARDED + 3):
+    for _ in range(GUARDED_CALLS + 3):
         plain.step()
         traced.step()
         seen.append(graphs.count)
     assert run.failed == graphs.faults == []
-    assert seen == [0] + [len(parts)] * (GUARDED + 2)
+    assert seen == [0] + [len(parts)] * (GUARDED_CALLS + 2)
     assert torch.equal(plain.codes, traced.codes) and torch.equal(plain.count, traced.count)
 
 
@@ -157,7 +157,7 @@ def test_engines_that_differ_do_not_share_graphs_once_guards_are_off(pipe: Pipel
     pairs = [(engine(pipe, "ar", cfg=cfg), engine(pipe, "ar", cfg=cfg)) for cfg in scales]
     for plain, traced in pairs:
         traced.run = CompiledParts(traced, backend=graphs)
-        for _ in range(GUARDED + 2):
+        for _ in range(GUARDED_CALLS + 2):
             plain.step()
             traced.step()
     before = graphs.count
@@ -167,7 +167,7 @@ def test_engines_that_differ_do_not_share_graphs_once_guards_are_off(pipe: Pipel
             traced.step()
     assert graphs.count == before
     for plain, traced in pairs:
-        assert torch.equal(plain.codes, traced.codes) and int(plain.count.min()) == GUARDED + 6
+        assert torch.equal(plain.codes, traced.codes) and int(plain.count.min()) == GUARDED_CALLS + 6
 
 
 class Reader(Exact):

@@ -21,7 +21,7 @@ from lanternpp.accept.exact import Cspd, Exact
 from lanternpp.api.options import METHODS
 from lanternpp.engine.batching import ContinuousBatch
 from lanternpp.engine.decode import Engine, engine_class
-from lanternpp.engine.noise import STEPS
+from lanternpp.engine.noise import MAX_STEPS
 from lanternpp.engine.observers import AcceptanceByRank
 
 OnGpu = Callable[..., Engine]
@@ -90,7 +90,7 @@ def test_joint_verification_reads_nothing_back(on_gpu: OnGpu, drafts: str, verif
 @pytest.mark.parametrize("drafts", ["none", "parallel"])
 def test_noise_is_computed_on_the_device(on_gpu: OnGpu, drafts: str) -> None:
     made = on_gpu(*parts(drafts))
-    for _ in range(STEPS + 1):
+    for _ in range(MAX_STEPS + 1):
         assert not watched(made)
 
 

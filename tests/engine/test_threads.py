@@ -57,7 +57,7 @@ def test_threads_are_halved_while_the_cores_are_wanted_and_doubled_when_they_are
 
 
 def test_short_waits_are_no_reason_for_a_warning(run: Run, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(threads, "PERSISTENT", (3, 0.0))
+    monkeypatch.setattr(threads, "MAX_GAP", 0.0)
     with AdaptiveThreads(IN_C) as fitted, warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(5):

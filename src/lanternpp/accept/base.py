@@ -1,8 +1,7 @@
 """Acceptance rules: the base class that `engine/verify/` calls.
 
 A rule replaces the target's distribution p by a relaxed one in which the drafted code, the candidate, is more probable. The
-rule's cost is the total variation between p and `output_distribution`, the distribution of the decided code. q is the
-distribution that the candidate was drawn from; V codes.
+cost is the total variation between p and `output_distribution`, that of the decided code. The candidate was drawn from q.
 """
 
 from __future__ import annotations
@@ -25,9 +24,7 @@ from lanternpp.errors import InputError
 from lanternpp.types import NeighbourBudget, on_host
 
 RESIDUALS = ("paper", "optimal")
-MAX_ENUMERATED = (
-    1024  # codes up to which the cost of a rule without an `accept_mass` is computed code by code
-)
+MAX_ENUMERATED = 1024  # codes whose cost is computed code by code, for a rule without an `accept_mass`
 NUM_SAMPLES = 64  # codes that are sampled to estimate the cost over more codes
 CHUNK = 1 << 22  # probabilities that are relaxed at once, about
 
@@ -46,9 +43,7 @@ class Acceptance(ABC):
     lossless: bool = False
     trajectories: bool = False  # whether the rule is for latents of diffusion heads alone
     optimal_residual: bool = False  # after a rejection: [p - a]+ instead of the papers' [relaxed - q]+
-    sliders: ClassVar[
-        dict[str, tuple[float, float]]
-    ] = {}  # ranges of dials on the page, where the rule has its own
+    sliders: ClassVar[dict[str, tuple[float, float]]] = {}  # the rule's own ranges of dials on the page
     paper_residual_is_optimal: bool = False  # whether the papers' residual costs no more than the optimal one
 
     def __init_subclass__(cls, **kwargs: Any):
@@ -68,7 +63,7 @@ class Acceptance(ABC):
 
     @abstractmethod
     def relax(self, p: Tensor, code: Tensor) -> Tensor:
-        """Return the relaxed distribution that verifies a candidate [...] of p [..., V], [..., V]; its sum is 1.
+        """Return the relaxed distribution [..., V] that verifies a candidate [...], for p [..., V]; its sum is 1.
 
         A p with probability 1 at a code is returned unchanged: the format forces that code.
         """
@@ -88,8 +83,7 @@ class Acceptance(ABC):
     def accept_mass(self, p: Tensor, q: Tensor) -> Tensor:
         """Return the mass relax_with_draft(p, q, y)(y) of each code y as the candidate, [..., V]; p, q [..., V].
 
-        Verification accepts min(q(y), mass) of q(y). So the mass is exact where it is below q(y) > 0, and elsewhere any value
-        of at least q(y).
+        Verification accepts min(q(y), mass). So where the mass is not below q(y) > 0, it may be any value of at least q(y).
         """
         mass = p.clone()
         for codes, candidates, relaxed in self._candidates(p, q):
@@ -252,10 +246,7 @@ class DecayingAcceptance(Acceptance):
 
 
 def has_fast_distribution(rule: Acceptance | type[Acceptance]) -> bool:
-    """Return whether `output_distribution` of a rule is fast, because it does not call `relax` for every code.
-
-    A class whose residual is a dial counts as one with the optimal residual.
-    """
+    """Return whether a rule, or a class with one of its residuals, has an `output_distribution` without a `relax` of every code."""
     rule_class = rule if isinstance(rule, type) else type(rule)
     optimal = rule.optimal_residual or (isinstance(rule, type) and "residual" in (rule.dials or ()))
     return rule.lossless or (optimal and rule_class.accept_mass is not Acceptance.accept_mass)

@@ -48,14 +48,12 @@ class NeighbourAcceptance(DecayingAcceptance):
 
     def as_numbers(self, levels: int) -> NeighbourBudget | None:
         """Return the rule as `Acceptance.as_numbers` does; None for a class that overrides a method of `DECIDING`."""
-        table = self.table
-        overrides = any(
-            getattr(type(self), name) is not getattr(NeighbourAcceptance, name) for name in DECIDING
-        )
+        cls, table = type(self), self.table
+        overrides = any(getattr(cls, name) is not getattr(NeighbourAcceptance, name) for name in DECIDING)
         if overrides or table.dtype != torch.int32:
             return None
         rules = [self.at(level) for level in range(levels)]
-        if any(type(rule) is not type(self) or rule.table is not table for rule in rules):
+        if any(type(rule) is not cls or rule.table is not table for rule in rules):
             return None
         budgets = [rule.linear_budget(table.new_empty(0)) for rule in rules]
         return NeighbourBudget(table, tuple((float(a), float(b)) for a, b in budgets), self.optimal_residual)
@@ -145,10 +143,7 @@ class LanternPlusPlus(NeighbourAcceptance):
 
 
 def _moved_mass(mass: Tensor, total: Tensor, budget: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mass moved from the next k neighbours of mass [V or n, k, ...], and the new total of the neighbours' mass.
-
-    total and budget [V or n, ...]: the mass of all nearer neighbours, and the maximum mass that is moved.
-    """
+    """Return the moved mass of k neighbours, mass [V or n, k, ...], and the new `total`, the mass of all nearer neighbours."""
     sums = mass.cumsum(1) + total[:, None]
     within_budget = (sums <= budget[:, None]) & (mass < 1)
     return (mass * within_budget).sum(1), sums[:, -1]

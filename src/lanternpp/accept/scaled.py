@@ -24,11 +24,9 @@ class ScaledAcceptance(DecayingAcceptance):
 
     def __init__(self, delta: float, nu: float = 0.0, residual: str | None = None):
         if not (0 < delta < math.inf or (self.zero and delta == 0)):
-            fault = (
-                "is negative or infinite; 0 is exact, 0.001 a start"
-                if self.zero
-                else "is not a positive number; 1 is exact"
-            )
+            fault = "is not a positive number; 1 is exact"
+            if self.zero:
+                fault = "is negative or infinite; 0 is exact, 0.001 a start"
             raise InputError(f"delta {delta} {fault}")
         super().__init__(nu, residual)
         self.delta = delta

@@ -16,14 +16,14 @@ from lanternpp.types import Prompt
 class ContinuousBatch:
     """The slots of an engine. Samples enter free slots and leave between the steps.
 
-    Each sample has a name that the caller chooses: `admit` takes the name and `collect` gives it back. Those of `requests`,
-    each a condition and a seed, are 0, 1, 2 ...; `run` admits them.
+    Each sample has a name that the caller chooses: `admit` takes the name and `collect` returns it. `run` admits the samples of
+    `requests`, each a condition and a seed; their names are 0, 1, 2 ...
     """
 
     def __init__(self, engine: Engine, requests: Iterable[tuple[str | None, int]] = ()):
         self.engine, self._requests = engine, enumerate(requests)
         self.running: dict[int, Any] = {}  # slot -> name of its sample
-        self.finished = 0  # samples
+        self.finished = 0  # number of finished samples
         self.counts = engine.decided()
 
     @property
@@ -60,7 +60,7 @@ class ContinuousBatch:
         del self.running[slot]
 
     def collect(self) -> Iterator[tuple[Any, FinishedSample]]:
-        """Finished samples with their names; the slot of each is free when the sample is yielded."""
+        """Yield finished samples with their names; a sample's slot is free when the sample is yielded."""
         length = self.engine.target.length
         for slot in [slot for slot in sorted(self.running) if self.counts[slot] >= length]:
             sample = self.engine.collect(slot)
@@ -68,18 +68,19 @@ class ContinuousBatch:
             yield self.running.pop(slot), sample
 
     def step(self) -> None:
-        """One step of the engine, and the one host read of the loop."""
+        """Take a step of the engine, and read the number of decided codes, the only host read of the loop."""
         self.engine.step()
         self.counts = self.engine.decided()
 
     def run(self) -> Iterator[tuple[int, FinishedSample] | None]:
-        """Draw the requests: finished samples as (name, sample), whose slots the next requests take; None after each admission
-        and each step.
-        """
+        """Draw the requests: yield finished samples as (name, sample), and None after each admission and each step."""
         while True:
             yield from self.collect()
-            while self.free and (following := next(self._requests, None)) is not None:
-                name, (condition, seed) = following
+            while self.free:
+                request = next(self._requests, None)
+                if request is None:
+                    break
+                name, (condition, seed) = request
                 self.admit(name, condition, seed)
                 yield None
             if not self.running:
@@ -92,7 +93,7 @@ class ContinuousBatch:
 def opened(
     engine: Engine, conditions: Sequence[str | None], seeds: Sequence[int]
 ) -> Iterator[ContinuousBatch]:
-    """A batch that draws one sample per condition and seed; in the end, samples that are not finished are dropped.
+    """Open a batch that draws one sample per condition and seed; at the end, drop samples that are not finished.
 
     Raises RuntimeError where the engine is drawing already.
     """
@@ -120,16 +121,16 @@ def drawing(
     progress: Callable[[int, int], None] | None = None,
     watch: Callable[[ContinuousBatch], None] | None = None,
 ) -> Iterator[tuple[int, FinishedSample]]:
-    """Draw one sample per condition and seed, `engine.batch` at a time: (place in the list, sample), as they finish.
+    """Draw one sample per condition and seed, `engine.batch` at a time: yield (index in the list, sample) as they finish.
 
     progress is called with (decided codes, all codes) after every admission and every step, and watch with the batch. Raises
     RuntimeError where the engine is drawing already.
     """
     with opened(engine, conditions, seeds) as batch, AdaptiveThreads(engine.target.decoder) as threads:
-        for sample in batch.run():
+        for finished in batch.run():
             threads.update()
-            if sample:
-                yield sample
+            if finished:
+                yield finished
                 continue
             if progress:
                 progress(batch.decided, len(conditions) * engine.target.length)
@@ -143,6 +144,6 @@ def generate(
     seeds: Sequence[int],
     progress: Callable[[int, int], None] | None = None,
 ) -> list[FinishedSample]:
-    """Draw one sample per condition and seed, in order; as `drawing`."""
-    drawn = dict(drawing(engine, conditions, seeds, progress))
-    return [drawn[i] for i in range(len(conditions))]
+    """Draw one sample per condition and seed as `drawing` does; return the samples in order."""
+    samples = dict(drawing(engine, conditions, seeds, progress))
+    return [samples[i] for i in range(len(conditions))]

@@ -15,24 +15,25 @@ from lanternpp.types import Nodes, on_host
 from lanternpp.util.devices import check_memory
 
 HEAD_ALIGN = 32  # channels of a head lie in memory up to a multiple of this
-SLOT_ALIGN = 16  # of a GPU's masks: others are copied by the memory-efficient attention of every layer
-CHUNK = 2048  # prompt slots in one pass: masks and scores grow by the square
+SLOT_ALIGN = 16  # slots on a GPU: the memory-efficient attention of every layer copies masks of other lengths
+CHUNK = 2048  # prompt slots in one pass: masks and scores grow by the square of the slots
 TILES = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()  # a private probe, which may go away
 
 
 class Cache:
-    """Keys and values of R rows in S slots; `used` counts the slots of each row that hold decided codes."""
+    """Keys and values of R rows in S slots; the first `used` slots of a row hold its prompt and decided codes."""
 
     def __init__(
-        self, config: DecoderConfig, rows: int, slots: int, like: Tensor, more: int = 0, ranks: int = 1
+        self, config: DecoderConfig, rows: int, slots: int, like: Tensor, extra_bytes: int = 0, ranks: int = 1
     ):
-        """more: bytes that passes with this cache take besides; ranks: as of `Decoder`. InputError where there is no memory for both."""
+        """extra_bytes: of a pass with this cache; ranks: as of `Decoder`. Raise InputError where there is no memory for both."""
         # Kernels read whole vectors of a head's channels; PyTorch's attention reads the first `head_dim`.
-        self._channels, padded = config.head_dim, -(-config.head_dim // HEAD_ALIGN) * HEAD_ALIGN
+        self._channels = config.head_dim
+        padded = -(-config.head_dim // HEAD_ALIGN) * HEAD_ALIGN
         slots = slots if like.device.type == "cpu" else -(-slots // SLOT_ALIGN) * SLOT_ALIGN
         shape = (config.layers, 2, rows, config.num_kv_heads // ranks, slots, padded)
         check_memory(
-            math.prod(shape) * like.element_size() + more, like.device, f"a KV cache of {rows:,} rows"
+            math.prod(shape) * like.element_size() + extra_bytes, like.device, f"a KV cache of {rows:,} rows"
         )
         self.kv = torch.zeros(shape, dtype=like.dtype, device=like.device)
         self.start = torch.zeros(rows, dtype=torch.int64, device=like.device)
@@ -41,22 +42,23 @@ class Cache:
         self._slots = torch.arange(slots, device=like.device)  # [S]
 
     def nodes(self, depth: Tensor, mask: Tensor, scratch: Tensor | None = None) -> Nodes:
-        """Slots, positions and attention mask for N nodes after the decided codes.
+        """Return slots, positions and attention mask for N nodes after the decided codes.
 
-        depth [R, N]; mask [R, N, M] bool over M scratch slots; scratch [R, N] the scratch slot of each
-        node (default: its index).
+        depth [R, N]; mask [R, N, M] bool over M scratch slots, which follow the used slots; scratch [R, N] the scratch slot
+        of each node (default: its index).
         """
         used = self.used[:, None]
-        count = depth.shape[1]
-        own = self._slots[:count] if scratch is None else scratch
+        num_nodes = depth.shape[1]
+        node_slot = self._slots[:num_nodes] if scratch is None else scratch
         decided = (self._slots >= self.start[:, None]) & (self._slots < used)  # [R, S]
-        where = used + self._slots[: mask.shape[2]]  # [R, M]
+        scratch_slots = used + self._slots[: mask.shape[2]]  # [R, M]
         # Not in place: torch.compile subtracts booleans where it undoes an `expand` of one node.
-        seen = decided[:, None].expand(-1, count, -1).scatter(2, where[:, None].expand(-1, count, -1), mask)
-        return Nodes(position=used + depth, slot=used + own, mask=seen[:, None])
+        full_mask = decided[:, None].expand(-1, num_nodes, -1)  # [R, N, S]
+        full_mask = full_mask.scatter(2, scratch_slots[:, None].expand(-1, num_nodes, -1), mask)
+        return Nodes(position=used + depth, slot=used + node_slot, mask=full_mask[:, None])
 
     def computed(self, run: Callable[[Tensor], Tensor]) -> Tensor:
-        """What `run` returns for all keys and values, [L, 2, R, Hkv, S, d]."""
+        """Return run(keys and values of all rows, [L, 2, R, Hkv, S, d])."""
         return run(self.kv)
 
     def attend(self, layer: int, nodes: Nodes, mask: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -67,15 +69,15 @@ class Cache:
 
     def store(self, layer: int, rows: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Put k and v [r, N, Hkv, d] of rows [r, 1] at slots [r, N]."""
-        for kind, x in enumerate((k, v)):
-            self.kv[layer, kind, ..., : self._channels].transpose(1, 2).index_put_((rows, slots), x)
+        for index, x in enumerate((k, v)):
+            self.kv[layer, index, ..., : self._channels].transpose(1, 2).index_put_((rows, slots), x)
 
     def commit(self, path: Tensor | None, kept: Tensor) -> None:
         """Move the accepted nodes, path [R, P], to the slots after `used`, which grows by kept [R].
 
-        path None: the nodes are in these slots already, as those of a chain are.
+        path None: the nodes are in these slots already, as the nodes of a chain are.
         """
-        if path is not None:  # the root, its first node, is in its place
+        if path is not None:  # the root, the first node of a path, is in its slot already
             path = path[:, 1 : int(kept.max()) if on_host(kept) else None]
             source = self.used[:, None] + path
             target = self.used[:, None] + torch.arange(1, path.shape[1] + 1, device=path.device)
@@ -84,54 +86,57 @@ class Cache:
         self.used += kept
 
     def rows(self, rows: Tensor, start: Tensor, count: int) -> RowCache:
-        """The rows [r] of one sample, for a prefill of `count` slots; those before start [r] are padding."""
+        """Return the rows [r] of one sample for a prefill of `count` slots; slots before start [r] are padding."""
         self.start[rows] = start
         self.used[rows] = count
         return RowCache(self, rows, start, count)
 
 
 class RowCache:
-    """Some rows of a cache during their prefill, where attention is over the prompt alone."""
+    """The r rows of one sample during their prefill, where attention is over the prompt alone."""
 
     def __init__(self, cache: Cache, rows: Tensor, start: Tensor, count: int):
         self._cache, self._rows, self._start, self._count = cache, rows[:, None], start, count
 
     def prefill(self, run: Callable[..., Tensor], *inputs: Tensor, **options: Any) -> Tensor:
-        """What `run` returns for inputs [r, T, D], their nodes and this cache, in passes of at most `CHUNK` slots: [r, T, D]."""
-        found = []
-        for first in range(0, self._count, CHUNK):
-            last = min(first + CHUNK, self._count)
-            found.append(run(*(x[:, first:last] for x in inputs), self.nodes(first, last), self, **options))
-        return found[0] if len(found) == 1 else torch.cat(found, 1)
+        """Call run(*inputs, nodes, this cache) with inputs [r, T, D] in chunks of at most `CHUNK` slots; return [r, T, D]."""
+        outputs = []
+        for start in range(0, self._count, CHUNK):
+            end = min(start + CHUNK, self._count)
+            outputs.append(run(*(x[:, start:end] for x in inputs), self.nodes(start, end), self, **options))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
-    def nodes(self, first: int = 0, last: int | None = None) -> Nodes:
-        """Position, slots and mask of prompt slots, by default of all; a padding slot attends to itself alone."""
-        slots = torch.arange(self._count, device=self._rows.device)
-        own = slots[first:last]
-        mask = (slots <= own[:, None]) & (slots >= self._start[:, None, None]) | (slots == own[:, None])
-        place = own.expand(len(self._rows), -1)
-        return Nodes(place, place, mask[:, None])
+    def nodes(self, start: int = 0, end: int | None = None) -> Nodes:
+        """Return positions, slots and mask of prompt slots, by default of all; a padding slot attends to itself alone."""
+        keys = torch.arange(self._count, device=self._rows.device)  # [T]
+        queries = keys[start:end]  # [N]
+        causal = (keys <= queries[:, None]) & (keys >= self._start[:, None, None])  # [r, N, T]
+        mask = causal | (keys == queries[:, None])
+        slots = queries.expand(len(self._rows), -1)
+        return Nodes(slots, slots, mask[:, None])
 
     def computed(self, run: Callable[[Tensor], Tensor]) -> Tensor:
-        """What `run` returns for the keys and values of the prompt, which go to the cache then."""
+        """Return run(keys and values of the prompt, [L, 2, r, Hkv, T, d]), and write them to the cache afterwards."""
         rows, kv = self._rows[:, 0], self._cache.kv
-        shape = *kv.shape[:2], len(rows), kv.shape[3], self._count, kv.shape[5]
-        own = kv.new_zeros(shape) if self._count <= CHUNK else kv[:, :, rows, :, : self._count]
-        out = run(own)
-        kv[:, :, rows, :, : self._count] = own
-        return out
+        if self._count <= CHUNK:
+            prompt_kv = kv.new_zeros(*kv.shape[:2], len(rows), kv.shape[3], self._count, kv.shape[5])
+        else:
+            prompt_kv = kv[:, :, rows, :, : self._count]
+        output = run(prompt_kv)
+        kv[:, :, rows, :, : self._count] = prompt_kv
+        return output
 
     def attend(self, layer: int, nodes: Nodes, mask: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k and v, and attend over the prompt alone."""
+        """Store k and v [r, N, Hkv, d]; attend with q [r, N, H, d] over the prompt alone."""
         self._cache.store(layer, self._rows, nodes.slot, k, v)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        if self._count > k.shape[2]:
+        if self._count > k.shape[2]:  # the prompt has earlier chunks
             k, v = self._cache.kv[layer, :, self._rows[:, 0], :, : self._count, : k.shape[3]]
         return attention(q, k, v, mask).transpose(1, 2)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """q [R, H, N, d], k and v [R, Hkv, S, d], mask [R, 1, N, S] added to the scores -> [R, H, N, d].
+    """Attend with q [R, H, N, d] to k and v [R, Hkv, S, d], mask [R, 1, N, S] added to the scores: [R, H, N, d].
 
     On a CPU without tiles for bfloat16 the fused kernel takes 380 us for one query over 290 slots (an EPYC),
     three plain products 97. No fused kernel of a GPU takes both masks and fewer heads of keys.
@@ -145,9 +150,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def grouped(run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """`attention` by run(q, k, v, mask) with as many heads of q as of k: the queries of heads that share keys are laid in a row."""
-    heads, count = k.shape[1], q.shape[2]
-    times = q.shape[1] // heads
-    q = q.unflatten(1, (heads, times)).flatten(2, 3)
-    mask = mask if times == 1 else mask.repeat(1, 1, times, 1)
-    return run(q, k, v, mask).unflatten(2, (times, count)).flatten(1, 2)
+    """Compute `attention` by run(q, k, v, mask) with Hkv heads of q: heads of q that share keys become further queries."""
+    kv_heads, num_queries = k.shape[1], q.shape[2]
+    groups = q.shape[1] // kv_heads
+    q = q.unflatten(1, (kv_heads, groups)).flatten(2, 3)  # [R, Hkv, groups N, d]
+    if groups > 1:
+        mask = mask.repeat(1, 1, groups, 1)
+    return run(q, k, v, mask).unflatten(2, (groups, num_queries)).flatten(1, 2)

@@ -1,7 +1,7 @@
 """Steps through torch.compile: every part of a step is one graph, in which a decoder's layer is compiled once for all layers.
 
-On a GPU a graph is replayed as a CUDA graph (mode "reduce-overhead"). What torch compiles it keeps in the user's cache, by its
-own version, the device and the shapes, so that the next process compiles in seconds.
+On a GPU a graph is replayed as a CUDA graph (mode "reduce-overhead"). Torch keeps compiled code in the user's cache, by torch's
+version, the device and the shapes, so that the next process compiles in seconds.
 """
 
 from __future__ import annotations
@@ -26,43 +26,42 @@ from lanternpp.errors import InputError
 from lanternpp.nn.decoder import Block
 from lanternpp.util.files import code_cache
 
-FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # torch's own variable
-GUARDED = (
-    2  # compiled calls of a part whose guards are checked; torch.compile records a CUDA graph in the second
-)
-SHAPES = 64  # of one part, each compiled by itself: engines differ in batch size, method and guidance
-_turn = threading.RLock()  # whether guards are checked is one switch for all threads
+FOLDER_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # of torch
+GUARDED_CALLS = 2  # compiled calls whose guards are checked; the second call records a CUDA graph
+MAX_VARIANTS = 64  # graphs of one part: engines differ in batch size, method and guidance
+_guard_lock = threading.RLock()  # whether guards are checked is one switch for all threads
 
 
 def compiled_folder() -> Path:
-    """Where compiled code is kept."""
-    return Path(os.environ.get(FOLDER) or code_cache() / "compiled")
+    """Return the folder of compiled code."""
+    return Path(os.environ.get(FOLDER_VARIABLE) or code_cache() / "compiled")
 
 
 def check_compiler(device: torch.device) -> None:
-    """InputError that names what torch.compile lacks on this machine."""
-    names, language = (
-        (("CXX", "g++", "clang++"), "C++") if device.type == "cpu" else (("CC", "gcc", "clang"), "C")
-    )
-    if not any(map(shutil.which, (os.environ.get(names[0], names[1]), *names[1:]))):
+    """Check that the compiler that torch.compile calls is installed; raise InputError if not."""
+    if device.type == "cpu":
+        language, variable, names = "C++", "CXX", ("g++", "clang++")
+    else:
+        language, variable, names = "C", "CC", ("gcc", "clang")
+    if not any(map(shutil.which, (os.environ.get(variable, names[0]), *names))):
         raise InputError(
-            f"--compile needs a {language} compiler and none is installed; install {names[1]} or use --no-compile"
+            f"--compile needs a {language} compiler and none is installed; install {names[0]} or use --no-compile"
         )
 
 
 class CompiledParts:
-    """Calls the parts of an engine's steps compiled, as its `run`. A part that cannot be compiled is called as it is, with a warning.
+    """An engine's `run` that compiles the parts of steps. A part that cannot be compiled is called uncompiled, with a warning.
 
-    A step first runs as it is, since it may make tensors that are kept, which a graph would write over. After `GUARDED` more
-    calls nothing about an engine changes but the values of tensors, so that guards are no longer checked.
+    The first step is not compiled, since it may allocate tensors of the engine's state, which a graph would write over. After
+    `GUARDED_CALLS` more calls only values of tensors change in an engine, so that guards are no longer checked.
     """
 
     def __init__(self, engine: Engine, **options: Any):
         self.engine, self.options = engine, options
         if not options and engine.codes.device.type == "cuda":
             self.options = {"mode": "reduce-overhead"}
-        self.failed: list[str] = []
-        self._calls: Counter[str] = Counter()
+        self.failed: list[str] = []  # names of parts that cannot be compiled
+        self._num_calls: Counter[str] = Counter()  # by the part's name
         self._compiled: dict[str, Callable[..., Any]] = {}
         for network in (engine.target, getattr(engine.proposer, "drafter", None)):
             for block in () if network is None else network.modules():
@@ -70,25 +69,25 @@ class CompiledParts:
                     share_code(block)
 
     def __call__(self, part: Callable[..., Any], *args: Any) -> Any:
-        """What part(*args) returns, a method of the engine or of its proposer."""
+        """Call part(*args), a method of the engine or of its proposer."""
         name = part.__name__
-        before = self._calls[name]
-        self._calls[name] += 1
-        if not before or name in self.failed:
+        self._num_calls[name] += 1
+        if self._num_calls[name] == 1 or name in self.failed:
             return part(*args)
         from torch._dynamo.exc import TorchDynamoException
         from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
         if part == self.engine.proposer.propose:
-            torch.compiler.cudagraph_mark_step_begin()  # results of the step before may be written over
+            torch.compiler.cudagraph_mark_step_begin()  # results of the previous step may be written over
         if name not in self._compiled:
-            # All that the engine holds stays in its place from step to step, except its lists, of noise to come.
-            lasting = {key: held for key, held in vars(self.engine).items() if not isinstance(held, list)}
-            for tensor in tensors(lasting):
+            # All tensors of an engine keep their addresses, except in lists, which hold the noise of later steps.
+            state = [value for value in vars(self.engine).values() if not isinstance(value, list)]
+            for tensor in tensors(state):
                 torch._dynamo.mark_static_address(tensor)
             self._compiled[name] = torch.compile(part, fullgraph=True, dynamic=False, **self.options)
+        skip_guards = self._num_calls[name] > 1 + GUARDED_CALLS
         try:
-            with _turn, torch.compiler.set_stance(skip_guard_eval_unsafe=before > GUARDED):
+            with _guard_lock, torch.compiler.set_stance(skip_guard_eval_unsafe=skip_guards):
                 return self._compiled[name](*args)
         except (TorchDynamoException, GuardOnDataDependentSymNode) as error:
             self.failed.append(name)
@@ -98,72 +97,69 @@ class CompiledParts:
 
 
 def compile_steps(engine: Engine) -> None:
-    """Let an engine's steps be compiled from its second one on."""
-    os.environ[FOLDER] = str(compiled_folder())
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SHAPES)
+    """Let an engine compile its steps from the second step on."""
+    os.environ[FOLDER_VARIABLE] = str(compiled_folder())
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_VARIANTS)
     engine.run = CompiledParts(engine)
 
 
 def warm_up(engine: Engine) -> list[str]:
-    """Take a new engine through steps until everything is compiled; the parts that could not be."""
+    """Take steps of a new engine until all parts are compiled; return the names of parts that cannot be compiled."""
     for slot in range(engine.batch):
         engine.admit(slot, None, slot)
-    for _ in range(1 + GUARDED):
+    for _ in range(1 + GUARDED_CALLS):
         engine.step()
     return engine.run.failed if isinstance(engine.run, CompiledParts) else []
 
 
 def share_code(block: Block) -> None:
-    """Compile the parts of a layer before and after attention once for all layers of its kind. The KV cache is written between."""
-    for name, part in _parts().items():
-        setattr(block, name, MethodType(part, block))
+    """Compile the parts of a layer before and after attention once for all layers. The KV cache is written in between."""
+    for name, method in _block_methods().items():
+        setattr(block, name, MethodType(method, block))
 
 
 @cache
-def _parts() -> dict[str, Callable[..., Any]]:
-    """Methods of `Block` that are nested regions where they are compiled."""
+def _block_methods() -> dict[str, Callable[..., Any]]:
+    """Return methods of `Block` that are nested regions of a compiled part."""
 
-    def contiguous(block: Block, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
-        # torch 2.13 reads a view into the middle of a region's tensor at a wrong place.
+    @torch.compiler.nested_compile_region
+    def before_region(block: Block, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
         qk, v = Block.before_attention(block, x, rotation)
-        return qk, v.contiguous()
+        return qk, v.contiguous()  # torch 2.13 misreads a view into the middle of a region's tensor
 
-    def either(plain: Callable[..., Any], compiled: Callable[..., Any]) -> Callable[..., Any]:
-        region = torch.compiler.nested_compile_region(compiled)
+    after_region = torch.compiler.nested_compile_region(Block.after_attention)
 
-        def call(block: Block, *args: Tensor) -> Any:
-            return (region if torch.compiler.is_compiling() else plain)(block, *args)
+    def before_attention(block: Block, *args: Tensor) -> tuple[Tensor, Tensor]:
+        return (before_region if torch.compiler.is_compiling() else Block.before_attention)(block, *args)
 
-        return call
+    def after_attention(block: Block, *args: Tensor) -> Tensor:
+        return (after_region if torch.compiler.is_compiling() else Block.after_attention)(block, *args)
 
-    return {
-        "before_attention": either(Block.before_attention, contiguous),
-        "after_attention": either(Block.after_attention, Block.after_attention),
-    }
+    return {"before_attention": before_attention, "after_attention": after_attention}
 
 
-def tensor_bytes(*held: object) -> int:
-    """Bytes of the tensors that objects of ours hold, as `tensors` gives them; shared memory counts once."""
-    storages = (tensor.untyped_storage() for tensor in tensors(*held))
+def tensor_bytes(root: object) -> int:
+    """Return the bytes of the tensors below an object, as `tensors` finds them; shared memory counts once."""
+    storages = (tensor.untyped_storage() for tensor in tensors(root))
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def tensors(*held: object) -> Iterator[Tensor]:
-    """The tensors that objects of ours hold, directly or not. Networks are left out."""
-    seen: set[int] = set()
-    todo = list(held)
-    while todo:
-        thing = todo.pop()
-        if id(thing) in seen or isinstance(thing, nn.Module | nn.Parameter | type):
+def tensors(root: object) -> Iterator[Tensor]:
+    """Yield the tensors below an object: in its attributes, containers, and so on. Networks are left out."""
+    visited: set[int] = set()
+    stack = [root]
+    while stack:
+        item = stack.pop()
+        if id(item) in visited or isinstance(item, nn.Module | nn.Parameter | type):
             continue
-        seen.add(id(thing))
-        if isinstance(thing, Tensor):
-            yield thing
-        elif isinstance(thing, dict):
-            todo += thing.values()
-        elif isinstance(thing, list | tuple):
-            todo += thing
-        elif dataclasses.is_dataclass(thing):
-            todo += [getattr(thing, each.name) for each in dataclasses.fields(thing)]
-        elif hasattr(thing, "__dict__"):
-            todo += vars(thing).values()
+        visited.add(id(item))
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, dict):
+            stack += item.values()
+        elif isinstance(item, list | tuple):
+            stack += item
+        elif dataclasses.is_dataclass(item):
+            stack += [getattr(item, field.name) for field in dataclasses.fields(item)]
+        elif hasattr(item, "__dict__"):
+            stack += vars(item).values()

@@ -9,7 +9,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -35,35 +35,34 @@ PHASES: tuple[Phase, ...] = ("draft", "pass", "verify", "rest")  # of a step; it
 
 @dataclass(frozen=True)
 class FinishedSample:
-    """One finished sample."""
+    """The codes of a finished sample, and how they were decided."""
 
-    slot: int  # of the engine, where it was
+    slot: int  # the slot of the engine that the sample had
     codes: Tensor  # [length] int64
     accepted: list[int]  # codes decided by each pass, the prefill first
-    tv_cost: float | None = None  # of relaxed acceptance, summed over codes; None: not measured
+    tv_cost: float | None = None  # of a relaxed rule, the sum over codes; None: not measured
 
 
 class Observer:
-    """Base class: an engine calls the methods of all in its `observers`, which must not change what they are given."""
+    """Base class of an engine's `observers`. Their methods are called by the engine, and must not change their arguments."""
 
     def entered(self, phase: Phase) -> None:
-        """A phase of a step or of an admission begins, and the one before it ends."""
+        """Called when a phase of a step or of an admission begins, which ends the previous phase."""
 
     def admitted(self, new: Admission) -> None:
-        """A sample has entered, and its first code is decided."""
+        """Called when a sample has entered and its first code is decided."""
 
     def verified(self, output: TargetOutput, count: Tensor) -> None:
-        """A draft is verified and nothing of it is committed yet; count [B] codes are decided so far."""
+        """Called when a draft is verified and not committed yet; count [B] codes are decided so far."""
 
 
 def engine_class(target: Target) -> type[Engine]:
-    """The class of engines that decode this target."""
-    kind: type[Engine] = imported("engine", target.engine)
-    return kind
+    """Return the class of engines that decode this target."""
+    return cast("type[Engine]", imported("engine", target.engine))
 
 
 class Engine:
-    """Decodes a batch of samples, each of which advances by as many codes per step as its draft had accepted."""
+    """Decodes a batch of B samples; a step advances each sample by the accepted codes of its draft and a bonus code."""
 
     def __init__(
         self,
@@ -81,36 +80,35 @@ class Engine:
         sampling, guidance, verifier = self.parts(target, sampling, guidance, verifier)
         like = next(target.parameters())
         self.measure_tv = measure_tv and not (rule.lossless or rule.trajectories)
-        self.run: Callable[..., Any] = operator.call  # how the parts of a step are called
-        # Empty while `batching.drawing` runs on it: one thread alone can take the element. Unlike a lock it can be copied.
+        self.run: Callable[..., Any] = operator.call  # calls a part of a step: run(method, *arguments)
+        # `batching.opened` pops the element while it draws: only one thread can. Unlike a lock, a list can be copied.
         self.idle = [True]
         self.observers: list[Observer] = []
-        self.fused: Step | None = None  # whole steps, where the kernels know all parts
+        self.fused: Step | None = None  # complete steps, where the kernels compute all parts
         self.target, self.proposer, self.rule = target, proposer, rule
         self.sampling, self.guidance, self.batch, self.verifier = sampling, guidance, batch, verifier
         self._aux_layers = {"aux_layers": proposer.aux_layers} if proposer.aux_layers else {}
-        room = target.slots + target.length + proposer.size
-        # [B, N, V] in float32: logits of every branch, guided ones, probabilities, and two distributions of the drafts
-        logits = (guidance.branches + 4) * batch * proposer.size * target.vocab * 4
-        rows, decoder = guidance.branches * batch, target.decoder
-        self.cache = Cache(decoder.config, rows, room, like, logits, decoder.ranks)
-        self.codes = torch.zeros(
-            batch, target.length + proposer.depth + 1, dtype=torch.int64, device=like.device
-        )
-        # decided codes; all of them at an idle slot
+        slots = target.slots + target.length + proposer.size
+        # [B, N, V] in float32: logits of every branch, guided logits, probabilities, and two distributions of the drafts
+        logits_bytes = (guidance.branches + 4) * batch * proposer.size * target.vocab * 4
+        rows = guidance.branches * batch
+        self.cache = Cache(target.decoder.config, rows, slots, like, logits_bytes, target.decoder.ranks)
+        max_codes = target.length + proposer.depth + 1  # with a margin for a draft after the last code
+        self.codes = torch.zeros(batch, max_codes, dtype=torch.int64, device=like.device)
+        # [B] decided codes; `length` at an idle slot
         self.count = torch.full((batch,), target.length, device=like.device)
-        self.passes = torch.zeros_like(self.count)
-        self.accepted = torch.zeros_like(self.codes)
+        self.passes = torch.zeros_like(self.count)  # [B] the prefill included
+        self.accepted = torch.zeros_like(self.codes)  # codes decided by each pass
         self.tv_cost = torch.zeros(batch, dtype=torch.float32, device=like.device)
         self.noise = Noise(seed=torch.zeros_like(self.count), step=self.passes)
         self._next_noise: list[Noise] = []  # of the next steps, in reverse order
-        self._row = torch.arange(batch, device=like.device)[:, None]
-        self._offsets = torch.arange(proposer.depth + 1, device=like.device)
+        self._row = torch.arange(batch, device=like.device)[:, None]  # [B, 1]
+        self._offsets = torch.arange(proposer.depth + 1, device=like.device)  # [P]
         proposer.open(target, sampling, guidance, batch)
 
     @classmethod
     def check(cls, target: Target, rule: Acceptance, verifier: Verifier) -> None:
-        """InputError unless the rule and the verifier are for what this engine decodes."""
+        """Check that the rule and the verifier are for codes; raise InputError if not."""
         if rule.trajectories:
             raise InputError(
                 "this model draws codes, and the rule cspd is for latents of a diffusion head: use --accept exact"
@@ -119,22 +117,21 @@ class Engine:
     def parts(
         self, target: Target, sampling: Sampling, guidance: Guidance, verifier: Verifier
     ) -> tuple[Sampling, Guidance, Verifier]:
-        """Sampling, guidance and verifier as what this engine decodes needs them."""
+        """Return the sampling, the guidance and the verifier of this class of engines, from those of codes."""
         return sampling, guidance, verifier
 
     @inference()
     def admit(self, slot: int, condition: str | None, seed: int, prompt: Prompt | None = None) -> None:
         """Start a sample at `slot`: prefill its prompt, draw its first code.
 
-        prompt: the encoded condition, as `target.prompt` gives it for this guidance, where the caller has it. Samples are
-        prefilled one at a time, so that rounding does not depend on what else is admitted. Raises ModelError where the logits
-        overflow, which is read on the host.
+        prompt: `target.prompt` of the condition and guidance, if the caller has it. Samples are prefilled one at a time, so that
+        rounding does not depend on other admissions. Raises ModelError where the logits overflow, by a host read.
         """
         if prompt is None:
             prompt = self.target.prompt([condition], self.guidance.branches)
-        count, device = prompt.embeds.shape[1], self.codes.device
+        device = self.codes.device
         rows = torch.arange(self.guidance.branches, device=device) * self.batch + slot
-        prompt_cache = self.cache.rows(rows, prompt.start, count)
+        prompt_cache = self.cache.rows(rows, prompt.start, prompt.embeds.shape[1])
         embeds = prompt.embeds.to(self.cache.kv.dtype)
         features = prompt_cache.prefill(self.target, embeds, **self._aux_layers)
         self._next_noise.clear()
@@ -145,29 +142,30 @@ class Engine:
         self._check_finite(logits)
         logits = self.target.constrain(logits, torch.zeros(1, 1, dtype=torch.int64, device=device))
         noise = Noise(self.noise.seed[slot : slot + 1], self.noise.step[slot : slot + 1])
-        root = self.sampling.draw(self.sampling.probs(logits[:, 0]), noise)
+        root = self.sampling.draw(self.sampling.probs(logits[:, 0]), noise)  # [1]
         self.codes[slot, 0] = root[0]
         self.count[slot] = self.passes[slot] = self.accepted[slot, 0] = 1
-        new = Admission(slot, rows, condition, prompt, features, root)
+        admission = Admission(slot, rows, condition, prompt, features, root)
         self._enter("draft")
-        self.proposer.begin(new)
+        self.proposer.begin(admission)
         self._enter("rest")
         for observer in self.observers:
-            observer.admitted(new)
+            observer.admitted(admission)
 
-    def _check_finite(self, numbers: Tensor) -> None:
-        """ModelError where the model has overflowed; a host read."""
-        if not math.isfinite(numbers.max()):
+    def _check_finite(self, values: Tensor) -> None:
+        """Check that the model has not overflowed, by a host read; raise ModelError if it has."""
+        if not math.isfinite(values.max()):
             dtype = str(self.cache.kv.dtype).removeprefix("torch.")
-            cure = "correct its weights, or numbers of its config.json such as rope_theta"
-            cure = "use the dtype bfloat16 or float32" if dtype == "float16" else cure
-            raise ModelError(f"the model's logits are no finite numbers in {dtype}; {cure}")
+            remedy = "correct its weights, or numbers of its config.json such as rope_theta"
+            if dtype == "float16":
+                remedy = "use the dtype bfloat16 or float32"
+            raise ModelError(f"the model's logits are no finite numbers in {dtype}; {remedy}")
 
     @inference()
     def step(self) -> None:
         """Propose a draft, run the target over all its nodes in one pass, verify it, commit the accepted path."""
         if self.fused is not None and all(
-            type(each).verified is Observer.verified for each in self.observers
+            type(observer).verified is Observer.verified for observer in self.observers
         ):
             self._fused_step(self.fused)
             return
@@ -182,7 +180,7 @@ class Engine:
         verdict = self.run(self._verify, draft, logits, noise)
         output = TargetOutput(draft, features, logits, verdict)
         self._enter("observe")
-        for observer in (*self.observers,):  # one may leave them
+        for observer in list(self.observers):  # a copy, as an observer may remove itself
             observer.verified(output, self.count)
         self._enter("rest")
         self.run(self._commit, draft, verdict)
@@ -191,8 +189,8 @@ class Engine:
         self._enter("rest")
 
     def _fused_step(self, fused: Step) -> None:
-        """The same step in one call, or a call for each phase where it is observed how long they take."""
-        self._next_noise.clear()  # of steps that are taken here
+        """Take the same step in one call, or in a call for each phase if observers time the phases."""
+        self._next_noise.clear()  # as the kernels take the step that its first noise is for
         if not self.observers:
             fused.run()
             return
@@ -202,44 +200,43 @@ class Engine:
         self._enter("rest")
 
     def _target_forward(self, draft: Draft) -> tuple[Tensor, Tensor]:
-        """One pass of the target over a draft and its unverified nodes: features and logits as of `TargetOutput`."""
+        """Run the target over a draft and its unverified nodes; return features and logits as of `TargetOutput`."""
         rows, target = self.guidance.rows, self.target
         codes, depth, mask = draft.codes, draft.tree.depth, draft.tree.mask
         if draft.unverified is not None:
-            more = draft.unverified
-            codes, depth = torch.cat((codes, more.codes), 1), torch.cat((depth, more.depth), 1)
-            mask = torch.cat((F.pad(mask, (0, more.mask.shape[1])), more.mask), 1)
+            unverified = draft.unverified
+            codes = torch.cat((codes, unverified.codes), 1)  # [B, N + M]
+            depth = torch.cat((depth, unverified.depth), 1)
+            mask = torch.cat((F.pad(mask, (0, unverified.mask.shape[1])), unverified.mask), 1)
         nodes = self.cache.nodes(rows(depth), rows(mask))
         features = target(rows(target.embed(codes)), nodes, self.cache, **self._aux_layers)
-        # which code of the image the logits at every node decide
+        # the index, in the image, of the code that the logits of each node decide
         index = (self.count[:, None] + depth).clamp(max=target.length - 1)
         return features, target.constrain(self._guided_logits(features), index)
 
     def _guided_logits(self, features: Tensor) -> Tensor:
-        """Features [R, N, (1 + aux) D], of which the head reads the first part -> [B, N, V]."""
+        """Return the guided logits [B, N, V] of features [R, N, (1 + aux) D], of which the head reads the first D."""
         if self._aux_layers:
             features = features[..., : self.target.decoder.config.dim]
         return self.guidance.logits(self.target, features)
 
     def _verify(self, draft: Draft, logits: Tensor, noise: Noise) -> Verdict:
-        """The verdict on a draft, ended where the image ends; a finished sample keeps nothing."""
-        logits = logits[:, : draft.codes.shape[1]]  # without those of unverified nodes
+        """Verify a draft; nodes after the end of the image are not kept, and a finished sample keeps no node."""
+        logits = logits[:, : draft.codes.shape[1]]  # without the logits of unverified nodes
         verdict = self.verifier(draft, logits, self.sampling, self.rule, noise, self.measure_tv)
         verdict = padded(verdict, self.proposer.depth + 1)
         return replace(verdict, kept=torch.minimum(verdict.kept, self.target.length - self.count))
 
     def _enter(self, phase: Phase) -> None:
-        """Notify the observers that a phase begins."""
         for observer in self.observers:
             observer.entered(phase)
 
     def decided(self) -> list[int]:
-        """Codes decided at each slot; all of them at an idle one. The one host read of the loop."""
-        counts: list[int] = self.count.tolist()
-        return counts
+        """Return the number of decided codes at each slot, `length` at an idle slot. The only host read of the loop."""
+        return cast("list[int]", self.count.tolist())
 
     def done(self) -> list[int]:
-        """Slots of finished samples and idle slots; a host read, as `decided` is."""
+        """Return the slots of finished samples and the idle slots; a host read, as `decided` is."""
         return [slot for slot, count in enumerate(self.decided()) if count >= self.target.length]
 
     @torch.inference_mode()
@@ -248,20 +245,21 @@ class Engine:
         self.count[slot] = self.target.length
 
     def collect(self, slot: int) -> FinishedSample:
-        """The codes of a finished sample. Raises ModelError where a layer before the last has overflowed."""
+        """Return a finished sample. Raise ModelError where a layer before the last has overflowed."""
         used = int(self.cache.used[slot])
-        # the last layer's keys of the codes: what overflows before is no number there
+        # After an overflow of an earlier layer, the last layer's keys of the codes are NaN.
         self._check_finite(self.cache.kv[-1, 0, slot :: self.batch, :, used - self.target.length : used])
         accepted = self.accepted[slot, : int(self.passes[slot])].tolist()
-        cost = 0.0 if self.rule.lossless else float(self.tv_cost[slot]) if self.measure_tv else None
-        return FinishedSample(slot, self.codes[slot, : self.target.length].clone(), accepted, cost)
+        tv_cost = 0.0 if self.rule.lossless else None
+        if self.measure_tv:  # never of a lossless rule
+            tv_cost = float(self.tv_cost[slot])
+        return FinishedSample(slot, self.codes[slot, : self.target.length].clone(), accepted, tv_cost)
 
     def _commit(self, draft: Draft, verdict: Verdict) -> None:
-        """Keep the accepted path and append its codes; what a finished sample would write falls into the margin of `codes`."""
+        """Keep the accepted path and append its codes; a finished sample writes into the margin of `codes`."""
         rows = self.guidance.rows
         self.cache.commit(None if draft.tree.chain else rows(verdict.path), rows(verdict.kept))
-        where = self.count[:, None] + self._offsets
-        self.codes[self._row, where] = verdict.next_codes
+        self.codes[self._row, self.count[:, None] + self._offsets] = verdict.next_codes
         self.accepted.scatter_(1, self.passes[:, None], verdict.kept[:, None])
         if verdict.tv_cost is not None:
             self.tv_cost += (verdict.tv_cost * (self._offsets < verdict.kept[:, None])).sum(1)

@@ -1,4 +1,4 @@
-"""The decoding loop over latents: that of `decode.py`, with vectors of C numbers in the place of codes."""
+"""The decoding loop over latents: the loop of `decode.py`, with vectors of C numbers in the place of codes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from lanternpp.models.latents import DiffusionTarget
 
 
 class LatentEngine(Engine):
-    """Decodes latents, drawn from mixtures or by a diffusion head. Its `codes` are [B, length, C] float32, and so are those of
-    finished samples.
-    """
+    """Decodes latents, drawn from mixtures or by a diffusion head. `codes` [B, length, C], a finished sample's too, are float32."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -30,13 +28,12 @@ class LatentEngine(Engine):
 
     @classmethod
     def check(cls, target: Target, rule: Acceptance, verifier: Verifier) -> None:
-        """InputError unless the rule and the verifier are for these latents."""
+        """Check that the rule and the verifier are for these latents; raise InputError if not."""
         diffusion = isinstance(target, DiffusionTarget)
         if not (rule.lossless or (rule.trajectories and diffusion)):
-            other = " or cspd" if diffusion else ""
+            rules = "exact or cspd" if diffusion else "exact"
             raise InputError(
-                "this model draws continuous latents, for which there is no such relaxed rule: use --accept "
-                f"exact{other}"
+                f"this model draws continuous latents, for which there is no such relaxed rule: use --accept {rules}"
             )
         if verifier is not verify_tokenwise:
             raise InputError(
@@ -47,10 +44,10 @@ class LatentEngine(Engine):
     def parts(
         self, target: Target, sampling: Sampling, guidance: Guidance, verifier: Verifier
     ) -> tuple[MixtureSampling, Guidance, Verifier]:
-        """Sampling, guidance and verifier of latents, from those of codes; of a diffusion head guidance is within every step."""
+        """Return sampling, guidance and verifier of latents; with a diffusion head guidance is part of every step."""
         warp = (*sampling.warp, target.channels)
         if not isinstance(target, DiffusionTarget):
             return MixtureSampling(*warp), MixtureGuidance(guidance.scale, target.channels), verify_latents
         steps = target.config.denoising_steps
-        latent = DiffusionSampling(*warp, steps, guidance.scale, denoiser=target.denoiser)
-        return latent, DiffusionGuidance(guidance.scale), verify_trajectories
+        diffusion = DiffusionSampling(*warp, steps, guidance.scale, denoiser=target.denoiser)
+        return diffusion, DiffusionGuidance(guidance.scale), verify_trajectories

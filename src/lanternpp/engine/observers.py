@@ -1,4 +1,4 @@
-"""Observers of an engine: how often drafted codes are kept, and where the time of its steps goes."""
+"""Observers of an engine: how often drafted codes are kept, and how long the parts of its steps take."""
 
 from __future__ import annotations
 
@@ -13,76 +13,75 @@ from torch import Tensor
 from lanternpp.engine.decode import PHASES, Engine, Observer, Phase
 from lanternpp.types import TargetOutput
 
-TRIM = 0.2  # share of the steps left out of a mean at either end, as other work disturbs them
+TRIM = 0.2  # share of the values left out of a mean at either end, as other work disturbs some steps
 
 
 class AcceptanceByRank(Observer):
     """Counts how often children are kept, by the depth of their parent and their rank among its children.
 
-    tried: the children that verification came to, their parent kept and no sibling before them. kept: the tried children
-    that were kept. A child that repeats a sibling's code, because the drafter had no other to offer, is not tried; it
-    counts as rejected, since the tree search needs the value of a place in the tree, and such a place was in the draft and
-    decided nothing. Passes without room for all levels are not counted, as nodes after the end of an image are not
-    rejected. Counts stay on the device.
+    tried: the children whose parent was kept and whose earlier siblings were not. kept: the tried children that were kept.
+    Verification skips a child that repeats a sibling's code, because the drafter had no other to offer; such a child counts as
+    tried and rejected, since the tree search needs the value of its position in the tree. Passes without room for all levels
+    are not counted, as nodes after the end of an image are not rejected. Counts stay on the device.
     """
 
-    tried: Tensor  # [D, K] int64; there from the first pass on, as are the others
+    tried: Tensor  # [D, K] int64; set in the first pass, as the other counts are
     kept: Tensor  # [D, K] int64
-    passes: Tensor  # [] int64 that were counted, all samples together
-    codes: Tensor  # [] int64 that these decided
+    passes: Tensor  # [] int64 counted passes of all samples
+    codes: Tensor  # [] int64 codes that the counted passes decided
 
     def __init__(self, length: int):
         self.length = length  # codes of an image
 
     def verified(self, output: TargetOutput, count: Tensor) -> None:
         """Count the children along every kept path."""
-        verdict, table = output.verdict, output.draft.tree.children
-        above, below = verdict.path[:, :-1], verdict.path[:, 1:, None]
-        depth, ranks = above.shape[1], table.shape[2]
+        verdict, tree = output.verdict, output.draft.tree
+        parent = verdict.path[:, :-1]  # [B, D]
+        depth, ranks = parent.shape[1], tree.children.shape[2]
         if not hasattr(self, "tried"):
             self.tried = torch.zeros(depth, ranks, dtype=torch.int64, device=count.device)
             self.kept = torch.zeros_like(self.tried)
             self.passes, self.codes = torch.zeros_like(count[0]), torch.zeros_like(count[0])
-        room = count + depth + 1 <= self.length  # [B]
+        counted = count + depth + 1 <= self.length  # [B] passes with room for all levels
         level = torch.arange(depth, device=count.device)
-        reached = (verdict.kept[:, None] > level) & room[:, None]  # [B, D] whether the parent was kept
-        children = table.gather(1, above[..., None].expand(-1, -1, ranks))  # [B, D, K]
-        good = (children == below) & (verdict.kept[:, None] > level + 1)[..., None]
-        first = good.cumsum(-1) - good.long() == 0  # no sibling before it was kept
-        tried = (children >= 0) & first & reached[..., None]
+        parent_kept = (verdict.kept[:, None] > level) & counted[:, None]  # [B, D]
+        children = tree.children.gather(1, parent[..., None].expand(-1, -1, ranks))  # [B, D, K]
+        kept = (children == verdict.path[:, 1:, None]) & (verdict.kept[:, None] > level + 1)[..., None]
+        no_sibling_kept = kept.cumsum(-1) - kept.long() == 0  # of the earlier siblings
+        tried = (children >= 0) & no_sibling_kept & parent_kept[..., None]
         self.tried += tried.sum(0)
-        self.kept += (tried & good).sum(0)
-        self.passes += room.sum()
-        self.codes += (verdict.kept * room).sum()
+        self.kept += (tried & kept).sum(0)
+        self.passes += counted.sum()
+        self.codes += (verdict.kept * counted).sum()
 
 
 class Stopwatch(Observer):
-    """Times the parts of an engine's steps; `rest` is the time of a run that is in no other part.
+    """Times the phases of an engine's steps; `rest` is the time of a run that is in no other phase.
 
-    On a GPU it puts events on the stream, so that the host does not wait for the device: a part's time then includes
-    the time in which the device waits for the host.
+    On a GPU events are put on the stream, so that the host does not wait for the device: the time of a phase includes the
+    time in which the device waits for the host.
     """
 
     def __init__(self, engine: Engine):
         self.cuda = engine.codes.device.type == "cuda"
-        self.observed = 0.0  # seconds of the last `rest` that other observers took
+        self.observed = 0.0  # seconds of the last `rest` that observers took
         self._marks: list[tuple[Phase, Any]] = []
         engine.observers.append(self)
 
     def entered(self, phase: Phase) -> None:
         """Record when a phase begins."""
-        now: Any = torch.cuda.Event(enable_timing=True) if self.cuda else time.perf_counter()
+        mark: Any = torch.cuda.Event(enable_timing=True) if self.cuda else time.perf_counter()
         if self.cuda:
-            now.record()
-        self._marks.append((phase, now))
+            mark.record()
+        self._marks.append((phase, mark))
 
     def take(self, seconds: float) -> dict[str, float]:
-        """Seconds in each of PHASES since the last call, of a run that took `seconds` in all."""
+        """Return the seconds in each of PHASES since the last call, of a run that took `seconds` in all."""
         if self.cuda:
             torch.cuda.synchronize()
         seconds_in: dict[str, float] = dict.fromkeys((*PHASES, "observe"), 0.0)
-        for (phase, began), (_, ended) in pairwise(self._marks):
-            seconds_in[phase] += began.elapsed_time(ended) / 1000 if self.cuda else ended - began
+        for (phase, start), (_, end) in pairwise(self._marks):
+            seconds_in[phase] += start.elapsed_time(end) / 1000 if self.cuda else end - start
         self._marks.clear()
         self.observed = seconds_in.pop("observe")
         seconds_in["rest"] = max(seconds - sum(seconds_in[phase] for phase in PHASES[:-1]), 0.0)
@@ -90,40 +89,39 @@ class Stopwatch(Observer):
 
 
 class TimedEngine:
-    """An engine whose steps are timed. It must be new."""
+    """A new engine whose steps are timed."""
 
     def __init__(self, engine: Engine):
         self.engine, self.watch = engine, Stopwatch(engine)
         self.rows = engine.guidance.branches * engine.batch * engine.proposer.size  # of the target's pass
 
     def admit(self, conditions: Sequence[str | None], seeds: Sequence[int]) -> float:
-        """A whole batch enters; seconds per sample."""
-        began = now(self.engine)
+        """Admit a batch; return the seconds per sample."""
+        start = now(self.engine)
         for slot, (condition, seed) in enumerate(zip(conditions, seeds, strict=True)):
             self.engine.admit(slot, condition, seed)
-        begin = now(self.engine) - began
-        self.watch.take(begin)
-        return begin / self.engine.batch
+        seconds = now(self.engine) - start
+        self.watch.take(seconds)
+        return seconds / self.engine.batch
 
     def step(self) -> dict[str, float]:
-        """One step: seconds in each of PHASES, without the time of its observers."""
-        began = now(self.engine)
+        """Take a step; return the seconds in each of PHASES, without the time of its observers."""
+        start = now(self.engine)
         self.engine.step()
-        span = self.watch.take(now(self.engine) - began)
-        return span | {"rest": span["rest"] - self.watch.observed}
+        seconds_in = self.watch.take(now(self.engine) - start)
+        seconds_in["rest"] -= self.watch.observed
+        return seconds_in
 
     def midway_step(self, first: bool = False) -> tuple[float, float]:
-        """One step from the middle of the picture, whose time does not depend on the codes: its seconds, and those of the target's
-        pass in it. first: as `move_midway` has it.
-        """
+        """Take a step after `move_midway`, so that its time does not depend on codes; return its seconds, and the target's."""
         self.move_midway(first)
-        span = self.step()
-        return sum(span.values()), span["pass"]
+        seconds_in = self.step()
+        return sum(seconds_in.values()), seconds_in["pass"]
 
     def move_midway(self, first: bool = False) -> None:
         """Move every sample, admitted or not, to the middle of its picture; the slots of the caches need hold no keys.
 
-        first: write to the slots before it, as memory that was never written is read from one page.
+        first: write to the earlier slots, since memory that was never written is read from a single page.
         """
         engine = self.engine
         half = engine.target.length // 2
@@ -138,15 +136,14 @@ class TimedEngine:
 
 
 def trimmed(values: Sequence[float]) -> float:
-    """The mean without the `TRIM` least and greatest."""
-    ordered = sorted(values)
-    left_out = int(len(ordered) * TRIM)
-    inner = ordered[left_out : len(ordered) - left_out]
+    """Return the mean without the `TRIM` least and greatest values."""
+    num_trimmed = int(len(values) * TRIM)
+    inner = sorted(values)[num_trimmed : len(values) - num_trimmed]
     return sum(inner) / len(inner)
 
 
 def now(engine: Engine) -> float:
-    """Seconds on a clock, once the engine's device has nothing left to do."""
+    """Wait until the engine's device is idle; return the seconds of a clock."""
     if engine.codes.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()

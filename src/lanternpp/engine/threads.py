@@ -1,7 +1,7 @@
 """Fewer threads while other work wants this machine's cores.
 
-After every operation that threads share they wait for each other. Where one of them is without a core, all stand still until
-it has one again, so that two threads beside other work take longer than one.
+Threads that share an operation wait for each other at its end. While one thread has no core, all of them stand still, so that
+two threads beside other work take longer than one thread.
 """
 
 from __future__ import annotations
@@ -15,25 +15,24 @@ from pathlib import Path
 import torch
 from torch import nn
 
-# Of this thread: nanoseconds that it ran, and that it waited for a core.
+# Nanoseconds that the calling thread ran, and that it waited for a core.
 SCHEDSTAT = Path("/proc/thread-self/schedstat")
 CHECK_SECONDS = 0.03  # seconds that the thread runs between two checks
-CONTENDED = 0.15  # of the time in which a thread wants to run: a share of waiting from which on the machine counts as shared
-# Seconds of running without such waits before more threads are tried: at first, and at most.
-RETRY_SECONDS = (0.3, 10.0)
-# Checks that found such waits, each within so many seconds of the last, after which a warning says so.
-PERSISTENT = (3, 2.0)
+CONTENDED = 0.15  # a check finds contention if the thread waited for more than this share of the time since the last check
+MIN_RETRY, MAX_RETRY = 0.3, 10.0  # seconds of running without contention before more threads are tried
+# A warning follows this number of checks with contention, at most so many seconds apart.
+MIN_CONTENDED_CHECKS, MAX_GAP = 3, 2.0
 
 
 @dataclass
 class ContentionState:
-    """What is known of the machine, which the next drawing meets as the last one left it."""
+    """The contention of this machine, which outlasts a drawing."""
 
     halvings: int = 0  # of the number of threads
-    uncontended: float = 0.0  # seconds that the drawing thread has run without waits since the last change
-    retry_after: float = RETRY_SECONDS[0]  # doubled where more threads were tried too early
-    waits: int = 0  # checks that found such waits, one soon after the other
-    last_wait: float = 0.0  # when the last of them was
+    uncontended: float = 0.0  # seconds that the thread has run without contention since the last change
+    retry_after: float = MIN_RETRY  # doubled where more threads were tried too early
+    contended_checks: int = 0  # checks that found contention, at most `MAX_GAP` seconds apart
+    last_contended: float = 0.0  # time of the last of these checks
     warned: bool = False
 
 
@@ -43,10 +42,10 @@ contention = ContentionState()
 class AdaptiveThreads:
     """A context in which `update`, called often, halves PyTorch's threads while the calling thread waits for a core.
 
-    Once it no longer waits they are doubled, up to as many as there were, and after the context there are as many again; the
-    same thread may enter it again. Where that lasts a warning says so, once. Only where a decoder's passes are computed in C:
-    their results do not depend on the number of threads, while those of PyTorch's products of many rows do. And only on
-    Linux, which counts how long threads wait. Within such a context of the same thread another one does nothing.
+    Once the thread no longer waits, the number of threads is doubled, up to the original number, which the end of the context
+    restores; the same thread may enter the context again. A warning tells of lasting contention, once. The context is active
+    only where a decoder's passes are computed in C, whose results do not depend on the number of threads, as the results of
+    PyTorch's products of many rows do; only on Linux, which counts how long threads wait; and not within an active context.
     """
 
     _inside = threading.local()
@@ -54,62 +53,66 @@ class AdaptiveThreads:
     def __init__(self, decoder: nn.Module):
         native = getattr(decoder, "native", None)
         self.set = getattr(native, "use_threads", torch.set_num_threads)
-        self.active = (
-            native is not None and SCHEDSTAT.is_file() and not getattr(self._inside, "context", False)
-        )
-        self.threads = self.full = torch.get_num_threads()
-        # At the last check: seconds that the thread had run, and both numbers of `SCHEDSTAT`, in seconds.
-        self.checked = self.ran = self.waited = 0.0
+        nested = getattr(self._inside, "context", False)
+        self.active = native is not None and SCHEDSTAT.is_file() and not nested
+        self.threads = self.max_threads = torch.get_num_threads()
+        # At the last check: the thread's time, and its times of `SCHEDSTAT`, in seconds.
+        self.last_check = self.run_time = self.wait_time = 0.0
 
     def __enter__(self) -> AdaptiveThreads:
-        """Begin with as many threads as the last context ended with."""
+        """Use the number of threads that the last context ended with."""
         if self.active:
             self._inside.context = True
-            if not self.checked:
+            if not self.last_check:
                 self._check()
             self._set()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Back to as many threads as there were."""
+        """Restore the original number of threads."""
         if self.active:
             self._inside.context = False
-            self._use(self.full)
+            self._use(self.max_threads)
 
     def update(self) -> None:
-        """Check whether the calling thread has waited, where it has run for long enough since the last check."""
-        if not self.active or time.thread_time() - self.checked < CHECK_SECONDS:
+        """Check whether the calling thread waited for a core, once it has run for `CHECK_SECONDS` since the last check."""
+        if not self.active or time.thread_time() - self.last_check < CHECK_SECONDS:
             return
         ran, waited = self._check()
         contention.uncontended += ran
         if waited > CONTENDED * (ran + waited):
             if self.threads > 1:
-                first, most = RETRY_SECONDS
-                early = contention.uncontended < first
-                contention.retry_after = min(2 * contention.retry_after, most) if early else first
+                early = contention.uncontended < MIN_RETRY
+                contention.retry_after = min(2 * contention.retry_after, MAX_RETRY) if early else MIN_RETRY
                 contention.halvings += 1
-            contention.uncontended, now = 0.0, time.monotonic()
-            contention.waits = 1 if now > contention.last_wait + PERSISTENT[1] else contention.waits + 1
-            contention.last_wait = now
+            contention.uncontended = 0.0
+            now = time.monotonic()
+            if now > contention.last_contended + MAX_GAP:
+                contention.contended_checks = 0
+            contention.contended_checks += 1
+            contention.last_contended = now
         elif contention.halvings and contention.uncontended > contention.retry_after:
-            contention.halvings, contention.uncontended = contention.halvings - 1, 0.0
+            contention.halvings -= 1
+            contention.uncontended = 0.0
         self._set()
 
     def _check(self) -> tuple[float, float]:
-        """Seconds that the calling thread has run since the last check, and that it waited for a core."""
-        before = self.ran, self.waited
-        self.checked = time.thread_time()
-        self.ran, self.waited = (int(nanoseconds) / 1e9 for nanoseconds in SCHEDSTAT.read_text().split()[:2])
-        return self.ran - before[0], self.waited - before[1]
+        """Return the seconds that the calling thread has run and has waited for a core since the last check."""
+        run_time, wait_time = self.run_time, self.wait_time
+        self.last_check = time.thread_time()
+        nanoseconds = SCHEDSTAT.read_text().split()
+        self.run_time, self.wait_time = int(nanoseconds[0]) / 1e9, int(nanoseconds[1]) / 1e9
+        return self.run_time - run_time, self.wait_time - wait_time
 
     def _set(self) -> None:
-        """Use as many threads as the machine has for them."""
-        threads = max(1, self.full >> contention.halvings)
+        """Halve the original number of threads `halvings` times, and warn of lasting contention."""
+        threads = max(1, self.max_threads >> contention.halvings)
         self._use(threads)
-        if threads < self.full and contention.waits >= PERSISTENT[0] and not contention.warned:
+        lasting = contention.contended_checks >= MIN_CONTENDED_CHECKS
+        if threads < self.max_threads and lasting and not contention.warned:
             contention.warned = True
             warnings.warn(
-                f"other work wants this machine's cores, so {threads} of {self.full} threads draw until it ends; "
+                f"other work wants this machine's cores, so {threads} of {self.max_threads} threads draw until it ends; "
                 "pictures take longer",
                 stacklevel=2,
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from textwrap import shorten
+from typing import cast
 
 from lanternpp.errors import InputError
 from lanternpp.trees.base import TreeBuilder
@@ -43,8 +44,7 @@ def build_tree(name: str) -> TreeBuilder:
         except TypeError as error:
             raise InputError(f"tree {name} cannot be made without arguments: {error}") from None
     check_made("tree", name, entry, TreeBuilder, "size", "depth", "scratch")
-    builder: TreeBuilder = entry
-    return builder
+    return cast("TreeBuilder", entry)
 
 
 def static_shape(name: str) -> Shape | None:

@@ -11,8 +11,7 @@ from lanternpp.types import Tree
 
 def chain_tree(batch: int, depth: int, device: torch.device, alternatives: int = 0) -> Tree:
     """Return a root with `depth` descendants in a chain, then `alternatives` further children of the root, leaves."""
-    leaves: list[list[int]] = [[] for _ in range(1 + alternatives)]
-    children = [[node + 1] for node in range(depth)] + leaves
+    children: list[list[int]] = [[node + 1] for node in range(depth)] + [[] for _ in range(1 + alternatives)]
     children[0] += range(depth + 1, depth + 1 + alternatives)
     return fixed_tree(children, batch, device)
 

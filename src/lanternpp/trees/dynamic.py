@@ -34,6 +34,9 @@ class DynamicTree(TreeBuilder):
     root that are in no child list, so that verification never tries them.
     """
 
+    start: float = math.inf  # the first level at which a sample may stop
+    threshold: float = NEVER  # a sample stops once the log of its beam's likelihood is below
+
     def __init__(self, beam: int = 10, depth: int = 5, nodes: int = 59):
         if beam < 1 or depth < 1:
             raise InputError(f"beam {beam} and depth {depth} of a dynamic tree must be 1 or more")
@@ -49,10 +52,6 @@ class DynamicTree(TreeBuilder):
             )
         self.size = nodes + 1
         self.scratch = 1 + (depth - 1) * beam
-
-    def stopped(self, depth: int, beam_scores: Tensor) -> Tensor | None:
-        """Return which samples [B] stop below `depth`, given the beam's summed log q [B, beam]; None: no sample stops."""
-        return None
 
     def grow(self, root: Tensor, q: Tensor, extend: Extend, children: Children) -> Draft:
         """Grow a draft from root [B] and q [B, V]; the drafter expands one beam per level."""
@@ -75,24 +74,24 @@ class DynamicTree(TreeBuilder):
         score = torch.zeros(batch, 1, dtype=q.dtype, device=q.device)  # [B, W]
         mask = torch.zeros(batch, 1, self.scratch, dtype=torch.bool, device=q.device)  # [B, W, slots]
         level_q = q[:, None]  # [B, W, V]
-        start = 0  # number of the level's first node
+        offset = 0  # number of the level's first node
         for depth in range(1, self.depth + 1):
             codes = children(level_q, beam, depth)  # [B, W, beam]
             scores = (score[..., None] + level_q.gather(-1, codes).log()).flatten(1)  # [B, W beam]
-            end = start + scores.shape[1]
-            offers.code[:, start:end] = codes.flatten(1)
-            offers.parent[:, start:end] = number[..., None].expand_as(codes).flatten(1)
-            offers.score[:, start:end] = scores
+            level = slice(offset, offset + scores.shape[1])
+            offers.code[:, level] = codes.flatten(1)
+            offers.parent[:, level] = number[..., None].expand_as(codes).flatten(1)
+            offers.score[:, level] = scores
             if depth == self.depth:
                 break
             sorted_scores, order = scores.sort(dim=-1, descending=True, stable=True)
             score, best = sorted_scores[:, :beam], order[:, :beam]
-            stop = self.stopped(depth, score)
-            if stop is not None:
+            if depth >= self.start:
+                stop = score.logsumexp(-1) < self.threshold  # [B]
                 score = score.masked_fill(stop[:, None], NEVER)
                 if on_host(q) and stop.all():
                     break
-            number = start + best
+            number = offset + best
             parent = best // beam  # [B, beam] index in the beam above
             parent_slot = slot.gather(1, parent)
             slot = (1 + (depth - 1) * beam + rank).expand(batch, -1)
@@ -100,7 +99,7 @@ class DynamicTree(TreeBuilder):
             mask = mask.scatter(2, slot[..., None], True)
             code = codes.flatten(1).gather(1, best)
             level_q = extend(Frontier(code, slot, parent_slot, depth, torch.full_like(slot, depth), mask))
-            start = end
+            offset = level.stop
         return offers
 
     def _select(self, root: Tensor, offers: _Offers) -> Draft:
@@ -160,7 +159,3 @@ class DepthTree(DynamicTree):
         if start < 1:
             raise InputError(f"start {start} is below 1; the first level to stop at is 1")
         self.start, self.threshold = start, threshold
-
-    def stopped(self, depth: int, beam_scores: Tensor) -> Tensor | None:
-        """Return the samples whose beam's likelihood is below the threshold."""
-        return beam_scores.logsumexp(-1) < self.threshold if depth >= self.start else None

@@ -27,9 +27,7 @@ def best_tree(table: Tensor, nodes: int, depth: int) -> Shape:
         worth(d, r, m) = max over j of a (1 + worth(d + 1, 0, j - 1)) + (1 - a) worth(d, r + 1, m - j), where a
         is the child's acceptance and j, at least 1, the size of its subtree with itself.
     """
-    no_nodes = torch.full(
-        (nodes + 1,), NEVER, dtype=torch.float64
-    )  # worth where no node fits: only m = 0 is possible
+    no_nodes = torch.full((nodes + 1,), NEVER, dtype=torch.float64)  # the worth where m can only be 0
     no_nodes[0] = 0
     j = torch.arange(1, nodes + 1)[None]
     remaining = torch.arange(nodes + 1)[:, None] - j  # m - j, [M + 1, M]

@@ -35,7 +35,7 @@ def is_chain(shape: Shape) -> bool:
 def by_levels(counts: Sequence[int], branch: int = 16) -> Shape:
     """Return a shape of `counts[d]` nodes at level d + 1, first children deepest.
 
-    Every level has, among the children of the level above, the paths with the smallest sum of ranks, a rank above 0 counting
+    A level has, among the children of the level above, the paths with the smallest sum of ranks, each rank above 0 counted as
     one more; earlier ranks decide ties.
     """
     shape: list[Path] = []
@@ -48,17 +48,8 @@ def by_levels(counts: Sequence[int], branch: int = 16) -> Shape:
     return tuple(shape)
 
 
-EAGLE: Shape = tuple(
-    tuple(int(rank) for rank in path)
-    for level in (
-        "0 1 2 3",
-        "00 01 02 10 11 20 21 30",
-        "000 001 002 010 011 020 021 100",
-        "0000 0001 0002",
-        "00000 00001",
-    )
-    for path in level.split()
-)
+_EAGLE = "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"
+EAGLE: Shape = tuple(tuple(map(int, path)) for path in _EAGLE.split())
 """The 25-node tree of EAGLE-1 (arXiv 2401.15077, figure 7)."""
 
 SHAPES: dict[str, Shape] = {
@@ -156,11 +147,10 @@ class StaticTree(TreeBuilder):
             for w, node in enumerate(nodes):
                 drawn += range(w * width, w * width + len(children[node]))
             # Ids go level by level in the order of paths, so that the children of a level are consecutive.
-            first_child, last_child = children[nodes[0]][0], children[nodes[-1]][-1]
+            child_ids = slice(children[nodes[0]][0], children[nodes[-1]][-1] + 1)
             node_ids = torch.tensor(nodes, device=device).repeat(batch, 1)  # [B, W]
             depths = torch.full_like(node_ids, depth)
             frontier = Frontier(node_ids, node_ids, tree.parent[:, nodes], depth, depths, mask[:, nodes])
-            child_ids = slice(first_child, last_child + 1)
             levels.append(_Level(_index(nodes, device), frontier, _index(drawn, device), child_ids, width))
         return tree, levels, torch.zeros(batch, self.size, q.shape[-1], dtype=q.dtype, device=device)
 
@@ -198,8 +188,6 @@ def fixed_tree(children: list[list[int]], batch: int, device: torch.device) -> T
         sample = torch.as_tensor(values, dtype=dtype, device=device)
         return sample.repeat(batch, *[1] * sample.dim())
 
-    table = [ids + [-1] * (max(widths, default=1) - len(ids)) for ids in children]  # [N, K]
+    table = batched([ids + [-1] * (max(widths, default=1) - len(ids)) for ids in children])  # [B, N, K]
     layout = Layout(tuple(spans), torch.tensor(order, device=device))
-    return Tree(
-        batched(parent), batched(depth), batched(table), batched(mask, torch.bool), tuple(widths), layout
-    )
+    return Tree(batched(parent), batched(depth), table, batched(mask, torch.bool), tuple(widths), layout)

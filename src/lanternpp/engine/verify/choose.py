@@ -26,7 +26,7 @@ def with_native(verifier: Verifier, backend: Backend) -> Verifier:
     if type(backend).verify is Backend.verify or verifier not in VERIFIERS.values():
         return verifier
 
-    def either(
+    def verify(
         draft: Draft,
         logits: Tensor,
         sampling: Sampling,
@@ -46,7 +46,7 @@ def with_native(verifier: Verifier, backend: Backend) -> Verifier:
                 return verdict
         return verifier(draft, logits, sampling, rule, noise, measure_tv)
 
-    return either
+    return verify
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,8 @@ class DraftTraits:
 def best_for(drafts: DraftTraits) -> str:
     """Return the verifier that accepts most codes for the same output distribution.
 
-    On a chain the verifier is block, if the rule's output distribution is fast, and on a tree traversal, if the rule is
-    lossless: with traversal a relaxed rule has another output distribution than token by token, where it relaxes again for
-    every sibling.
+    This is block on a chain, if the rule's output distribution is fast, and traversal on a tree, if the rule is lossless: a
+    relaxed rule has another output distribution token by token, where it relaxes again for every sibling.
     """
     if has_fast_distribution(drafts.rule) and why_unsupported(drafts, BLOCK) is None:
         return BLOCK
@@ -84,10 +83,8 @@ def why_unsupported(drafts: DraftTraits, name: str) -> str | None:
             "offered with"
         )
     elif drafts.residual == "paper":
-        reason, remedy = (
-            "the papers' residual is of token-wise verification",
-            remedy + ", or residual optimal",
-        )
+        reason = "the papers' residual is of token-wise verification"
+        remedy += ", or residual optimal"
     elif name == BLOCK and not drafting.chain:
         reason = "the tree branches"
         if why_unsupported(drafts, TRAVERSAL) is None:

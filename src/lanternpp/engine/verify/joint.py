@@ -54,7 +54,7 @@ def verify_joint(
     q = draft.probs * (tree.children[..., :1] >= 0) if tree.chain else draft.probs
     target = p if rule.lossless else _output_distributions(draft, p, q, logits, rule)
     tails, residuals = rejection_tails(target, q, draft.codes, tree)
-    # One random number inverts the CDF of the last kept node: `tails` falls from the root on.
+    # `tails` is the CDF of the last kept node, which one random number inverts.
     node = (noise.fine(Noise.ACCEPT, 1) >= tails).sum(1)  # [B]
     if not tree.chain:
         assert tree.layout is not None
@@ -96,8 +96,8 @@ def rejection_tails(p: Tensor, q: Tensor, codes: Tensor, tree: Tree) -> tuple[Te
 
     p, q [B, N, V], q of a chain 0 after its last code; codes [B, N] -> (tails [B, N - 1], residuals [B, N, V]).
 
-    tails: the probability that all nodes from the i-th on are rejected, i = 1, 2 .., nodes being in the order of `layout.order`,
-    or of a chain. residuals: the weights of the code after every node, by the node's id; not normalised.
+    tails: the probability that all nodes from the i-th on are rejected, i = 1, 2 .., in the order of `layout.order`, or of the
+    chain. residuals: the weights of the code after every node, by the node's id.
     """
     return chain_tails(p, q, codes) if tree.chain else tree_tails(p, q, codes, tree)
 
@@ -172,8 +172,5 @@ def rejected_distribution(p: Tensor, q: Tensor, codes: Tensor) -> Tensor:
 
 
 def all_rejected(keep_prob: Tensor) -> Tensor:
-    """Return the probability that all nodes from the i-th on are rejected, i = 1, 2 .., [B, M - 1].
-
-    keep_prob [B, M]: the probability that each of M nodes is kept once it is tried.
-    """
+    """Return the probability that all nodes from the i-th on are rejected, i = 1 .. M - 1; keep_prob [B, M] of tried nodes."""
     return (1 - keep_prob[:, 1:]).flip(1).cumprod(1).flip(1)

@@ -10,10 +10,10 @@ are made in blocks of growing size until every sample has a kept y: a limit woul
 With diffusion heads a drafted latent x_0 is the end of a trajectory x_T, ..., x_0 of the drafter's head (continuous
 speculative decoding, arXiv 2411.11925). The target's head follows the noise of the same trajectory up to its own last step
 (the paper's trajectory alignment), and x_0, which was drawn from the Gaussian of the drafter's last step, q, is verified
-against the Gaussian of the target's last step, p. Given the noise of the earlier steps p and q are two known densities, and x_0 is an
-independent draw from q. So under the rule `exact` the decided latent is a draw from the target's last step, at the end of a
-trajectory that the target draws as it always does: its distribution is the target's own. The rule `cspd` verifies as
-published, which is not exact.
+against the Gaussian of the target's last step, p. Given the noise of the earlier steps p and q are two known densities, and
+x_0 is an independent draw from q. So under the rule `exact` the decided latent is a draw from the target's last step, at the
+end of a trajectory that the target draws as it always does: its distribution is the target's own. The rule `cspd` verifies
+as published, which is not exact.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ def verify_tokenwise(
             undecided = alive & ~accepted
             if early_exit and not undecided.any():
                 break
-            child = tree.children[batch, node, rank]
-            code = draft.codes[batch, child.clamp(min=0)]
+            child = tree.children[batch, node, rank]  # [B], -1 where there is none
+            code = draft.codes[batch, child.clamp(min=0)]  # [B]
             q = remaining_q
             if q is None:  # a point mass
                 q = torch.zeros_like(residual).scatter_(1, code[:, None], 1)
@@ -72,10 +72,13 @@ def verify_tokenwise(
                 q = q.where(logits[batch, node] > float("-inf"), 0)
             relaxed = level_rule.relax_with_draft(residual, q, code).where(permitted[:, None], residual)
             accepts = tried & sampling.accepts(relaxed, q_code, code, u[:, level, rank])
-            if measure_tv:
-                cost[level] += tried * _cost(sampling, level_rule, residual, q, code, accepts)
+            if measure_tv and sampling.greedy:
+                cost[level] += tried * (accepts & (code != residual.argmax(-1))).to(residual.dtype)
+            elif measure_tv:
+                cost[level] += tried * tv_cost(level_rule, residual, q).to(residual.dtype)
             rejects = tried & ~accepts
-            accepted, next_node = accepted | accepts, torch.where(accepts, child, next_node)
+            accepted = accepted | accepts
+            next_node = torch.where(accepts, child, next_node)
             if early_exit and not rejects.any():
                 continue
             next_residual = sampling.residual(level_rule, residual, relaxed, q, code)
@@ -99,15 +102,6 @@ def without(q: Tensor, code: Tensor) -> Tensor:
     """Return q [B, V] without `code` [B], renormalised."""
     q = q.scatter(1, code[:, None], 0)
     return q / q.sum(-1, keepdim=True).clamp_(min=torch.finfo(q.dtype).tiny)
-
-
-def _cost(
-    sampling: Sampling, rule: Acceptance, p: Tensor, q: Tensor, code: Tensor, accepts: Tensor
-) -> Tensor:
-    """Return the total variation from p [B, V] that trying one child drawn from q [B, V] cost, [B]."""
-    if sampling.greedy:
-        return (accepts & (code != p.argmax(-1))).to(p.dtype)
-    return tv_cost(rule, p, q).to(p.dtype)
 
 
 def padded(verdict: Verdict, length: int) -> Verdict:
