@@ -31,9 +31,10 @@ class LatentEngine(Engine):
         """Check that the rule and the verifier are for these latents; raise InputError if not."""
         diffusion = isinstance(target, DiffusionTarget)
         if not (rule.lossless or (rule.trajectories and diffusion)):
-            rules = "exact or cspd" if diffusion else "exact"
+            alternative = " or cspd" if diffusion else ""
             raise InputError(
-                f"this model draws continuous latents, for which there is no such relaxed rule: use --accept {rules}"
+                "this model draws continuous latents, for which there is no such relaxed rule: use --accept "
+                f"exact{alternative}"
             )
         if verifier is not verify_tokenwise:
             raise InputError(
