@@ -29,8 +29,8 @@ def status(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.syspath_prepend(BENCH)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(profile, "COPIED", 1 << 16)
-    monkeypatch.setattr(profile, "SIDE", 32)
+    monkeypatch.setattr(profile, "COPY_BYTES", 1 << 16)
+    monkeypatch.setattr(profile, "MATRIX_SIDE", 32)
     script = importlib.import_module("gpu")
     in_a_process = script.run
 

@@ -104,8 +104,8 @@ def test_without_matplotlib_there_are_figures_and_no_plots(bench, monkeypatch):
 
 
 def test_a_profile_of_each_method_has_the_phases_and_the_operations_of_its_steps(bench, monkeypatch):
-    monkeypatch.setattr(profile, "COPIED", 1 << 16)  # the machine is measured on little
-    monkeypatch.setattr(profile, "SIDE", 32)
+    monkeypatch.setattr(profile, "COPY_BYTES", 1 << 16)  # the machine is measured on little
+    monkeypatch.setattr(profile, "MATRIX_SIDE", 32)
     outcome = bench("eagle, lantern++ lambda=3", "-n", 1, "--no-plots", "--no-measure-tv", "--profile")
     assert outcome.code == 0 and outcome.err == "" and "b/profile-*" in outcome.out
     assert "pass " in outcome.out.partition("most self time, %")[2]

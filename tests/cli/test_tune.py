@@ -37,7 +37,7 @@ def raced(monkeypatch):
             return [row | {"speedup": x} for row, x in zip(race(*args), speedups, strict=True)]
 
         monkeypatch.setattr(Tuner, "race", measured)
-        monkeypatch.setattr(Tuner, "is_own", lambda *_: False)
+        monkeypatch.setattr(Tuner, "is_own_draft", lambda *_: False)
 
     return measure
 

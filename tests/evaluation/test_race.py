@@ -16,7 +16,7 @@ from lanternpp.api.settings import with_tree
 from lanternpp.engine.decode import Engine
 from lanternpp.errors import InputError
 from lanternpp.evaluation import equal, report
-from lanternpp.evaluation.race import BY_KEY, PICTURES, TURNS, Race, parse_methods
+from lanternpp.evaluation.race import DIALS_BY_KEY, PICTURES, TURNS, Race, parse_methods
 
 PROMPTS = ["a red tulip", "a tulip"]
 FIELD = "lantern++ lambda=3, jacobi"
@@ -56,7 +56,7 @@ def test_methods_are_read_with_what_they_override() -> None:
 )
 def test_a_wrong_entry_is_named(text: str, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     switch = Dial(name="hard", kind=bool)
-    monkeypatch.setitem(BY_KEY, "hard", switch)
+    monkeypatch.setitem(DIALS_BY_KEY, "hard", switch)
     assert parse_methods("eagle hard=false")[1].overrides == {"hard": False}
     with pytest.raises(InputError) as fault:
         parse_methods(text)
@@ -68,7 +68,7 @@ def test_methods_take_turns_and_each_goes_first_in_its_turn(pipe: Pipeline) -> N
     assert len(turns) == 3 * 2 * 2 and len({(e.label, p, s) for e, p, s in turns}) == len(turns)
     rounds = [turns[i : i + 3] for i in range(0, len(turns), 3)]
     assert all(len({(p, s) for _, p, s in each}) == 1 for each in rounds)
-    assert {each[0][0].label for each in rounds} == {e.label for e in race(pipe).field}
+    assert {each[0][0].label for each in rounds} == {e.label for e in race(pipe).entries}
     pictures = {(prompt, seed) for _, prompt, seed in turns}
     assert len({seed for _, seed in pictures}) == len(pictures), "pictures of one seed share their noise"
 
@@ -93,7 +93,7 @@ def test_the_steps_of_a_row_are_those_that_its_engine_took(
     """Of five pictures, two at a time: the next one takes the slot of the first that is finished."""
     step, taken = Engine.step, Counter[Engine]()
     monkeypatch.setattr(Engine, "step", lambda engine: (taken.update([engine]), step(engine)))
-    mine = Race(pipe, parse_methods(FIELD), PROMPTS[:1], 5, 5, {"batch_size": 2}, False, turn=5)
+    mine = Race(pipe, parse_methods(FIELD), PROMPTS[:1], 5, 5, {"batch_size": 2}, False, turn_size=5)
     for row in report.rows(mine.run(tmp_path), mine.describe(), {}):
         assert 2 * row["steps"] == taken[mine.engines[row["method"]]], "with those of the warm-up"
 
@@ -166,7 +166,7 @@ def test_a_strength_is_found_and_raced_with_one_draft_and_measured_again_with_an
 
     monkeypatch.setattr(Pipeline, "settings", tuned)
     for own in (1, 1, 2):
-        raced = Race(pipe, field, PROMPTS, 1, 5, shared, measure_tv=False).asked["lantern++ k=5"]
+        raced = Race(pipe, field, PROMPTS, 1, 5, shared, measure_tv=False).requested["lantern++ k=5"]
         search = equal.StrengthSearch(pipe, field, PROMPTS, 4, 5, shared, tmp_path)
         search.tv_per_code(field[1])
         assert drawn[-1].tree == raced.tree == f"chain-{1 + own}"

@@ -48,7 +48,7 @@ def test_the_cheapest_draft_is_found(pipe, tmp_path, priced) -> None:
     made = tuner(pipe, tmp_path, options=replace(SMALL, trials=30))
     found = made.tune()
     assert found.nodes == 5 and found.speedup == pytest.approx(2)
-    tried = made.tried()
+    tried = made.candidates()
     assert len({json.dumps(one.overrides) for one in tried}) == len(tried), "none is drawn twice"
     shapes = [static_shape(one.overrides["tree"]) for one in tried]
     assert all(len(shape) <= 12 and max(map(len, shape)) <= 4 for shape in shapes)
@@ -61,23 +61,23 @@ def test_the_cheapest_draft_is_found(pipe, tmp_path, priced) -> None:
 def test_few_trials_are_tried(pipe, tmp_path, priced, trials: int) -> None:
     made = tuner(pipe, tmp_path, options=replace(SMALL, trials=trials))
     made.tune()
-    assert len(made.tried()) == trials
+    assert len(made.candidates()) == trials
 
 
 def test_the_methods_own_draft_is_known_by_its_shape(pipe, tmp_path, priced) -> None:
     made = tuner(pipe, tmp_path, "parallel", given={"tree": "chain-2"})
     found = made.tune()
     chain = {"tree": "[[0],[0,0]]", "min_survival": 0.0}
-    assert made.is_own(replace(found, overrides=chain))
+    assert made.is_own_draft(replace(found, overrides=chain))
     for other in ({"tree": "chain-3"}, {"tree": "[[0],[1]]"}, chain | {"verify": "token"}):
-        assert not made.is_own(replace(found, overrides=other))
+        assert not made.is_own_draft(replace(found, overrides=other))
 
 
 def test_the_dials_of_a_window_stay_where_they_are_given(pipe, tmp_path, priced) -> None:
     made = tuner(pipe, tmp_path, "jacobi-coupled", replace(SMALL, trials=20), {"init": "last"})
     found = made.tune()
     assert found.overrides.keys() == {"window", "alternatives", "init", "window_rows"}
-    for one in made.tried():
+    for one in made.candidates():
         dials = one.overrides
         assert (
             dials["init"] == "last" and dials["window"] * dials["window_rows"] + dials["alternatives"] <= 12
@@ -102,7 +102,7 @@ def test_a_stop_loses_at_most_one_batch(pipe, tmp_path, priced, monkeypatch) -> 
     again = tuner(pipe, tmp_path)
     found = again.tune()
     assert log.read_text().startswith(before)
-    pictures = sum(one.pictures for one in again.tried())
+    pictures = sum(one.pictures for one in again.candidates())
     assert len(priced) == pictures, "what was drawn before the stop counts"
     assert tuner(pipe, tmp_path).tune() == found and len(priced) == pictures
 
@@ -131,7 +131,7 @@ def test_a_damaged_log_and_a_run_of_something_else_are_rejected(pipe, tmp_path, 
     rejects(r"other settings \(.*nodes 12 -> 9", tuner, pipe, tmp_path, options=replace(SMALL, nodes=9))
     (tmp_path / LOG).write_text("{}\n")
     rejects("damaged", tuner, pipe, tmp_path)
-    assert tuner(pipe, tmp_path, restart=True).tried() == []
+    assert tuner(pipe, tmp_path, restart=True).candidates() == []
     (tmp_path / "b").mkdir()
     (tmp_path / "b/run.json").write_text('{"methods": {}}')
     rejects("something else", tuner, pipe, tmp_path / "b", restart=True)

@@ -144,7 +144,7 @@ def bench(
     from lanternpp.api.model import model_folder
     from lanternpp.evaluation.equal import StrengthSearch
     from lanternpp.evaluation.profile import COLUMNS, profile_race
-    from lanternpp.evaluation.prompts import GENEVAL, fetched, read_prompts, read_rows, spread
+    from lanternpp.evaluation.prompts import GENEVAL, fetch, read_prompts, read_rows, spread
     from lanternpp.evaluation.race import Race, parse_methods
 
     with locked(output):
@@ -152,7 +152,7 @@ def bench(
         paper = find_paper(field.paper) if field.paper else None
         methods = paper.methods if paper and field.methods is None else field.methods
         named = None if methods is None else parse_methods(methods)
-        prompts = prompts and fetched(prompts)
+        prompts = prompts and fetch(prompts)
         with_plots = opt.plots_enabled(plots)
         prompt_list = read_prompts(prompts, model_folder(options.model))
         pipe = opt.read(options)
@@ -207,16 +207,16 @@ def leave_out(why: str, given: Mapping[str, Any], usual: Mapping[str, Any]) -> N
 
 def check_folder(folder: Path, by_size: bool, resume: bool) -> None:
     """InputError where a folder holds a run that is not to go on, or tables that are not by batch size, or are, as `by_size` says."""
-    from lanternpp.evaluation.race import ELSEWHERE, RUN
+    from lanternpp.evaluation.race import FOLDER_REMEDY, RUN
 
     sizes = [path.parent for path in sorted(folder.glob(f"batch-*/{RUN}"))]
     if (folder / RUN).exists() if by_size else sizes:
         raise InputError(
-            f"{folder} holds a run {'without' if by_size else 'with'} --batch-sizes; {ELSEWHERE}"
+            f"{folder} holds a run {'without' if by_size else 'with'} --batch-sizes; {FOLDER_REMEDY}"
         )
     for each in (folder, *sizes):
         if (each / RUN).exists() and not resume:
-            raise InputError(f"{each} holds a run already; go on with it by --resume, or {ELSEWHERE}")
+            raise InputError(f"{each} holds a run already; go on with it by --resume, or {FOLDER_REMEDY}")
 
 
 def relaxed_methods(pipe: Pipeline) -> list[str]:
@@ -261,15 +261,15 @@ def make_measurer(pipe: Pipeline, count: int, measured: QualityOptions) -> Quali
     None by --no-quality, and where no option asks for it and the model has no classifier or the pictures are too few.
     """
     from lanternpp.evaluation.classifier import has_classifier
-    from lanternpp.evaluation.quality import LEAST, Quality
+    from lanternpp.evaluation.quality import MIN_PICTURES, Quality
 
     given = (measured.reference, measured.features, measured.clip)
-    possible = count >= LEAST and has_classifier(pipe.folder)
+    possible = count >= MIN_PICTURES and has_classifier(pipe.folder)
     if measured.quality is False or not (measured.quality or any(given) or possible):
         return None
-    if count < LEAST:
+    if count < MIN_PICTURES:
         raise InputError(
-            f"{count} pictures of each method are too few to measure; at least {LEAST} are needed: "
+            f"{count} pictures of each method are too few to measure; at least {MIN_PICTURES} are needed: "
             "raise -n, or give more prompts"
         )
     return Quality.for_model(pipe.folder, *given, pipe.device)
@@ -293,8 +293,8 @@ def run(
 
     with progress_bar("racing") as progress:
         turns = race.run(folder, progress)
-    quality = {entry.label: dict(entry.figures or {}) for entry in race.field}
-    for entry in race.field:
+    quality = {entry.label: dict(entry.figures or {}) for entry in race.entries}
+    for entry in race.entries:
         mine = [turn for turn in turns if turn.label == entry.label]
         drawn = [(turn.prompt, folder / name) for turn in mine for name in turn.files]
         pictures = folder / PICTURES / entry.slug
@@ -349,9 +349,9 @@ def show_folder(folder: Path, measured: QualityOptions, options: DrawOptions, as
     from lanternpp.api.pipeline import versions
     from lanternpp.evaluation import report
     from lanternpp.evaluation.pictures import Gallery
-    from lanternpp.evaluation.quality import LEAST, Quality
+    from lanternpp.evaluation.quality import MIN_PICTURES, Quality
 
-    images = Gallery.read(folder, LEAST, one_size=True)
+    images = Gallery.read(folder, MIN_PICTURES, one_size=True)
     if measured.clip and not any(images.prompts):
         raise InputError(f"no picture in {folder} has a prompt; --clip compares pictures with their prompts")
     given = (measured.reference, measured.features, measured.clip, options.device)

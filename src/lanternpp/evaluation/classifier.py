@@ -1,7 +1,7 @@
-"""A model's own classifier: a small classifier of its data's labels, whose features stand in for Inception's.
+"""A model's own classifier of the labels of its data, whose features stand in for Inception's.
 
-A residual network with pre-activation blocks (arXiv 1603.05027). Beside the label it names the words of the
-caption, so that its features also describe colours, skies and backgrounds, which do not matter for the label alone.
+The classifier is a residual network with pre-activation blocks (arXiv 1603.05027). It also predicts the words of the
+caption, so that its features describe colours, skies and backgrounds, which do not matter for the label alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REFERENCE = "reference.safetensors"
 
 @dataclass(frozen=True)
 class ClassifierConfig:
-    """Shape of a classifier. Every stage halves the sides of the one before; the stem does so too."""
+    """Shape of a classifier. The stem and every stage halve the sides of their input."""
 
     labels: Words
     words: Words = ()  # of the captions
@@ -46,30 +46,30 @@ class ClassifierConfig:
 
 
 def norm(channels: int) -> nn.Module:
-    """Group normalisation, 16 channels a group."""
+    """Return a group normalisation with 16 channels a group."""
     return nn.GroupNorm(max(channels // 16, 1), channels)
 
 
 class Block(nn.Module):
-    """Residual: norm, SiLU, 3x3, norm, SiLU, 3x3."""
+    """A residual block: norm, SiLU, 3x3, norm, SiLU, 3x3."""
 
     def __init__(self, inputs: int, outputs: int, stride: int):
         super().__init__()
         self.norm1, self.norm2 = norm(inputs), norm(outputs)
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
-        changes = inputs != outputs or stride > 1
-        self.skip = nn.Conv2d(inputs, outputs, 1, stride, bias=False) if changes else None
+        same_shape = inputs == outputs and stride == 1
+        self.skip = None if same_shape else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, inputs, H, W] -> [B, outputs, H / stride, W / stride]."""
+        """Map [B, inputs, H, W] to [B, outputs, H / stride, W / stride]."""
         h = F.silu(self.norm1(x))
-        over = x if self.skip is None else self.skip(h)
-        return over + self.conv2(F.silu(self.norm2(self.conv1(h))))
+        residual = x if self.skip is None else self.skip(h)
+        return residual + self.conv2(F.silu(self.norm2(self.conv1(h))))
 
 
 class Classifier(nn.Module):
-    """Pictures -> features, and from them the scores of labels and words."""
+    """A network that maps pictures to features, and features to the logits of labels and words."""
 
     def __init__(self, config: ClassifierConfig):
         super().__init__()
@@ -87,24 +87,24 @@ class Classifier(nn.Module):
         self.words = nn.Linear(inputs, len(config.words)) if config.words else None
 
     def features(self, images: Tensor) -> Tensor:
-        """Images [B, 3, H, W] in [-1, 1] -> features [B, F], the mean over all places of the last stage."""
+        """Return the features [B, F] of images [B, 3, H, W] in [-1, 1]: the mean of the last stage over its positions."""
         x = images.contiguous(memory_format=torch.channels_last)
         return self.stages(self.stem(x)).float().mean((2, 3))
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Images [B, 3, H, W] in [-1, 1] -> logits of the labels [B, L] and of the words [B, W]."""
+        """Return the logits of the labels [B, L] and of the words [B, W] for images [B, 3, H, W] in [-1, 1]."""
         features = self.features(images)
         words = features[:, :0] if self.words is None else self.words(features)
         return self.labels(features), words
 
 
 def has_classifier(folder: Path) -> bool:
-    """Whether a model folder holds a classifier."""
+    """Return whether a model folder holds a classifier."""
     return (folder / CLASSIFIER / checkpoints.CONFIG).is_file()
 
 
 def read_classifier(folder: Path, device: torch.device | str = "cpu") -> Classifier:
-    """The classifier of a model folder, in float32. Raises InputError naming what is wrong with a file."""
+    """Read the classifier of a model folder, in float32; raise InputError, which names the wrong file."""
     source = folder / CLASSIFIER
     config = config_as(ClassifierConfig, checkpoints.load_config(source), source)
     with blank(source):
@@ -115,6 +115,6 @@ def read_classifier(folder: Path, device: torch.device | str = "cpu") -> Classif
 
 
 def fingerprint(classifier: nn.Module) -> str:
-    """A hash of a classifier's weights: features of different classifiers cannot be compared."""
+    """Return a hash of a classifier's weights, by which features are known to be of the same classifier."""
     tensors = sorted(classifier.state_dict().items())
     return files.digest(f"{name} {checkpoints.checksum(tensor)}" for name, tensor in tensors)

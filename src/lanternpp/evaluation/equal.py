@@ -14,33 +14,33 @@ from lanternpp.api.options import BASELINE, DIALS, Settings
 from lanternpp.api.pipeline import Pipeline, versions
 from lanternpp.errors import InputError
 from lanternpp.evaluation.prompts import spread
-from lanternpp.evaluation.race import ELSEWHERE, Entry, check_run, machine
+from lanternpp.evaluation.race import FOLDER_REMEDY, Entry, check_run, machine
 from lanternpp.util.jsonfile import Journal
 
-STRENGTHS = {  # the dial of each rule, its exact value, and the greatest that is tried
+STRENGTHS = {  # per rule: the dial of its strength, the value at which the rule is exact, and the greatest value tried
     "lantern": ("delta", 0.0, 1.0),
     "lantern++": ("lam", 1.0, 100.0),
     "cool": ("delta", 1.0, 100.0),
     "cactus": ("delta", 0.0, 10.0),
     "mixture": ("delta", 0.0, 1.0),
 }
-# values of a dial that are tried, in a geometric row, and how many times greater the last is than the first
-STEPS, RANGE = 400, 1e7
+STEPS = 400  # values of a dial that are tried: their distances from the exact value are a geometric sequence
+RANGE = 1e7  # the greatest of these distances over the least
 
 
 class StrengthSearch:
-    """Measures what entries of a race cost, over some pictures, and finds their strengths by bisection.
+    """A search for the strengths at which entries of a race cost a given total variation, by bisection.
 
-    shared: dials of all entries. Measurements are kept in the folder, and made once. Raises InputError where an
-    entry other than plain decoding has no strength to find, or the folder holds something else.
+    shared: dials of all entries. Total variation is measured on `num_pictures` pictures, once for each strength, and logged in the
+    folder. Raises InputError if an entry other than plain decoding has no strength to find, or the folder holds another run.
     """
 
     def __init__(
         self,
         pipe: Pipeline,
-        field: Sequence[Entry],
+        entries: Sequence[Entry],
         prompts: Sequence[str],
-        pictures: int,
+        num_pictures: int,
         seed: int,
         shared: Mapping[str, Any],
         folder: Path,
@@ -48,59 +48,62 @@ class StrengthSearch:
         for prompt in prompts:
             pipe.target.check(prompt)
         self.pipe, self.shared = pipe, dict(shared)
-        for entry in field:
+        for entry in entries:
             if entry.method != BASELINE:
-                self.dial(entry)
-        self.prompts, self.seeds = spread(prompts, pictures), [seed + 2000 + i for i in range(pictures)]
+                self.strength_dial(entry)
+        self.prompts = spread(prompts, num_pictures)
+        self.seeds = [seed + 2000 + i for i in range(num_pictures)]
         facts = {"model": pipe.name, "weights": pipe.model.weights, "prompts": self.prompts, "seed": seed}
         check_run(folder, facts | machine(pipe) | {"versions": versions(), "shared": self.shared})
-        self.journal = Journal(folder / "tv.jsonl", ELSEWHERE)
+        self.journal = Journal(folder / "tv.jsonl", FOLDER_REMEDY)
 
-    def dial(self, entry: Entry) -> tuple[str, float, float]:
-        """The dial that is an entry's strength, as in `STRENGTHS`. InputError where it has none, or gives it."""
+    def strength_dial(self, entry: Entry) -> tuple[str, float, float]:
+        """Return the row of `STRENGTHS` for an entry's rule; raise InputError if there is none, or the entry gives the dial."""
         rule = str(self.pipe.settings(entry.method, **(self.shared | entry.overrides)).accept)
         if rule not in STRENGTHS:
             raise InputError(
                 f"{entry.label!r} has the rule {rule!r}, whose strength is not known; use one of {', '.join(STRENGTHS)}"
             )
-        name, exact, most = STRENGTHS[rule]
-        if name in entry.overrides:
+        if STRENGTHS[rule][0] in entry.overrides:
             raise InputError(
-                f"{entry.label!r} gives {DIALS[name].spoken}, which is what equal variation finds; leave it out"
+                f"{entry.label!r} gives {DIALS[STRENGTHS[rule][0]].spoken}, which is what equal variation finds; leave it out"
             )
-        return name, exact, most
+        return STRENGTHS[rule]
 
     def find(self, entry: Entry, limit: float) -> Entry | None:
-        """An entry at the greatest strength that costs at most so much per code, with that cost; None where the least costs more."""
-        name, exact, most = self.dial(entry)
+        """Return the entry at the greatest strength whose total variation per code is at most `limit`, with its figures.
 
-        def at(place: int) -> Entry:
-            step = (most - exact) * RANGE ** (place / (STEPS - 1) - 1)
-            value = round(exact + float(f"{step:.3g}"), 12)
+        Return None if the least strength costs more.
+        """
+        name, exact, greatest = self.strength_dial(entry)
+
+        def entry_at(step: int) -> Entry:
+            distance = (greatest - exact) * RANGE ** (step / (STEPS - 1) - 1)
+            value = round(exact + float(f"{distance:.3g}"), 12)
             label = f"{entry.label} {DIALS[name].spoken}={value:.8g}"
             return Entry(label, entry.method, {**entry.overrides, name: value})
 
-        count = bisect_right(range(STEPS), limit, key=lambda place: self.tv_per_code(at(place)))
-        if not count:
+        num_within = bisect_right(range(STEPS), limit, key=lambda step: self.tv_per_code(entry_at(step)))
+        if not num_within:
             return None
-        found = at(count - 1)
-        return replace(found, figures={"tv_per_code": self.tv_per_code(found), "tv_budget": limit})
+        strongest = entry_at(num_within - 1)
+        return replace(strongest, figures={"tv_per_code": self.tv_per_code(strongest), "tv_budget": limit})
 
     def tv_per_code(self, entry: Entry) -> float:
-        """Total variation per code, the mean over pictures; measured once."""
+        """Return the total variation per code, the mean over pictures, which is measured once."""
         settings = self.pipe.settings(entry.method, **{"batch_size": 1, **self.shared, **entry.overrides})
-        drawn = replace(settings, batch_size=self.shared.get("batch_size", min(len(self.seeds), 8)))
+        batched = replace(settings, batch_size=self.shared.get("batch_size", min(len(self.seeds), 8)))
 
         def measure() -> float:
-            return variation(self.pipe, self.prompts, self.seeds, drawn) / self.pipe.target.length
+            return variation(self.pipe, self.prompts, self.seeds, batched) / self.pipe.target.length
 
         return float(self.journal.once({"label": entry.label, "settings": asdict(settings)}, measure))
 
 
 def variation(pipe: Pipeline, prompts: Sequence[str], seeds: Sequence[int], settings: Settings) -> float:
-    """Total variation of a picture, the mean over pictures that are drawn now, with the settings' own draft."""
+    """Draw pictures with the settings' own draft and return the mean total variation of a picture."""
     batch = batch_size(settings.batch_size, len(seeds))
     settings = replace(settings, batch_size=batch, fit=False, measure_tv=True)
     request = Request(prompts, seeds, settings)
-    drawn = pipe.draw(pipe.new_engine(settings), request, output_type="codes")
-    return fmean(drawn.stats.tv_cost_per_image)
+    result = pipe.draw(pipe.new_engine(settings), request, output_type="codes")
+    return fmean(result.stats.tv_cost_per_image)

@@ -1,4 +1,4 @@
-"""The networks by which pictures are measured: extractors of features, listed by name in `EXTRACTORS`, and CLIP."""
+"""Networks that measure pictures: extractors of features, by name in `EXTRACTORS`, and CLIP."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ CLIP_EXAMPLE = "openai/clip-vit-base-patch32"
 
 
 class Extractor(ABC):
-    """Maps pictures to features; similar pictures have features close together."""
+    """A network that maps pictures to features; similar pictures have features close together."""
 
-    side: int  # pixels of the squares it is given
+    side: int  # pixels of the square pictures it takes
 
     @classmethod
     @abstractmethod
     def open(cls, folder: Path, device: torch.device) -> Self:
-        """The extractor for a model folder, on a device. Raises InputError where it cannot be had."""
+        """Return the extractor for a model folder, on a device; raise InputError if it cannot be had."""
 
     @abstractmethod
     def __call__(self, images: Tensor) -> Tensor:
-        """Images [B, 3, side, side] uint8 -> features [B, F] float32."""
+        """Compute the features [B, F] float32 of images [B, 3, side, side] uint8."""
 
 
 class ClassifierFeatures(Extractor):
@@ -47,7 +47,7 @@ class ClassifierFeatures(Extractor):
 
     @classmethod
     def open(cls, folder: Path, device: torch.device) -> Self:
-        """The classifier of a model folder."""
+        """Return the classifier of a model folder; raise InputError if there is none."""
         if not has_classifier(folder):
             raise InputError(
                 f"model {folder.name} has no classifier; make one with `python recipes/nature/classifier.py`, "
@@ -57,19 +57,19 @@ class ClassifierFeatures(Extractor):
 
     @torch.inference_mode()
     def __call__(self, images: Tensor) -> Tensor:
-        """Images [B, 3, side, side] uint8 -> features [B, F]."""
+        """Compute the features [B, F] of images [B, 3, side, side] uint8."""
         return self.classifier.features(images.to(self.device).float() / 127.5 - 1)
 
     @torch.inference_mode()
     def labels(self, features: Tensor) -> Tensor:
-        """Features [B, F] -> the most likely label of each, [B]."""
+        """Return the indices [B] of the most likely labels of features [B, F]."""
         return self.classifier.labels(features.to(self.device)).argmax(-1).cpu()
 
 
 class Inception(Extractor):
     """The 2,048 features of the last pooling layer of FID's InceptionV3 (weights of 2015-12-05), from torch-fidelity.
 
-    Pictures come resized by an antialiased bicubic filter, as in clean-fid (arXiv 2104.11222).
+    `extract` resizes pictures by an antialiased bicubic filter, as in clean-fid (arXiv 2104.11222).
     """
 
     side = 299
@@ -79,7 +79,7 @@ class Inception(Extractor):
 
     @classmethod
     def open(cls, folder: Path, device: torch.device) -> Self:
-        """The network; its weights are fetched when first used. It is the same for every model folder."""
+        """Return the network, which is the same for every model folder; its weights are fetched once. Raise InputError."""
         try:
             package = import_module("torch_fidelity.feature_extractor_inceptionv3")
         except ImportError as error:
@@ -97,7 +97,7 @@ class Inception(Extractor):
 
     @torch.inference_mode()
     def __call__(self, images: Tensor) -> Tensor:
-        """Images [B, 3, 299, 299] uint8 -> features [B, 2048]."""
+        """Compute the features [B, 2048] of images [B, 3, 299, 299] uint8."""
         return self.network(images.to(self.device))[0]
 
 
@@ -110,15 +110,15 @@ def extract(
     progress: Progress | None = None,
     batch: int = 32,
 ) -> Tensor:
-    """The features of pictures of any size, [M, F] float32 on the CPU."""
-    found = []
+    """Compute the features [M, F] float32, on the CPU, of pictures of any size."""
+    features = []
     for start in range(0, len(images), batch):
-        part = range(start, min(start + batch, len(images)))
-        squares = torch.stack([to_pixels(square(images[i], extractor.side)) for i in part])
-        found.append(extractor(squares).float().cpu())
+        indices = range(start, min(start + batch, len(images)))
+        squares = torch.stack([to_pixels(square(images[i], extractor.side)) for i in indices])
+        features.append(extractor(squares).float().cpu())
         if progress:
-            progress(part.stop, len(images))
-    return torch.cat(found)
+            progress(indices.stop, len(images))
+    return torch.cat(features)
 
 
 class Clip:
@@ -129,7 +129,7 @@ class Clip:
 
     @classmethod
     def open(cls, name: str, device: torch.device) -> Clip:
-        """Read or fetch them. Raises InputError where `name` is no CLIP or cannot be had."""
+        """Read or fetch the model and its processor; raise InputError if `name` is no CLIP or cannot be had."""
         from transformers import AutoConfig, CLIPModel, CLIPProcessor
 
         remedy = f"give the folder of a CLIP model with its processor, or a hub id such as {CLIP_EXAMPLE}"
@@ -151,17 +151,17 @@ class Clip:
         progress: Progress | None = None,
         batch: int = 32,
     ) -> float | None:
-        """100 x the mean cosine between a picture and its prompt, below 0 counted as 0 (equation 1, w = 100).
+        """Return 100 x the mean cosine between a picture and its prompt, a negative cosine counted as 0 (equation 1, w = 100).
 
-        Pictures without a prompt are left out; None where no picture has one.
+        Pictures without a prompt are left out; without any prompt the score is None.
         """
         with_prompt = [i for i, prompt in enumerate(prompts) if prompt]
         total = 0.0
         for start in range(0, len(with_prompt), batch):
-            part = with_prompt[start : start + batch]
+            indices = with_prompt[start : start + batch]
             inputs = self.processor(
-                text=[prompts[i] for i in part],
-                images=[images[i].convert("RGB") for i in part],
+                text=[prompts[i] for i in indices],
+                images=[images[i].convert("RGB") for i in indices],
                 return_tensors="pt",
                 padding=True,
                 truncation=True,
@@ -169,5 +169,5 @@ class Clip:
             outputs = self.model(**inputs)
             total += F.cosine_similarity(outputs.image_embeds, outputs.text_embeds).clamp_min(0).sum().item()
             if progress:
-                progress(start + len(part), len(with_prompt))
+                progress(start + len(indices), len(with_prompt))
         return 100 * total / len(with_prompt) if with_prompt else None

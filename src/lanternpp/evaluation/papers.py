@@ -1,4 +1,4 @@
-"""Published settings: how a paper's codes were sampled, and the methods of its table. Nothing here imports torch, so that help is quick."""
+"""Published settings: a paper's sampling, and the methods of its table. This module does not import torch, so that help is quick."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Paper:
     methods: str  # as `bench --methods` takes them
 
     def entry(self, entry: Entry) -> Entry:
-        """An entry of a race with its method's own draft, verified by token: no default of a model and no tuning changes it."""
+        """Return an entry with its method's own draft, verified by token, so that no default of a model and no tuning changes the entry."""
         if entry.method in (BASELINE, AUTO):
             return entry
         return replace(entry, overrides=METHODS[entry.method].dials | {"verify": "token"} | entry.overrides)
@@ -57,7 +57,7 @@ PAPERS = {
 
 
 def find_paper(name: str) -> Paper:
-    """The settings of this name. InputError lists what exists."""
+    """Return the paper of this name; raise InputError, which lists the names, if there is none."""
     if name not in PAPERS:
         raise InputError(unknown("paper", name, PAPERS))
     return PAPERS[name]

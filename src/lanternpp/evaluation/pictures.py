@@ -1,4 +1,4 @@
-"""Pictures in a folder, with their prompts where these are known; each is decoded when it is accessed."""
+"""Pictures in a folder, with their prompts where these are known; a picture is decoded on access."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ SUFFIXES = frozenset((".webp", ".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", 
 METADATA = "metadata.jsonl"
 LAYOUT = "write an object with file_name and text on each line, in UTF-8"
 GAP = 2  # pixels between the pictures of a grid that `generate` wrote
+Box = tuple[int, int, int, int]  # left, top, right, bottom
 
 
 @dataclass(frozen=True)
 class Item:
-    """A picture: a file, or a part of one, its prompt, and its size where that is known."""
+    """A picture: a file, or a box of a file, its prompt, and its size."""
 
     path: Path
     prompt: str | None
-    box: tuple[int, int, int, int] | None = None  # left, top, right, bottom
-    size: tuple[int, int] = (0, 0)
+    box: Box | None = None
+    size: tuple[int, int] = (0, 0)  # (0, 0): not known
 
 
 class Gallery(Sequence[Image.Image]):
@@ -44,34 +45,36 @@ class Gallery(Sequence[Image.Image]):
         self.folder, self.items = folder, tuple(items)
 
     @classmethod
-    def read(cls, folder: Path, least: int = 1, one_size: bool = False) -> Gallery:
-        """Every picture below `folder`, or those that its metadata.jsonl names; all are decoded once.
+    def read(cls, folder: Path, min_pictures: int = 1, one_size: bool = False) -> Gallery:
+        """Read every picture below `folder`, or the pictures that its metadata.jsonl names.
 
-        A grid that `generate` wrote counts as the pictures it shows. Raises InputError where fewer than
-        `least` are there, where some cannot be read and, with one_size, where they differ in size.
+        Every file is decoded once as a check. A grid that `generate` wrote counts as the pictures in the grid. Raise InputError
+        for fewer than `min_pictures`, for a picture that cannot be read, and, with one_size, for pictures of different sizes.
         """
         if not folder.is_dir():
             raise InputError(f"{folder} is no folder; name one that holds pictures")
         captions = read_captions(folder)
         paths = [folder / name for name in captions] if captions else list_pictures(folder)
         with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
-            found = {path.relative_to(folder).as_posix(): pool.submit(read_items, path) for path in paths}
+            contents = list(pool.map(read_items, paths))
         items, faults, sizes = list[Item](), list[str](), dict[str, tuple[int, int]]()
-        for name, read in found.items():
-            if isinstance(here := read.result(), str):
-                faults.append(f"{name} ({here})")
+        for path, content in zip(paths, contents, strict=True):
+            name = path.relative_to(folder).as_posix()
+            if isinstance(content, str):
+                faults.append(f"{name} ({content})")
                 continue
-            items += [replace(item, prompt=captions.get(name) or item.prompt) for item in here]
-            sizes[name] = here[0].size
+            items += [replace(item, prompt=captions.get(name) or item.prompt) for item in content]
+            sizes[name] = content[0].size
         if faults:
             raise InputError(f"{folder} has pictures that cannot be read: {listed(faults)}")
-        if len(items) < least:
-            raise InputError(f"{folder} holds {len(items)} pictures; at least {least} are needed")
-        usual = Counter(sizes.values()).most_common(1)[0][0]
-        if one_size and (odd := [f"{name} ({w} x {h})" for name, (w, h) in sizes.items() if (w, h) != usual]):
+        if len(items) < min_pictures:
+            raise InputError(f"{folder} holds {len(items)} pictures; at least {min_pictures} are needed")
+        (width, height), _ = Counter(sizes.values()).most_common(1)[0]
+        different = [f"{name} ({w} x {h})" for name, (w, h) in sizes.items() if (w, h) != (width, height)]
+        if one_size and different:
             raise InputError(
-                f"{folder} mixes sizes, which are measured separately; most pictures are {usual[0]} x {usual[1]}, "
-                f"but not {listed(odd)}"
+                f"{folder} mixes sizes, which are measured separately; most pictures are {width} x {height}, "
+                f"but not {listed(different)}"
             )
         return cls(folder, items)
 
@@ -93,7 +96,7 @@ class Gallery(Sequence[Image.Image]):
 
 
 def read_items(path: Path) -> list[Item] | str:
-    """The pictures in a file, or why it cannot be read."""
+    """Return the pictures in a file, or the reason why the file cannot be read."""
     image = open_image(path)
     if isinstance(image, str):
         return image
@@ -105,19 +108,20 @@ def read_items(path: Path) -> list[Item] | str:
     return pictures or f"no grid of {count} pictures, as its notes say"
 
 
-def grid_boxes(size: tuple[int, int], count: int) -> tuple[tuple[int, int, int, int], ...]:
-    """The boxes of `count` pictures in a grid of this size, as `picture.grid` lays them out; () if it is none."""
+def grid_boxes(size: tuple[int, int], count: int) -> tuple[Box, ...]:
+    """Return the boxes of `count` pictures in an image of this size, as `picture.grid` lays them out; () if the image is no such grid."""
     columns = squarest(count)
     rows = math.ceil(count / columns)
-    (width, right), (height, below) = divmod(size[0] + GAP, columns), divmod(size[1] + GAP, rows)
-    if right or below or min(width, height) <= GAP:
+    width, width_rest = divmod(size[0] + GAP, columns)
+    height, height_rest = divmod(size[1] + GAP, rows)
+    if width_rest or height_rest or min(width, height) <= GAP:
         return ()
     corners = [(i % columns * width, i // columns * height) for i in range(count)]
     return tuple((left, top, left + width - GAP, top + height - GAP) for left, top in corners)
 
 
 def list_pictures(folder: Path) -> list[Path]:
-    """Every picture below a folder, by name; without hidden ones."""
+    """Return every picture below a folder, by name, without the hidden files."""
     return sorted(
         path
         for path in folder.rglob("*")
@@ -127,31 +131,31 @@ def list_pictures(folder: Path) -> list[Path]:
 
 
 def read_captions(folder: Path) -> dict[str, str]:
-    """file_name, relative to the folder -> text of an imagefolder's metadata.jsonl, by name; empty where there is none."""
-    path, captions, root = folder / METADATA, list[tuple[str, str]](), folder.absolute()
-    for where, row in read_lines(path, "file_name", LAYOUT) if path.is_file() else ():
-        picture = root / row["file_name"]  # it may be an absolute path, or begin with ./
+    """Return file_name, relative to the folder, -> text of an imagefolder's metadata.jsonl, by name; {} without this file."""
+    path, root, captions = folder / METADATA, folder.absolute(), list[tuple[str, str]]()
+    for line, row in read_lines(path, "file_name", LAYOUT) if path.is_file() else ():
+        picture = root / row["file_name"]  # file_name may be an absolute path, or begin with ./
         if not picture.is_relative_to(root):
-            raise InputError(f"{where} names {picture}, which is not in {folder}; {LAYOUT}")
+            raise InputError(f"{line} names {picture}, which is not in {folder}; {LAYOUT}")
         captions.append((picture.relative_to(root).as_posix(), str(row.get("text") or "")))
     return dict(sorted(captions))
 
 
 def write_captions(folder: Path, captions: Mapping[str, str]) -> None:
-    """An imagefolder's metadata.jsonl, of file_name -> text."""
+    """Write file_name -> text as an imagefolder's metadata.jsonl."""
     rows = ({"file_name": name, "text": text} for name, text in captions.items())
     files.write_text(folder / METADATA, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def reference_folder(folder: Path) -> Path:
-    """The part of a reference that is compared with: val/ of an imagefolder that has one, else all of it."""
+    """Return the folder of a reference's pictures: its val/, or the folder itself if it has no val/."""
     return folder / "val" if (folder / "val").is_dir() else folder
 
 
 def square(image: Image.Image, side: int) -> Image.Image:
-    """The central square as RGB, `side` pixels wide; resampled with an antialiased bicubic filter.
+    """Return the central square as RGB, `side` pixels wide, resampled with an antialiased bicubic filter.
 
-    Other filters shift feature statistics (arXiv 2104.11222), so every metric comes through here.
+    Other filters shift feature statistics (arXiv 2104.11222), so every metric uses this function.
     """
     image = image.convert("RGB")
     short = min(image.size)
@@ -163,6 +167,6 @@ def square(image: Image.Image, side: int) -> Image.Image:
 
 
 def to_pixels(image: Image.Image) -> Tensor:
-    """A PIL image as [3, H, W] uint8."""
+    """Convert a PIL image to [3, H, W] uint8."""
     flat = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
     return flat.view(image.height, image.width, 3).permute(2, 0, 1)

@@ -1,4 +1,4 @@
-"""Prompts to measure with: a file of the user's or of a benchmark, or those that a model folder brings."""
+"""Prompts to measure with, from a file of the user, a benchmark or a model folder."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ GENEVAL = {"tag", "include", "prompt"}  # keys of GenEval's file of prompts
 
 
 def read_prompts(path: Path | None, model: Path) -> list[str]:
-    """The prompts of a file: a benchmark's, or one per line, empty lines and lines that begin with # left out.
+    """Read the prompts of a benchmark's file, or of a text with one prompt per line; empty lines and lines that begin with # are left out.
 
-    path None: the model folder's own; OWNER/NAME/FILE: a file of a dataset on the hub. Raises InputError where there is none.
+    path: a file, or OWNER/NAME/FILE of a dataset on the hub; None: the model folder's own file. Raise InputError without prompts.
     """
     model_file = model / PROMPTS
     if path is None and not model_file.is_file():
         raise InputError(f"{model} brings no {PROMPTS}; give --prompts FILE with one prompt per line")
-    source = fetched(path or model_file)
-    kind = source.suffix.lower()
-    if kind == ".json":
-        found = captions(read_json(source, REMEDY), source)
-    elif kind == ".jsonl":
-        found = [row["prompt"] for row in read_rows(source)]
+    source = fetch(path or model_file)
+    suffix = source.suffix.lower()
+    if suffix == ".json":
+        lines = captions(read_json(source, REMEDY), source)
+    elif suffix == ".jsonl":
+        lines = [row["prompt"] for row in read_rows(source)]
     else:
         text = read_text(source, "give a file with one prompt per line", LINES)
-        if kind == ".tsv":
-            found = table_column(text, source)
+        if suffix == ".tsv":
+            lines = table_column(text, source)
         else:
-            found = [line for line in text.split("\n") if not line.startswith("#")]
-    prompts = [prompt.strip() for prompt in found if prompt.strip()]
+            lines = [line for line in text.split("\n") if not line.startswith("#")]
+    prompts = [line.strip() for line in lines if line.strip()]
     if not prompts:
         raise InputError(f"prompts {source} holds none; write one prompt per line")
     return prompts
 
 
-def fetched(path: Path) -> Path:
-    """A path on this machine as it is, or a file of a dataset on the hub, which is fetched once. InputError."""
+def fetch(path: Path) -> Path:
+    """Return a path of this machine unchanged; fetch OWNER/NAME/FILE of a dataset from the hub, once. Raise InputError."""
     source = hub_id(path.as_posix())
     if path.exists() or source is None or source.file is None:
         return path
@@ -62,9 +62,9 @@ def fetched(path: Path) -> Path:
 
 
 def captions(content: Any, source: Path) -> list[str]:
-    """The longest caption of each picture, as in LANTERN's evaluation; the first of several that are as long.
+    """Return the longest caption of each picture, as in LANTERN's evaluation; of captions of this length the first.
 
-    content: MS-COCO's annotations, Karpathy's splits (the pictures of `test`), or a list of prompts. Raises InputError.
+    content: MS-COCO's annotations, Karpathy's splits (the pictures of `test`), or a list of prompts. Raise InputError for other content.
     """
     try:
         if isinstance(content, list):
@@ -72,42 +72,43 @@ def captions(content: Any, source: Path) -> list[str]:
         by_picture: dict[Any, list[str]] = {}
         for row in content.get("annotations", ()):
             by_picture.setdefault(row["image_id"], []).append(row["caption"].strip())
-        for place, row in enumerate(content.get("images", ()) if not by_picture else ()):
-            if row["split"] == "test":
-                by_picture[place] = [sentence["raw"].strip() for sentence in row["sentences"]]
-        return [max(texts, key=len) for texts in by_picture.values()]
+        if by_picture:
+            return [max(texts, key=len) for texts in by_picture.values()]
+        splits = [row["sentences"] for row in content.get("images", ()) if row["split"] == "test"]
+        return [max((sentence["raw"].strip() for sentence in texts), key=len) for texts in splits]
     except (AttributeError, KeyError, TypeError, ValueError):
         raise InputError(f"prompts {source} have no layout known here; {REMEDY}") from None
 
 
 def table_column(text: str, source: Path) -> list[str]:
-    """The column Prompt of a table with tabs, as PartiPrompts.tsv has it; quotes are part of a prompt. InputError."""
-    head, *rows = [line.split("\t") for line in text.split("\n") if line] or [[]]
-    if "Prompt" not in head:
+    """Return the column Prompt of a table with tabs, as in PartiPrompts.tsv; quotes are part of a prompt. Raise InputError without it."""
+    header, *rows = [line.split("\t") for line in text.split("\n") if line] or [[]]
+    if "Prompt" not in header:
         raise InputError(f"prompts {source} have no column Prompt; {REMEDY}")
-    return [row[head.index("Prompt")] for row in rows if len(row) > head.index("Prompt")]
+    column = header.index("Prompt")
+    return [row[column] for row in rows if len(row) > column]
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The objects of a .jsonl, each with a prompt, such as GenEval's evaluation_metadata.jsonl. InputError."""
+    """Read the objects of a .jsonl, such as GenEval's evaluation_metadata.jsonl; raise InputError for an object without a prompt."""
     return [row for _, row in read_lines(path, "prompt", REMEDY)]
 
 
 def write_geneval(rows: Sequence[Mapping[str, Any]], pictures: Sequence[tuple[int, Path]], to: Path) -> None:
-    """GenEval's folders, which its scorer reads: 00000/metadata.jsonl and 00000/samples/0000.png, and so on.
+    """Write the folders that GenEval's scorer reads: 00000/metadata.jsonl and 00000/samples/0000.png, and so on.
 
-    rows: of its file of prompts; pictures: files with the place of their prompt.
+    rows: of GenEval's file of prompts; pictures: the index of the prompt, and the file, of each picture.
     """
-    for place, row in enumerate(rows):
-        folder = to / f"{place:05d}"
+    for index, row in enumerate(rows):
+        folder = to / f"{index:05d}"
         files.write_text(folder / "metadata.jsonl", json.dumps(row) + "\n")
-        for i, picture in enumerate(path for prompt, path in pictures if prompt == place):
+        for i, picture in enumerate(path for prompt, path in pictures if prompt == index):
             with files.replacing(folder / "samples" / f"{i:04d}.png") as temporary:
                 shutil.copyfile(picture, temporary)
 
 
 def spread(prompts: Sequence[str], count: int) -> list[str]:
-    """`count` of some prompts: evenly over them where they are more, in turn where they are fewer."""
-    return [
-        prompts[i * len(prompts) // count if count < len(prompts) else i % len(prompts)] for i in range(count)
-    ]
+    """Return `count` prompts: an evenly spread selection if there are more, the prompts in turn if there are fewer."""
+    if count < len(prompts):
+        return [prompts[i * len(prompts) // count] for i in range(count)]
+    return [prompts[i % len(prompts)] for i in range(count)]

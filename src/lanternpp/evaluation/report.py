@@ -49,7 +49,7 @@ PAPER = {  # the columns of LANTERN++'s tables (arXiv 2502.06352): means over pi
     "step_compression": "step compression",
     **QUALITY,
 }
-FORMATS = {  # others have two decimals
+FORMATS = {  # of figures; a figure without a format has two decimals
     "method": "`{}`",
     "draft": "{}",
     "batch_size": "{}",
@@ -60,88 +60,98 @@ FORMATS = {  # others have two decimals
     "pictures_per_second": "{:.3g}",
     "prompt_accuracy": "{:.0%}",
 }
-WIDE = ("where", "precision", "recall")  # not for a terminal
-BATCHES = ("batch_size", "draft", "pictures_per_second")  # shown where batch sizes are compared
-COSTS = ("frechet", "clip", "tv_cost")  # the first one measured stands on the plot of speed against quality
-MARKS = "os^"  # so that labels of one colour differ
+WIDE = ("where", "precision", "recall")  # columns left out on a terminal
+BATCHES = ("batch_size", "draft", "pictures_per_second")  # columns shown where batch sizes are compared
+COSTS = ("frechet", "clip", "tv_cost")  # against which speed is plotted: the first that was measured
+MARKS = "os^"  # markers, by which points of one colour differ
 
 
 def rows(
     turns: Sequence[Turn], run: Mapping[str, Any], quality: Mapping[str, Mapping[str, float]]
 ) -> list[dict[str, Any]]:
-    """One row per method of a run, in its order; `quality` holds further figures by label.
+    """Return a row for each method of a run, in the run's order; `quality` holds further figures by label.
 
     Seconds are medians over turns, their spread the distance between the quartiles.
     """
-    plain = figures([t for t in turns if t.label == BASELINE])
-    made = []
+    plain = figures([turn for turn in turns if turn.label == BASELINE])
+    table = []
     for label, settings in run["methods"].items():
-        mine = [t for t in turns if t.label == label]
-        row = figures(mine)
+        method_turns = [turn for turn in turns if turn.label == label]
+        row = figures(method_turns)
         speedup = plain["seconds_per_image"] / row["seconds_per_image"]
-        ratios = {"speedup": speedup, "efficiency": speedup / row["codes_per_pass"]}
-        ratios["latency_speedup"] = plain["latency"] / row["latency"]
-        batch = settings["batch_size"]
-        about = {"method": label, "model": run["model"], "batch_size": batch}
-        about["steps"] = sum(steps(turn.accepted, batch) for turn in mine)
         draft = draft_of(settings) or "none"
-        about["draft"] = f"{draft}, fitted" if settings["fit"] else draft
-        versions = {"settings": settings, "versions": run["versions"]}
-        made.append(about | row | ratios | dict(quality.get(label, {})) | versions)
-    return made
+        table.append(
+            {
+                "method": label,
+                "model": run["model"],
+                "batch_size": settings["batch_size"],
+                "steps": sum(steps(turn.accepted, settings["batch_size"]) for turn in method_turns),
+                "draft": f"{draft}, fitted" if settings["fit"] else draft,
+                **row,
+                "speedup": speedup,
+                "efficiency": speedup / row["codes_per_pass"],
+                "latency_speedup": plain["latency"] / row["latency"],
+                **quality.get(label, {}),
+                "settings": settings,
+                "versions": run["versions"],
+            }
+        )
+    return table
 
 
 def figures(turns: Sequence[Turn]) -> dict[str, Any]:
-    """The figures of one method's turns."""
+    """Return the figures of one method's turns."""
     pictures = [accepted for turn in turns for accepted in turn.accepted]
-    seconds = [turn.seconds / len(turn.accepted) for turn in turns]
-    every = [count for accepted in pictures for count in accepted]
-    total = sum(turn.seconds for turn in turns)
-    tv_cost = [value for turn in turns for value in turn.tv_cost or []]
-    quarters = quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else [seconds[0]] * 3
+    counts = [count for accepted in pictures for count in accepted]
+    seconds = sum(turn.seconds for turn in turns)
+    seconds_per_image = [turn.seconds / len(turn.accepted) for turn in turns]
+    quartiles = [seconds_per_image[0]] * 3
+    if len(turns) > 1:
+        quartiles = quantiles(seconds_per_image, n=4, method="inclusive")
+    tv_costs = [tv_cost for turn in turns for tv_cost in turn.tv_cost or []]
     return {
         "images": len(pictures),
-        "codes": sum(every),
-        "passes": len(every),
-        "codes_per_pass": sum(every) / len(every),
-        "seconds": total,
-        "pictures_per_second": len(pictures) / total,
-        "latency": total / len(pictures),
-        "step_compression": fmean(sum(decided[1:]) / max(1, len(decided) - 1) for decided in pictures),
-        "seconds_per_image": median(seconds),
-        "seconds_quartiles": [quarters[0], quarters[2]],
-        "phases": {phase: sum(t.phases[phase] for t in turns) / total for phase in PHASES},
-        "accepted_per_pass": every,
-        "histogram": dict(sorted(Counter(every).items())),
-        "tv_cost": fmean(tv_cost) if tv_cost else None,
-        "tv_cost_images": len(tv_cost),
+        "codes": sum(counts),
+        "passes": len(counts),
+        "codes_per_pass": sum(counts) / len(counts),
+        "seconds": seconds,
+        "pictures_per_second": len(pictures) / seconds,
+        "latency": seconds / len(pictures),
+        "step_compression": fmean(sum(accepted[1:]) / max(1, len(accepted) - 1) for accepted in pictures),
+        "seconds_per_image": median(seconds_per_image),
+        "seconds_quartiles": [quartiles[0], quartiles[2]],
+        "phases": {phase: sum(turn.phases[phase] for turn in turns) / seconds for phase in PHASES},
+        "accepted_per_pass": counts,
+        "histogram": dict(sorted(Counter(counts).items())),
+        "tv_cost": fmean(tv_costs) if tv_costs else None,
+        "tv_cost_images": len(tv_costs),
     }
 
 
-def steps(accepted: Sequence[Sequence[int]], batch: int) -> int:
-    """Steps of an engine with `batch` slots in which pictures were drawn: each takes the slot that is free first."""
-    ends = [0] * batch
-    for decided in accepted:
-        heapreplace(ends, ends[0] + len(decided) - 1)  # its first entry is the prefill
+def steps(pictures: Sequence[Sequence[int]], batch_size: int) -> int:
+    """Return the steps in which an engine draws pictures, given as their accepted codes: each takes the slot that is free first."""
+    ends = [0] * batch_size
+    for accepted in pictures:
+        heapreplace(ends, ends[0] + len(accepted) - 1)  # the first entry is the prefill, which is no step
     return max(ends)
 
 
 def by_row(turns: Sequence[Turn], width: int) -> dict[str, list[float]]:
-    """Mean codes decided by the passes that began in each row of the image, by label; NaN where none began."""
-    began: dict[str, dict[int, list[int]]] = {turn.label: {} for turn in turns}
+    """Return by label the mean codes of the passes that began in each row of the image; NaN for a row in which no pass began."""
+    counts_by_row: dict[str, dict[int, list[int]]] = {turn.label: {} for turn in turns}
     for turn in turns:
         for accepted in turn.accepted:
-            # Without the prefill, which decides one code whatever the method.
-            for place, count in zip(accumulate(accepted), accepted[1:], strict=False):
-                began[turn.label].setdefault(place // width, []).append(count)
+            # The prefill is left out, as it decides one code whatever the method.
+            for position, count in zip(accumulate(accepted), accepted[1:], strict=False):
+                counts_by_row[turn.label].setdefault(position // width, []).append(count)
     return {
-        label: [fmean(rows.get(row, [math.nan])) for row in range(max(rows, default=-1) + 1)]
-        for label, rows in began.items()
+        label: [fmean(counts.get(row, [math.nan])) for row in range(max(counts, default=-1) + 1)]
+        for label, counts in counts_by_row.items()
     }
 
 
 def cell(row: Mapping[str, Any], column: str, brief: bool = False) -> str:
-    """One figure of a row as text, with its spread unless brief; a dash where it was not measured."""
+    """Return one figure of a row as text, with its spread unless brief, or a dash if the figure was not measured."""
     if column == "where":
         return " / ".join(f"{100 * row['phases'][phase]:.0f}" for phase in PHASES)
     if row.get(column) is None:
@@ -155,16 +165,19 @@ def cell(row: Mapping[str, Any], column: str, brief: bool = False) -> str:
 
 
 def columns(table: Sequence[Mapping[str, Any]], headings: Mapping[str, str] = HEADINGS) -> list[str]:
-    """The columns that some row has a figure for; those of `BATCHES` only where batch sizes differ, drafts also where one was fitted."""
-    known = [c for c in headings if c == "where" or any(row.get(c) is not None for row in table)]
+    """Return the columns for which some row has a figure.
+
+    The columns of `BATCHES` are left out if all batch sizes are equal, except for the drafts if some draft was fitted.
+    """
+    measured = [c for c in headings if c == "where" or any(row.get(c) is not None for row in table)]
     if len({row["batch_size"] for row in table}) > 1:
-        return known
+        return measured
     fitted = any(row["settings"]["fit"] for row in table)
-    return [c for c in known if c not in BATCHES or (c == "draft" and fitted)]
+    return [c for c in measured if c not in BATCHES or (c == "draft" and fitted)]
 
 
 def comma_separated(table: Sequence[Mapping[str, Any]], headings: Mapping[str, str]) -> str:
-    """The figures of the columns as CSV, not rounded, under their names in bench.json."""
+    """Return the columns as CSV: the figures are not rounded, and have the names of bench.json."""
     text = io.StringIO()
     writer = csv.DictWriter(text, columns(table, headings), extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
@@ -175,41 +188,46 @@ def comma_separated(table: Sequence[Mapping[str, Any]], headings: Mapping[str, s
 def markdown(
     table: Sequence[Mapping[str, Any]], run: Mapping[str, Any], headings: Mapping[str, str] = HEADINGS
 ) -> str:
-    """The table in Markdown, with the settings it holds for under it."""
-    shown = columns(table, headings)
-    rule = ["---", *["--:"] * (len(shown) - 1)]
-    lines = [[headings[c] for c in shown], rule, *([cell(row, c) for c in shown] for row in table)]
-    rows = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    return f"{rows}\n{settings_line(table, run)}\n"
+    """Return the table in Markdown, and below the table its settings."""
+    names = columns(table, headings)
+    rule = ["---", *["--:"] * (len(names) - 1)]
+    lines = [[headings[name] for name in names], rule]
+    lines += [[cell(row, name) for name in names] for row in table]
+    text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return f"{text}\n{settings_line(table, run)}\n"
 
 
-def counts(numbers: Iterable[int]) -> str:
-    """A count that all share, or the least and the greatest."""
-    found = sorted(set(numbers))
-    return "" if not found else str(found[0]) if len(found) == 1 else f"{found[0]} to {found[-1]}"
+def count_range(counts: Iterable[int]) -> str:
+    """Return the count that all rows share, or the least and the greatest; no text if there are no counts."""
+    ordered = sorted(set(counts))
+    if len(ordered) > 1:
+        return f"{ordered[0]} to {ordered[-1]}"
+    return str(ordered[0]) if ordered else ""
 
 
 def settings_line(table: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) -> str:
-    """The settings and the machine of the figures, in one sentence."""
-    base = run["methods"][BASELINE]
-    images = counts(row["images"] for row in table)
-    tv_cost = counts(row["tv_cost_images"] for row in table if row["tv_cost"])
+    """Return the settings and the machine of the figures in one sentence."""
+    plain = run["methods"][BASELINE]
+    images = count_range(row["images"] for row in table)
+    batch_sizes = count_range(row["batch_size"] for row in table)
+    tv_images = count_range(row["tv_cost_images"] for row in table if row["tv_cost"])
     return (
         f"{run['model']}, {images} pictures of {len(run['prompts'])} prompts per method, "
-        f"{counts(row['batch_size'] for row in table)} at a time, methods taking turns; medians, quartiles in brackets. "
-        f"cfg {base['cfg']:g}, temperature {base['temperature']:g}, top-k {base['top_k']}, top-p {base['top_p']:g}; "
-        f"{run['dtype']}, {'compiled' if base['compile'] else 'not compiled'}, {run['device']}, "
+        f"{batch_sizes} at a time, methods taking turns; medians, quartiles in brackets. "
+        f"cfg {plain['cfg']:g}, temperature {plain['temperature']:g}, top-k {plain['top_k']}, top-p {plain['top_p']:g}; "
+        f"{run['dtype']}, {'compiled' if plain['compile'] else 'not compiled'}, {run['device']}, "
         f"{run['threads']} threads, torch {run['versions']['torch']}."
-        + (f" TV cost: mean of {tv_cost} pictures." if tv_cost else "")
+        + (f" TV cost: mean of {tv_images} pictures." if tv_images else "")
     )
 
 
-def plot(table: Sequence[Mapping[str, Any]], rows: Mapping[str, Sequence[float]], folder: Path) -> None:
-    """speed.png, rows.png and passes.png in `folder`; those that the figures allow."""
-    cost = next((c for c in COSTS if sum(row.get(c) is not None for row in table) > 1), None)
-    drawn = {
+def plot(
+    table: Sequence[Mapping[str, Any]], codes_by_row: Mapping[str, Sequence[float]], folder: Path
+) -> None:
+    """Write rows.png and passes.png to `folder`, and speed.png if a cost was measured of two methods or more."""
+    plots = {
         "rows": curves(
-            {label: (range(1, len(means) + 1), means) for label, means in rows.items()},
+            {label: (range(1, len(means) + 1), means) for label, means in codes_by_row.items()},
             "row of codes where the pass began",
             "codes per pass",
         ),
@@ -218,20 +236,22 @@ def plot(table: Sequence[Mapping[str, Any]], rows: Mapping[str, Sequence[float]]
             "codes decided by one pass",
             "share of passes, %",
         ),
-        **({"speed": speed(table, cost)} if cost else {}),
     }
-    for name, figure in drawn.items():
+    cost = next((c for c in COSTS if sum(row.get(c) is not None for row in table) > 1), None)
+    if cost:
+        plots["speed"] = speed(table, cost)
+    for name, figure in plots.items():
         save_figure(figure, folder / f"{name}.png")
 
 
 def shares(histogram: Mapping[int, int]) -> tuple[Sequence[float], Sequence[float]]:
-    """Codes of a pass, and how often a pass decided so many, in percent."""
+    """Return numbers of codes from 1 on, and the share of the passes that decided each number, in percent."""
     codes = range(1, max(map(int, histogram)) + 1)
     return codes, [100 * histogram.get(k, 0) / sum(histogram.values()) for k in codes]
 
 
 def throughput(table: Sequence[Mapping[str, Any]]) -> Any:
-    """Pictures per second against the batch size, a line per method."""
+    """Plot pictures per second against the batch size, a line per method."""
     lines = {}
     for label in dict.fromkeys(row["method"] for row in table):
         rows = [row for row in table if row["method"] == label]
@@ -241,9 +261,9 @@ def throughput(table: Sequence[Mapping[str, Any]]) -> Any:
     return figure
 
 
-def curves(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], x: str, y: str) -> Any:
-    """Lines of (x, y) by their names."""
-    with axes_of(x, y) as axes:
+def curves(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], x_label: str, y_label: str) -> Any:
+    """Plot lines, given by label as their x and their y."""
+    with axes_of(x_label, y_label) as axes:
         for i, (label, points) in enumerate(lines.items()):
             axes.plot(*points, f"C{i % 10}.{'-' if i < 10 else '--'}", label=fill(label, 22))
         axes.set_ylim(bottom=0)
@@ -251,7 +271,7 @@ def curves(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], x: str,
 
 
 def speed(table: Sequence[Mapping[str, Any]], cost: str) -> Any:
-    """Cost against speed-up, a point per method."""
+    """Plot the cost against the speed-up, a point per method."""
     better = "higher is better" if cost == "clip" else "lower is better"
     with axes_of("speed-up over plain decoding", f"{HEADINGS[cost]} ({better})") as axes:
         for i, row in enumerate(table):
@@ -264,19 +284,19 @@ def speed(table: Sequence[Mapping[str, Any]], cost: str) -> Any:
 
 
 @contextmanager
-def axes_of(x: str, y: str) -> Iterator[Any]:
-    """The axes of a new figure, drawn without a display; in the end the names of its lines are put beside it."""
+def axes_of(x_label: str, y_label: str) -> Iterator[Any]:
+    """Yield the axes of a new figure, which needs no display; then add the legend beside the axes."""
     from matplotlib.figure import Figure
 
-    fig = Figure(figsize=(7.5, 4.6), dpi=130, layout="constrained")
-    axes = fig.add_subplot(xlabel=x, ylabel=y)
+    figure = Figure(figsize=(7.5, 4.6), dpi=130, layout="constrained")
+    axes = figure.add_subplot(xlabel=x_label, ylabel=y_label)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
     yield axes
-    fig.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
 
 
-def save_figure(fig: Any, path: Path) -> None:
-    """The figure as a PNG, written whole."""
+def save_figure(figure: Any, path: Path) -> None:
+    """Write the figure as a PNG; a file at `path` is replaced as a whole."""
     with replacing(path) as temporary:
-        fig.savefig(temporary, format="png")
+        figure.savefig(temporary, format="png")

@@ -8,14 +8,14 @@ from typing import Annotated
 from lanternpp.errors import InputError
 from lanternpp.util.options import Option
 
-# Pictures that a budget is measured on, unless the options say otherwise; the help of `budget_pictures` names both.
-VARIATION, FRECHET = 8, 100
-LEAST = 4  # pictures that a Fréchet distance can be measured of
+# Pictures that a budget is measured on by default, which the help of `budget_pictures` repeats.
+TV_PICTURES, FRECHET_PICTURES = 8, 100
+MIN_FRECHET_PICTURES = 4
 
 
 @dataclass(frozen=True)
 class TuningOptions:
-    """How thoroughly to search, within which limits.
+    """The extent and the limits of a search.
 
     n: Pictures for each entrant of the race at the end.
     rounds: Batches that a good draft is drawn for; slow ones are given up earlier.
@@ -40,18 +40,18 @@ class TuningOptions:
 
     @property
     def measured_on(self) -> int:
-        """Pictures that a budget is measured on."""
-        return self.budget_pictures or (VARIATION if self.budget_frechet is None else FRECHET)
+        """The number of pictures that a budget is measured on."""
+        return self.budget_pictures or (TV_PICTURES if self.budget_frechet is None else FRECHET_PICTURES)
 
     def check(self) -> None:
-        """InputError where options contradict each other."""
+        """Raise InputError if options contradict each other."""
         if self.budget_tv is not None and self.budget_frechet is not None:
             raise InputError("--budget-tv and --budget-frechet cannot both be held; give one")
         if self.budget_pictures and not self.limited:
             raise InputError(
                 f"--budget-pictures {self.budget_pictures} would change nothing without a budget; give one"
             )
-        if self.budget_frechet is not None and self.measured_on < LEAST:
+        if self.budget_frechet is not None and self.measured_on < MIN_FRECHET_PICTURES:
             raise InputError(
-                f"--budget-pictures {self.measured_on} are too few to measure; use {LEAST} or more"
+                f"--budget-pictures {self.measured_on} are too few to measure; use {MIN_FRECHET_PICTURES} or more"
             )
