@@ -1,6 +1,6 @@
 """The command line: one file per verb. Errors are one line on stderr and exit status 2.
 
-A verb's file is imported when the verb is named, and nothing here imports torch, so that help and errors are quick.
+A verb's file is imported when the verb is given, and this module does not import torch, so that help and errors are quick.
 """
 
 from __future__ import annotations
@@ -48,38 +48,38 @@ RETIRED = {
     "train classifier": "python recipes/nature/classifier.py",
 }
 RENAMED = {
-    **{f"--{old}": DIALS[now].option for old, now in DIALS_RENAMED.items()},
+    **{f"--{old}": DIALS[new].option for old, new in DIALS_RENAMED.items()},
     "--lanes": "--max-engines",
     "--out": "-o",
     "--resume": "the default",
     "--taps": "--aux-layers",
     "--turn": "--condition-width",
 }
-
-
-NARROWEST = 20  # columns into which help and tables can be laid out
+MIN_COLUMNS = 20  # of a terminal, below which help and tables cannot be laid out
 
 
 def with_values(args: Sequence[str]) -> list[str]:
-    """Arguments in which a `--ray` that nobody gave a value means this machine."""
-    bare = [
-        i for i, arg in enumerate(args) if arg == "--ray" and (args[i + 1 : i + 2] or ["-"])[0][:1] == "-"
-    ]
-    return [part for i, arg in enumerate(args) for part in ((arg, "local") if i in bare else (arg,))]
+    """Return the arguments with "local" added as the value of a `--ray` without a value."""
+    filled = []
+    for i, arg in enumerate(args):
+        filled.append(arg)
+        if arg == "--ray" and (i + 1 == len(args) or args[i + 1].startswith("-")):
+            filled.append("local")
+    return filled
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """The console script: runs a verb, then exits with its status."""
+    """Run a verb as the console script, and exit with the verb's status."""
     HERE[:] = [""]  # the current folder
     for name in ("stdout", "stderr"):  # None where it was closed, as cron and pythonw do
         setattr(sys, name, getattr(sys, name) or Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
-    if os.environ.get("COLUMNS", "").isdecimal() and int(os.environ["COLUMNS"]) < NARROWEST:
+    if os.environ.get("COLUMNS", "").isdecimal() and int(os.environ["COLUMNS"]) < MIN_COLUMNS:
         del os.environ["COLUMNS"]
-    if isinstance(sys.stdout, io.TextIOWrapper):  # prompts and paths may have letters that its encoding lacks
+    if isinstance(sys.stdout, io.TextIOWrapper):  # the encoding may lack letters of prompts and paths
         sys.stdout.reconfigure(errors="backslashreplace")
-    # a terminal that is closed ends a command as SIGTERM does; nohup's commands ignore it, Windows has none
+    # Closing the terminal ends a command as SIGTERM does. Under nohup SIGHUP stays ignored, and Windows has no SIGHUP.
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
-        with suppress(ValueError):  # in a thread, which takes no signals
+        with suppress(ValueError):  # only the main thread can set handlers of signals
             signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     args = with_values(sys.argv[1:] if args is None else args)
     try:
@@ -95,19 +95,21 @@ def main(args: Sequence[str] | None = None) -> None:
     except OSError as error:
         if isinstance(error, BrokenPipeError) and unread():
             sys.exit(141)  # as a shell reports SIGPIPE
-        full, where = is_full(error), error.filename or "while writing"
-        if not full and error.filename is None:  # no file of the user's
+        path = error.filename or "while writing"
+        if is_full(error):
+            say("error", f"the disk is full ({path}); free some room and run it again")
+        elif error.filename is None:  # the file is not the user's
             raise
-        why = f"the disk is full ({where}); free some room and run it again"
-        say("error", why if full else f"{where}: {error.strerror}")
+        else:
+            say("error", f"{path}: {error.strerror}")
         status = 2
     sys.exit(status if isinstance(status, int) else 0)
 
 
 def unread() -> bool:
-    """Whether the reader of stdout has gone, as in `lanternpp models | head`; then Python's own flush at the end is silenced."""
+    """Return whether the reader of stdout has gone, as in `lanternpp models | head`; if so, silence Python's flush at exit."""
     try:
-        print(flush=True)  # fails again, also where stdout keeps nothing
+        print(flush=True)  # fails again, even if the buffer of stdout is empty
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return True
@@ -116,8 +118,8 @@ def unread() -> bool:
 
 def run(args: Sequence[str]) -> object:
     """Run a verb and return its result: None, or an exit status."""
-    named = next(iter(args), "--help")
-    for words in (named, " ".join(args[:2])):
+    requested = next(iter(args), "--help")
+    for words in (requested, " ".join(args[:2])):
         if words in RETIRED:
             raise InputError(f"`{words}` is now `{RETIRED[words]}`")
     app = App(
@@ -133,13 +135,13 @@ def run(args: Sequence[str]) -> object:
         suppress_keyboard_interrupt=False,
     )
     for verb, about in VERBS.items():
-        app.command(f"{__name__}.{verb}:{verb}", name=verb, help=None if verb == named else about)
+        app.command(f"{__name__}.{verb}:{verb}", name=verb, help=None if verb == requested else about)
     return app(args)
 
 
 def sentence(error: Exception) -> str:
-    """The error of the arguments, in one sentence."""
-    if isinstance(error.__cause__, InputError):  # of an option's own check
+    """Return an error of the arguments as one sentence."""
+    if isinstance(error.__cause__, InputError):  # raised by the check of an option's value
         return str(error.__cause__)
     if isinstance(error, UnknownOptionError):
         option = (error.token.keyword or error.token.value).partition("=")[0]

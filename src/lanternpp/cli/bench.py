@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from itertools import product
 from pathlib import Path
@@ -40,7 +41,7 @@ DEFAULT = f"Default: those of {', '.join(DEFAULT_METHODS)} that the model has a 
 
 
 @dataclass(frozen=True)
-class FieldOptions:
+class RaceOptions:
     """The methods of a race.
 
     methods: Methods separated by commas, each followed by its overrides: "eagle, lantern++ neighbours=10 lambda=5". Plain decoding is always
@@ -69,9 +70,9 @@ class FieldOptions:
     profile: bool = False
 
     def checked(self, overrides: Mapping[str, Any]) -> tuple[list[float], list[int]]:
-        """The limits of --equal-tv, and the batch sizes. InputError where options contradict each other."""
-        tiny, allowed = 1e-12, "numbers above 0 and below 1"
-        limits = opt.read_numbers(self.equal_tv, float, "--equal-tv", allowed, tiny, 1 - tiny)
+        """Return the limits of --equal-tv and the batch sizes; raise InputError if options contradict each other."""
+        epsilon, allowed = 1e-12, "numbers above 0 and below 1"
+        limits = opt.read_numbers(self.equal_tv, float, "--equal-tv", allowed, epsilon, 1 - epsilon)
         if limits and self.paper:
             raise InputError("--paper gives the strengths that --equal-tv searches; leave one out")
         if limits and overrides.get("fit"):
@@ -108,7 +109,7 @@ def bench(
     *,
     prompts: opt.Prompts = None,
     n: opt.Count = 4,
-    field: FieldOptions = FieldOptions(),
+    race_options: RaceOptions = RaceOptions(),
     output: Annotated[Path, opt.Folder] = OUTPUT,
     resume: bool = False,
     plots: opt.Plots = None,
@@ -117,7 +118,7 @@ def bench(
         DrawOptions, opt.without("size", "method", *names(MethodDials, MeasureDials))
     ] = DrawOptions(),
     seed: opt.Seed = 0,
-    measured: QualityOptions = QualityOptions(),
+    quality_options: QualityOptions = QualityOptions(),
 ) -> None:
     """Compare methods on one model: -n pictures per prompt and method, the methods taking turns.
 
@@ -127,19 +128,20 @@ def bench(
     output: Where figures, plots and pictures go.
     resume: Go on with the run in the folder.
     """
-    if measured.pictures is not None:
-        usual = {name: each.default for name, each in signature(bench).parameters.items()}
-        usual |= vars(FieldOptions()) | vars(DrawOptions())
-        asked = {"prompts": prompts, "n": n, "output": output, "resume": resume, "plots": plots, "seed": seed}
-        asked |= vars(field) | {"drafter": options.drafter, "dtype": options.dtype} | options.overrides
-        asked["no_quality"] = measured.quality is False or None
-        leave_out("--pictures draws nothing", asked, usual)
-        show_folder(measured.pictures, measured, options, as_json)
+    if quality_options.pictures is not None:
+        defaults = {name: parameter.default for name, parameter in signature(bench).parameters.items()}
+        defaults |= vars(RaceOptions()) | vars(DrawOptions())
+        values: dict[str, Any] = {"prompts": prompts, "n": n, "output": output, "resume": resume}
+        values |= {"plots": plots, "seed": seed, **vars(race_options), "drafter": options.drafter}
+        values |= {"dtype": options.dtype, **options.overrides}
+        values["no_quality"] = quality_options.quality is False or None
+        reject_options("--pictures draws nothing", values, defaults)
+        show_folder(quality_options.pictures, quality_options, options, as_json)
         return
-    if measured.quality is False:
-        given = {name: getattr(measured, name) for name in ("reference", "features", "clip")}
-        leave_out("--no-quality measures no pictures", given, {})
-    limits, sizes = field.checked(options.overrides)
+    if quality_options.quality is False:
+        values = {name: getattr(quality_options, name) for name in ("reference", "features", "clip")}
+        reject_options("--no-quality measures no pictures", values, {})
+    limits, sizes = race_options.checked(options.overrides)
 
     from lanternpp.api.model import model_folder
     from lanternpp.evaluation.equal import StrengthSearch
@@ -149,9 +151,9 @@ def bench(
 
     with locked(output):
         check_folder(output, bool(sizes), resume)
-        paper = find_paper(field.paper) if field.paper else None
-        methods = paper.methods if paper and field.methods is None else field.methods
-        named = None if methods is None else parse_methods(methods)
+        paper = find_paper(race_options.paper) if race_options.paper else None
+        methods = paper.methods if paper and race_options.methods is None else race_options.methods
+        entries = [] if methods is None else parse_methods(methods)
         prompts = prompts and fetch(prompts)
         with_plots = opt.plots_enabled(plots)
         prompt_list = read_prompts(prompts, model_folder(options.model))
@@ -161,130 +163,130 @@ def bench(
                 f"--equal-tv is for models of codes, and {pipe.name} draws latents; leave it out"
             )
         shared = dict(options.overrides)
-        if paper and named:
-            named = [paper.entry(entry) for entry in named]
+        if paper:
+            entries = [paper.entry(entry) for entry in entries]
             shared = {"fit": False, **paper.sampling, **shared}
-        usual_methods = relaxed_methods if limits else default_methods
-        entries = named or parse_methods(", ".join(usual_methods(pipe)))
-        measurer = make_measurer(pipe, 2 * n * sizes[0] if sizes else n * len(prompt_list), measured)
+        if not entries:
+            entries = parse_methods(", ".join(relaxed_methods(pipe) if limits else default_methods(pipe)))
+        quality = open_quality(pipe, 2 * n * sizes[0] if sizes else n * len(prompt_list), quality_options)
         if limits:
             shared["fit"] = False
-            chosen = (prompt_list, field.equal_pictures, seed, shared)
-            search = StrengthSearch(pipe, entries, *chosen, output / "strengths")
+            drawn = (prompt_list, race_options.equal_pictures, seed)
+            search = StrengthSearch(pipe, entries, *drawn, shared, output / "strengths")
             entries = at_equal_tv(search, entries, limits)
-        rows_of = read_rows(prompts) if prompts and prompts.suffix.lower() == ".jsonl" and not sizes else []
-        geneval = rows_of if all(row.keys() >= GENEVAL for row in rows_of) else []
+        lines = read_rows(prompts) if prompts and prompts.suffix.lower() == ".jsonl" and not sizes else []
+        geneval = lines if all(line.keys() >= GENEVAL for line in lines) else []
         table: list[dict[str, Any]] = []
         profiles: list[list[str]] = []
-        for size in sizes or (0,):
-            drawn, turn = (spread(prompt_list, n), 2 * size) if size else (prompt_list, None)
-            own = shared | ({"batch_size": size} if size else {})
-            race = Race(pipe, entries, drawn, turn or n, seed, own, field.measure_tv, turn)
-            where = output / f"batch-{size}" if size else output
-            rows = run(race, measurer, where, with_plots, geneval)
+        new_race = partial(Race, pipe, entries, seed=seed, measure_tv=race_options.measure_tv)
+        for size in sizes or (None,):
+            if size is None:
+                race, folder = new_race(prompt_list, n, shared=shared), output
+            else:
+                dials, folder = shared | {"batch_size": size}, output / f"batch-{size}"
+                race = new_race(spread(prompt_list, n), 2 * size, shared=dials, turn_size=2 * size)
+            rows = run(race, quality, folder, with_plots, geneval)
             table += rows
-            if field.profile:
+            if race_options.profile:
                 with progress_bar("profiling") as progress:
-                    profiles += profile_race(race, rows, where, progress)
-        result = written(race, table, n, output, with_plots, paper.source if paper else None)
+                    profiles += profile_race(race, rows, folder, progress)
+        result = write_results(race, table, n, output, with_plots, paper.source if paper else None)
     if as_json:
         print(json.dumps(result))
         return
     show(table, paper is not None)
-    if field.profile:
+    if race_options.profile:
         traces = output / "batch-*" if sizes else output
         show_table(COLUMNS, profiles, prose=True, caption=f"operations and traces: {traces}/profile-*")
     print(str(output / "table.md"))
 
 
-def leave_out(why: str, given: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
-    """InputError names the options that have no effect, and are not as usual."""
-    idle = {name: value for name, value in given.items() if value != usual.get(name)}
-    named = [f"no_{name}" if value is False else name for name, value in idle.items()]
-    if spelled := [DIALS[x].option if x in DIALS else "--" + x.replace("_", "-") for x in named]:
-        raise InputError(f"{why}: leave out {', '.join(spelled)}")
+def reject_options(reason: str, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Raise InputError, which names the options with another value than their default, as none of them has an effect."""
+    changed = {name: value for name, value in values.items() if value != defaults.get(name)}
+    keys = [f"no_{name}" if value is False else name for name, value in changed.items()]
+    if options := [DIALS[key].option if key in DIALS else "--" + key.replace("_", "-") for key in keys]:
+        raise InputError(f"{reason}: leave out {', '.join(options)}")
 
 
 def check_folder(folder: Path, by_size: bool, resume: bool) -> None:
-    """InputError where a folder holds a run that is not to go on, or tables that are not by batch size, or are, as `by_size` says."""
+    """Raise InputError if a folder holds a run that is not to be resumed, or whose batch sizes do not go with `by_size`."""
     from lanternpp.evaluation.race import FOLDER_REMEDY, RUN
 
-    sizes = [path.parent for path in sorted(folder.glob(f"batch-*/{RUN}"))]
-    if (folder / RUN).exists() if by_size else sizes:
+    runs = [path.parent for path in sorted(folder.glob(RUN))]
+    runs_by_size = [path.parent for path in sorted(folder.glob(f"batch-*/{RUN}"))]
+    if runs if by_size else runs_by_size:
         raise InputError(
             f"{folder} holds a run {'without' if by_size else 'with'} --batch-sizes; {FOLDER_REMEDY}"
         )
-    for each in (folder, *sizes):
-        if (each / RUN).exists() and not resume:
-            raise InputError(f"{each} holds a run already; go on with it by --resume, or {FOLDER_REMEDY}")
+    runs += runs_by_size
+    if runs and not resume:
+        raise InputError(f"{runs[0]} holds a run already; go on with it by --resume, or {FOLDER_REMEDY}")
 
 
 def relaxed_methods(pipe: Pipeline) -> list[str]:
-    """Every relaxed rule on one drafter, without a strength, as `--methods` takes them."""
+    """Return every relaxed rule that suits the model on one drafter, without a strength, as `--methods` takes them."""
     from lanternpp.api.settings import dials_read
     from lanternpp.evaluation.equal import STRENGTHS
 
-    base = "parallel" if pipe.can_draft(pipe.settings("parallel")) else "eagle"
-    near = f" k={pipe.settings('lantern++').neighbours}"
-    rules = {name: near if "neighbours" in dials_read("none", name) else "" for name in STRENGTHS}
-    return [f"{base} accept={n}{k}" for n, k in rules.items() if not k or pipe.target.codebook is not None]
+    drafter = "parallel" if pipe.can_draft(pipe.settings("parallel")) else "eagle"
+    with_neighbours = [rule for rule in STRENGTHS if "neighbours" in dials_read("none", rule)]
+    suffixes = dict.fromkeys(with_neighbours, f" k={pipe.settings('lantern++').neighbours}")
+    rules = [rule for rule in STRENGTHS if rule not in suffixes or pipe.target.codebook is not None]
+    return [f"{drafter} accept={rule}{suffixes.get(rule, '')}" for rule in rules]
 
 
-def at_equal_tv(search: StrengthSearch, field: Sequence[Entry], limits: Sequence[float]) -> list[Entry]:
-    """Entries at the strengths that cost each limit, plain decoding first; says on stderr which cannot cost so little."""
-    relaxed = [entry for entry in field if entry.method != BASELINE]
-    entries = {BASELINE: field[0]}
+def at_equal_tv(search: StrengthSearch, entries: Sequence[Entry], limits: Sequence[float]) -> list[Entry]:
+    """Return plain decoding, and the entries at the strengths that cost each limit; say on stderr which cost more at any strength."""
+    relaxed = [entry for entry in entries if entry.method != BASELINE]
+    by_label = {BASELINE: entries[0]}
     with progress_bar("finding strengths") as progress:
         for i, (limit, entry) in enumerate(product(limits, relaxed)):
             if progress:
                 progress(i, len(limits) * len(relaxed))
-            if (found := search.find(entry, limit)) is None:
-                costs = f"{entry.label} costs more than {limit:g} a code at any strength"
-                say("bench", f"{costs}: left out there")
+            if strongest := search.find(entry, limit):
+                by_label.setdefault(strongest.label, strongest)
             else:
-                entries.setdefault(found.label, found)
-    return list(entries.values())
+                reason = f"{entry.label} costs more than {limit:g} a code at any strength"
+                say("bench", f"{reason}: left out there")
+    return list(by_label.values())
 
 
 def default_methods(pipe: Pipeline) -> list[str]:
-    """The methods that are compared by default; says on stderr which do not suit the model."""
-    ready = [name for name in DEFAULT_METHODS if pipe.can_draft(pipe.settings(name))]
-    if lacking := ", ".join(name for name in DEFAULT_METHODS if name not in ready):
-        draws = "draws latents, or " if pipe.target.channels else ""
-        say("bench", f"left out, since {pipe.name} {draws}lacks a network or codebook for them: {lacking}")
-    return ready
+    """Return the methods that are compared by default; say on stderr which methods do not suit the model."""
+    methods = [name for name in DEFAULT_METHODS if pipe.can_draft(pipe.settings(name))]
+    if missing := ", ".join(name for name in DEFAULT_METHODS if name not in methods):
+        latents = "draws latents, or " if pipe.target.channels else ""
+        say("bench", f"left out, since {pipe.name} {latents}lacks a network or codebook for them: {missing}")
+    return methods
 
 
-def make_measurer(pipe: Pipeline, count: int, measured: QualityOptions) -> Quality | None:
-    """The measurer of `count` pictures of each method; made before any is drawn, so that mistakes are reported first.
+def open_quality(pipe: Pipeline, num_pictures: int, options: QualityOptions) -> Quality | None:
+    """Open the measurements of `num_pictures` pictures of each method; raise InputError before any picture is drawn.
 
-    None by --no-quality, and where no option asks for it and the model has no classifier or the pictures are too few.
+    Return None with --no-quality, and without options if the model has no classifier or the pictures are too few.
     """
     from lanternpp.evaluation.classifier import has_classifier
     from lanternpp.evaluation.quality import MIN_PICTURES, Quality
 
-    given = (measured.reference, measured.features, measured.clip)
-    possible = count >= MIN_PICTURES and has_classifier(pipe.folder)
-    if measured.quality is False or not (measured.quality or any(given) or possible):
+    values = (options.reference, options.features, options.clip)
+    possible = num_pictures >= MIN_PICTURES and has_classifier(pipe.folder)
+    if options.quality is False or not (options.quality or any(values) or possible):
         return None
-    if count < MIN_PICTURES:
+    if num_pictures < MIN_PICTURES:
         raise InputError(
-            f"{count} pictures of each method are too few to measure; at least {MIN_PICTURES} are needed: "
+            f"{num_pictures} pictures of each method are too few to measure; at least {MIN_PICTURES} are needed: "
             "raise -n, or give more prompts"
         )
-    return Quality.for_model(pipe.folder, *given, pipe.device)
+    return Quality.for_model(pipe.folder, *values, pipe.device)
 
 
 def run(
-    race: Race,
-    measurer: Quality | None,
-    folder: Path,
-    plots: bool,
-    geneval: Sequence[Mapping[str, Any]] = (),
+    race: Race, quality: Quality | None, folder: Path, plots: bool, geneval: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Race, and measure the pictures; the rows of the table.
+    """Run a race, measure its pictures, and return the rows of the table.
 
-    geneval: rows of GenEval's prompts; each method's pictures are also written in the folders that its scorer reads.
+    geneval: rows of GenEval's prompts; each method's pictures are also written to the folders that GenEval's scorer reads.
     """
     from lanternpp.evaluation import report
     from lanternpp.evaluation.pictures import Gallery, write_captions
@@ -293,40 +295,40 @@ def run(
 
     with progress_bar("racing") as progress:
         turns = race.run(folder, progress)
-    quality = {entry.label: dict(entry.figures or {}) for entry in race.entries}
+    figures = {entry.label: dict(entry.figures or {}) for entry in race.entries}
     for entry in race.entries:
-        mine = [turn for turn in turns if turn.label == entry.label]
-        drawn = [(turn.prompt, folder / name) for turn in mine for name in turn.files]
-        pictures = folder / PICTURES / entry.slug
-        write_captions(pictures, {path.name: race.prompts[prompt] for prompt, path in sorted(drawn)})
+        pictures = [(t.prompt, folder / name) for t in turns if t.label == entry.label for name in t.files]
+        picture_folder = folder / PICTURES / entry.slug
+        captions = {path.name: race.prompts[prompt] for prompt, path in sorted(pictures)}
+        write_captions(picture_folder, captions)
         if geneval:
-            write_geneval(geneval, drawn, folder / "geneval" / entry.slug)
-        if measurer:
-            gallery = Gallery.read(pictures)
+            write_geneval(geneval, pictures, folder / "geneval" / entry.slug)
+        if quality:
+            gallery = Gallery.read(picture_folder)
             with progress_bar(f"measuring {entry.label}") as progress:
-                quality[entry.label] |= measurer.measure(gallery, gallery.prompts, progress)
-    table = report.rows(turns, race.describe(), quality)
+                figures[entry.label] |= quality.measure(gallery, gallery.prompts, progress)
+    table = report.rows(turns, race.describe(), figures)
     if plots:
         report.plot(table, report.by_row(turns, race.pipe.target.width), folder)
     return table
 
 
-def written(
+def write_results(
     race: Race, table: Sequence[Mapping[str, Any]], n: int, folder: Path, plots: bool, source: str | None
 ) -> dict[str, Any]:
-    """Write the tables and bench.json, and throughput.png of several batch sizes; returns the content of bench.json.
+    """Write the tables and bench.json, and throughput.png of several batch sizes; return the content of bench.json.
 
-    n: as asked, while that of a race depends on its batch size. source: where the settings were published.
+    n: of the options, as the n of a race depends on its batch size. source: the publication of the settings.
     """
     from lanternpp.evaluation import report
 
-    info = race.describe() | {"n": n}
-    result = {k: v for k, v in info.items() if k != "methods"} | {"folder": str(folder), "methods": table}
+    run = race.describe() | {"n": n}
+    result = {k: v for k, v in run.items() if k != "methods"} | {"folder": str(folder), "methods": table}
     result |= {"paper": source} if source else {}
     settings = f"\nSettings of {source}.\n" if source else ""
     write_json(folder / "bench.json", result)
-    write_text(folder / "table.md", report.markdown(table, info) + settings)
-    write_text(folder / "paper.md", report.markdown(table, info, report.PAPER) + settings)
+    write_text(folder / "table.md", report.markdown(table, run) + settings)
+    write_text(folder / "paper.md", report.markdown(table, run, report.PAPER) + settings)
     write_text(folder / "paper.csv", report.comma_separated(table, report.PAPER))
     if plots and len({row["batch_size"] for row in table}) > 1:
         report.save_figure(report.throughput(table), folder / "throughput.png")
@@ -334,17 +336,17 @@ def written(
 
 
 def show(table: Sequence[Mapping[str, Any]], paper: bool) -> None:
-    """The figures as a table on stdout, in a paper's columns or in our own."""
+    """Print the figures as a table, with a paper's columns or with our own."""
     from lanternpp.evaluation import report
 
     headings = report.PAPER if paper else report.HEADINGS
-    shown = [c for c in report.columns(table, headings) if paper or c not in report.WIDE]
-    rows = [[report.cell(row, c, brief=True).strip("`") for c in shown] for row in table]
-    show_table([headings[c] for c in shown], rows, caption="quartiles, and where the time goes: table.md")
+    names = [name for name in report.columns(table, headings) if paper or name not in report.WIDE]
+    rows = [[report.cell(row, name, brief=True).strip("`") for name in names] for row in table]
+    show_table([headings[n] for n in names], rows, caption="quartiles, and where the time goes: table.md")
 
 
-def show_folder(folder: Path, measured: QualityOptions, options: DrawOptions, as_json: bool) -> None:
-    """The figures of a folder of pictures; their prompts are read from its metadata.jsonl, or from the files."""
+def show_folder(folder: Path, quality_options: QualityOptions, options: DrawOptions, as_json: bool) -> None:
+    """Print the figures of a folder of pictures, whose prompts are read from its metadata.jsonl, or from the files."""
     from lanternpp.api.model import model_folder
     from lanternpp.api.pipeline import versions
     from lanternpp.evaluation import report
@@ -352,11 +354,11 @@ def show_folder(folder: Path, measured: QualityOptions, options: DrawOptions, as
     from lanternpp.evaluation.quality import MIN_PICTURES, Quality
 
     images = Gallery.read(folder, MIN_PICTURES, one_size=True)
-    if measured.clip and not any(images.prompts):
+    if quality_options.clip and not any(images.prompts):
         raise InputError(f"no picture in {folder} has a prompt; --clip compares pictures with their prompts")
-    given = (measured.reference, measured.features, measured.clip, options.device)
+    values = (quality_options.reference, quality_options.features, quality_options.clip)
     with progress_bar("reading the reference") as progress:
-        quality = Quality.for_model(model_folder(options.model), *given, progress)
+        quality = Quality.for_model(model_folder(options.model), *values, options.device, progress)
     with progress_bar("measuring") as progress:
         figures = quality.measure(images, images.prompts, progress)
     row = {"folder": str(folder), "images": len(images), "versions": versions(), **figures}

@@ -61,20 +61,21 @@ def compare(
     request = partial(pipe.request, prompt, n, seed=seed)
     overrides = {"batch_size": 1, **options.overrides}
     measure_tv = overrides.pop("measure_tv", False)
-    method = request(method=options.method, **overrides)
-    shared = {name: getattr(method.settings, name) for name in names(EngineDials, SamplingDials)}
+    drafted = request(method=options.method, **overrides)
+    shared = {name: getattr(drafted.settings, name) for name in names(EngineDials, SamplingDials)}
+    plain = request(method=BASELINE, **shared)
     with progress_bar("comparing") as progress:
-        pairs, measured = race(pipe, (request(method=BASELINE, **shared), method), runs, measure_tv, progress)
-    base, side = zip(*pairs, strict=True)
-    if measured and measured.tv_cost is None:
-        say("compare", f"the total variation of the rule {measured.settings['accept']} cannot be measured")
-    rows = [row(base), row(side, measured)]
-    for each in rows:
-        each["speedup"] = rows[0]["seconds"] / each["seconds"]
+        pairs, tv_stats = race(pipe, (plain, drafted), runs, measure_tv, progress)
+    plain_results, results = zip(*pairs, strict=True)
+    if tv_stats and tv_stats.tv_cost is None:
+        say("compare", f"the total variation of the rule {tv_stats.settings['accept']} cannot be measured")
+    rows = [figures_of(plain_results), figures_of(results, tv_stats)]
+    for row in rows:
+        row["speedup"] = rows[0]["seconds"] / row["seconds"]
     bound = pipe.bound(pipe.settings(options.method, **overrides))
-    stats = side[-1].stats
+    stats = results[-1].stats
     chunks = notes(prompt, seed, stats.model, stats.settings, stats.versions, stats.images)
-    save_png(render(prompt, (base[-1].images, side[-1].images), rows), path, chunks)
+    save_png(render(prompt, (plain_results[-1].images, results[-1].images), rows), path, chunks)
     if as_json:
         print(json.dumps(rows[1] | {"methods": rows, "bound": bound, "file": str(path)}))
         return
@@ -84,84 +85,82 @@ def compare(
 
 
 def race(
-    pipe: Pipeline, sides: tuple[Request, Request], runs: int, measure_tv: bool, progress: Progress | None
+    pipe: Pipeline, requests: tuple[Request, Request], runs: int, measure_tv: bool, progress: Progress | None
 ) -> tuple[list[tuple[Result, ...]], Stats | None]:
-    """Pairs of plain decoding's runs and the method's, one of each in turn; and the statistics of a run that was measured.
+    """Time plain decoding and the method in turn; return the pairs of their results, and with `measure_tv` the statistics of a
+    further, untimed run that measures tv_cost.
 
-    All runs of a side have its settings, also where another draft would be fitted by now. Progress is reported between
-    runs only, so that the timed ones do nothing else. With `measure_tv`, the method's tv_cost is measured in
-    one more run, which draws the same pictures, since measuring takes time.
+    All runs have the settings of their request, also if another draft would be fitted by now. Progress is reported between runs
+    only, so that it is not timed.
     """
-    done, total = count(), 2 * (runs + 1) + measure_tv
-    engines = [pipe.new_engine(side.settings, timed=True) for side in sides]
+    finished, num_runs = count(), 2 * (runs + 1) + measure_tv
+    engines = [pipe.new_engine(request.settings, timed=True) for request in requests]
 
-    def run(engine: Engine, side: Request) -> Result:
+    def run(engine: Engine, request: Request) -> Result:
         if progress:
-            progress(next(done), total)
-        return pipe.draw(engine, replace(side, found={}))
+            progress(next(finished), num_runs)
+        return pipe.draw(engine, replace(request, found={}))
 
-    _, *pairs = [tuple(map(run, engines, sides)) for _ in range(1 + runs)]
+    pairs = [tuple(map(run, engines, requests)) for _ in range(1 + runs)]
+    del pairs[0]  # the warm-up
     if not measure_tv:
         return pairs, None
     engines.clear()
-    measured = replace(sides[1], settings=replace(sides[1].settings, measure_tv=True))
-    return pairs, run(pipe.new_engine(measured.settings), measured).stats
+    settings = replace(requests[1].settings, measure_tv=True)
+    return pairs, run(pipe.new_engine(settings), replace(requests[1], settings=settings)).stats
 
 
-def row(results: Sequence[Result], measured: Stats | None = None) -> dict[str, Any]:
-    """A run's figures, with the medians in place of its seconds: runs differ in these only, as seeds and settings are the same.
-
-    measured: of a run that was not timed.
-    """
-    stats, runs = measured or results[-1].stats, [result.stats.seconds for result in results]
-    medians = {"seconds": median(runs), "seconds_per_image": median(runs) / stats.images}
-    return stats.to_json() | medians | {"seconds_per_run": runs}
+def figures_of(results: Sequence[Result], tv_stats: Stats | None = None) -> dict[str, Any]:
+    """Return the figures of a side, the seconds as medians of its runs, which draw the same pictures. tv_stats: of an untimed run."""
+    stats = tv_stats or results[-1].stats
+    seconds = [result.stats.seconds for result in results]
+    medians = {"seconds": median(seconds), "seconds_per_image": median(seconds) / stats.images}
+    return stats.to_json() | medians | {"seconds_per_run": seconds}
 
 
-def figures(row: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Seconds and passes per picture, and codes per pass, as text."""
+def cells(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return seconds and passes per picture, and codes per pass, as text."""
     passes = row["passes"] / row["images"]
     return f"{row['seconds_per_image']:.2f}", f"{passes:.0f}", f"{row['codes_per_pass']:.2f}"
 
 
 def render(prompt: str, images: Sequence[Any], rows: Sequence[Mapping[str, Any]]) -> Any:
-    """The comparison as one picture: images of both sides, and their rows of figures."""
+    """Return the comparison as one picture: the images of both sides, and their figures."""
     from lanternpp.api.picture import Panel, comparison
 
-    base, side = rows
-    drafted = ", ".join(
-        filter(None, (with_rule(side["method"], side["settings"]), draft_of(side["settings"])))
-    )
-    headings = (f"{base['method']} (plain autoregressive)", drafted)
-    highlights = ("", f"{side['speedup']:.2f}x the speed")
+    plain, drafted = rows
+    method = with_rule(drafted["method"], drafted["settings"])
+    draft = draft_of(drafted["settings"])
+    headings = (f"{plain['method']} (plain autoregressive)", f"{method}, {draft}" if draft else method)
+    highlights = ("", f"{drafted['speedup']:.2f}x the speed")
+    slowest = max(plain["seconds"], drafted["seconds"])
     panels = []
-    for each, drawn, heading, highlight in zip(rows, images, headings, highlights, strict=True):
-        seconds, passes, per_pass = figures(each)
-        lines = (f"{seconds} s per picture", f"{per_pass} codes per pass, {passes} passes per picture")
-        slowest = max(base["seconds"], side["seconds"])
-        shares = (each["seconds"] / slowest, each["codes_per_pass"] / side["codes_per_pass"])
-        panels.append(Panel(drawn, heading, lines, highlight, shares))
+    for row, row_images, heading, highlight in zip(rows, images, headings, highlights, strict=True):
+        seconds, passes, codes_per_pass = cells(row)
+        lines = (f"{seconds} s per picture", f"{codes_per_pass} codes per pass, {passes} passes per picture")
+        shares = (row["seconds"] / slowest, row["codes_per_pass"] / drafted["codes_per_pass"])
+        panels.append(Panel(row_images, heading, lines, highlight, shares))
     return comparison(prompt, panels)
 
 
 def show(prompt: str, rows: Sequence[Mapping[str, Any]], bound: str | None) -> None:
-    """The figures as a table on stdout. bound: a sentence on the bottleneck of passes on this machine."""
-    base, side = rows
-    runs = len(base["seconds_per_run"])
-    # slowest over fastest run: far above 1 where something else used the machine
-    spread = max(max(each["seconds_per_run"]) / min(each["seconds_per_run"]) for each in rows)
+    """Print the figures as a table. bound: a sentence on the bottleneck of passes on this machine."""
+    plain, drafted = rows
+    runs = len(plain["seconds_per_run"])
+    # A ratio far above 1 shows that another program used the machine.
+    spread = max(max(row["seconds_per_run"]) / min(row["seconds_per_run"]) for row in rows)
     caption = [f"medians of {runs} runs; slowest / fastest: {spread:.2f}" if runs > 1 else "one run"]
-    if side["auto"] or side["settings"]["fit"]:
-        caption.append(drawn_with(side["method"], side["auto"], side["settings"]))
-    caption += [bound] if bound else []
-    caption.append(place_of(base["settings"]))
+    if drafted["auto"] or drafted["settings"]["fit"]:
+        caption.append(drawn_with(drafted["method"], drafted["auto"], drafted["settings"]))
+    if bound:
+        caption.append(bound)
+    caption.append(place_of(plain["settings"]))
     headings = ["method", "seconds / picture", "passes / picture", "codes / pass", "speed-up"]
-    cells = [
-        [with_rule(each["method"], each["settings"]), *figures(each), f"{each['speedup']:.2f}x"]
-        for each in rows
+    lines = [
+        [with_rule(row["method"], row["settings"]), *cells(row), f"{row['speedup']:.2f}x"] for row in rows
     ]
-    if side["tv_cost"] is not None:
+    if drafted["tv_cost"] is not None:
         headings.append("TV cost / picture")
-        for each, line in zip(rows, cells, strict=True):
-            line.append(f"{each['tv_cost'] or 0:.2f}")
-    show_table(headings, cells, prompt, bold=(1,), caption="; ".join(caption))
+        for row, line in zip(rows, lines, strict=True):
+            line.append(f"{row['tv_cost'] or 0:.2f}")
+    show_table(headings, lines, prompt, bold=(1,), caption="; ".join(caption))

@@ -36,14 +36,14 @@ class JobOptions:
     overwrite: opt.Overwrite = False
 
     def is_job(self, prompt: str | None) -> bool:
-        """Whether this is a job and not one prompt. InputError where it is both or neither, or the output is wrong."""
+        """Return whether a file of prompts is to be drawn, not one prompt; raise InputError for both, neither, or a wrong output."""
         if self.prompts is None:
             if prompt is None:
                 raise InputError("there is nothing to draw; give a PROMPT, or --prompts FILE -o FOLDER")
             for option, value in (("--ray", self.ray), ("--actors", self.actors)):
                 if value is not None:
-                    wrong = f"{option} goes with --prompts FILE"
-                    raise InputError(f"{wrong}; leave it out, or put the prompt in a file")
+                    remedy = "leave it out, or put the prompt in a file"
+                    raise InputError(f"{option} goes with --prompts FILE; {remedy}")
             return False
         if prompt is not None:
             raise InputError(f"give either a prompt or --prompts {self.prompts}, not both")
@@ -91,7 +91,7 @@ def generate(
     from lanternpp.api.picture import digests, grid, notes, save_png
     from lanternpp.api.results import UnfinishedError
 
-    shown = pictures(job.image) if job.image else None
+    images = pictures(job.image) if job.image else None
     pipe = opt.read(options, pictures=False)  # drawing checks the output
     finished: list[int] | None = None
     try:
@@ -102,7 +102,7 @@ def generate(
                 seed=seed,
                 method=options.method,
                 progress=progress,
-                image=shown,
+                image=images,
                 **options.overrides,
             )
     except UnfinishedError as unfinished:
@@ -110,7 +110,7 @@ def generate(
     stats = result.stats
     chunks = notes(prompt, seed, stats.model, stats.settings, stats.versions, stats.images)
     chunks |= {"seeds": " ".join(map(str, finished))} if finished else {}
-    chunks |= {"shown": digests(shown)} if shown else {}
+    chunks |= {"shown": digests(images)} if images else {}
     path = path if job.output or job.overwrite else free_path(path, chunks)
     save_png(grid(result.images), path, chunks)
     if finished:
@@ -124,71 +124,68 @@ def generate(
     return None
 
 
-def draw_job(given: JobOptions, n: int, seed: int, as_json: bool, options: DrawOptions) -> None:
-    """Do the job and print its summary. Raises InputError."""
-    assert given.prompts and given.output
+def draw_job(job: JobOptions, n: int, seed: int, as_json: bool, options: DrawOptions) -> None:
+    """Draw the pictures of a file of prompts and print a summary; raise InputError."""
+    assert job.prompts and job.output
     from lanternpp.evaluation.prompts import read_prompts
     from lanternpp.jobs.job import begun, plan_images, run
     from lanternpp.jobs.renderer import Renderer
     from lanternpp.jobs.workers import worker_pool
 
-    planned = plan_images(read_prompts(given.prompts, given.prompts), n, seed)
-    options, folder, ray = opt.with_full_paths(options), given.output, given.ray
+    planned = plan_images(read_prompts(job.prompts, job.prompts), n, seed)
+    options, folder = opt.with_full_paths(options), job.output
     with (
         locked(folder),
-        worker_pool(ray, given.actors, options, begun(folder, planned))
-        if ray
+        worker_pool(job.ray, job.actors, options, begun(folder, planned))
+        if job.ray
         else nullcontext(Renderer(options, begun=begun(folder, planned))) as renderer,
         progress_bar("drawing") as progress,
     ):
         if renderer.info.effect:
             say("int8", renderer.info.effect)
-        stats, skipped = run(renderer, planned, folder, given.prompts, given.overwrite, progress)
+        stats, skipped = run(renderer, planned, folder, job.prompts, job.overwrite, progress)
     row = stats.to_json() | {"skipped": skipped, "folder": str(folder)}
     if as_json:
         print(json.dumps(row))
     elif not stats.images:
         print(f"{folder}: nothing to draw, all {skipped} pictures are there")
     else:
-        there = [f"{skipped} were there already"] if skipped else []
-        print(f"{folder}: {', '.join([f'{stats.images} pictures', *there, *figures(row)])}")
+        existing = f" {skipped} were there already," if skipped else ""
+        print(f"{folder}: {stats.images} pictures,{existing} {', '.join(figures(row))}")
 
 
 def free_path(path: Path, notes: Mapping[str, str]) -> Path:
-    """PATH, or PATH-2, PATH-3 and so on: the first that can be written without losing a picture.
-
-    That is one that does not exist, or has only pictures that the PNG with these notes has too.
-    """
+    """Return the first of PATH, PATH-2, PATH-3 ... that does not exist, or whose pictures are all in the PNG with these notes."""
     from lanternpp.api.picture import png_notes
     from lanternpp.jobs.job import differences
 
     free = path
     for number in itertools.count(2):
         existing = (png_notes(free) or {}) if free.exists() else dict(notes)
-        within = _seeds(existing) <= _seeds(notes)
-        if within and not differences(existing | {"images": notes["images"]}, notes):
+        same_settings = not differences(existing | {"images": notes["images"]}, notes)
+        if same_settings and _seeds(existing) <= _seeds(notes):
             break
         free = path.with_stem(f"{path.stem}-{number}")
     return free
 
 
 def _seeds(notes: Mapping[str, str]) -> set[int]:
-    """The seeds of the pictures of a PNG, by its notes."""
     try:
-        first, count = int(notes["seed"]), int(notes["images"])
-        return set(map(int, notes.get("seeds", "").split())) or set(range(first, first + count))
+        seed, count = int(notes["seed"]), int(notes["images"])
+        return set(map(int, notes.get("seeds", "").split())) or set(range(seed, seed + count))
     except (KeyError, ValueError):
         return {-1}
 
 
 def figures(row: Mapping[str, Any]) -> list[str]:
-    """The figures of `Stats.to_json` as phrases."""
-    settings, cost = row["settings"], row["tv_cost"]
-    drawn = f"{place_of(settings)} with {drawn_with(row['method'], row['auto'], settings)}"
-    said = [
-        f"{row['seconds_per_image']:.2f} s per picture on {drawn}",
+    """Return the figures of `Stats.to_json` as phrases."""
+    settings, tv_cost = row["settings"], row["tv_cost"]
+    method = drawn_with(row["method"], row["auto"], settings)
+    phrases = [
+        f"{row['seconds_per_image']:.2f} s per picture on {place_of(settings)} with {method}",
         f"{row['codes']} codes in {row['passes']} passes",
         f"{row['codes_per_pass']:.2f} codes per pass",
     ]
-    measured = settings["measure_tv"] and cost is not None
-    return said + ([f"total variation {cost:.2f} per picture"] if measured else [])
+    if settings["measure_tv"] and tv_cost is not None:
+        phrases.append(f"total variation {tv_cost:.2f} per picture")
+    return phrases

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from lanternpp.api.defaults import Defaults
 
 PARTS = ("tokenizer", "target", "drafter", "parallel")
-REST = ("independent", "classifier", "text")  # other parts that a model may have
+OPTIONAL_PARTS = ("independent", "classifier", "text")
 FILES = ("defaults.json", "embeddings.safetensors", "prompts.txt", "synonyms.txt", "acceptance.json")
 README = "README.md"
 PROVENANCE = "provenance.json"
@@ -64,27 +64,27 @@ def list_models(
     from lanternpp.models.vq.codes import cache_folder
     from lanternpp.trees import SHAPES, TREES, build_tree
 
-    model = here(options.model)
-    drafter = None if options.drafter is None else here(options.drafter)
+    model = local_name(options.model)
+    drafter = None if options.drafter is None else local_name(options.drafter)
     defaults = opt.defaults_of(replace(options, model=model, drafter=drafter))
-    on, kind, int8 = placed(options.device, options.dtype, defaults.folder)
-    where = {"device": on.type, "dtype": dtype_name(kind, int8)}
+    device, dtype, int8 = placed(options.device, options.dtype, defaults.folder)
+    machine = {"device": device.type, "dtype": dtype_name(dtype, int8)}
     chosen = defaults.chosen()
-    why = chosen.reason(defaults.settings(chosen.method, {}, where))
-    made = {name: build_tree(name) for name in TREES}
+    reason = chosen.reason(defaults.settings(chosen.method, {}, machine))
+    trees = {name: build_tree(name) for name in TREES}
     cache = cache_folder(Path(__file__))
     listing: dict[str, Any] = {
         "models": [
             {"name": name, "about": about, "folder": str(ASSETS / name), "bytes": files.size(ASSETS / name)}
             for name, about in MODELS.items()
         ],
-        "published": [asdict(each) for each in PUBLISHED],
+        "published": [asdict(published) for published in PUBLISHED],
         "model": model,
-        "auto": {"method": chosen.method, "why": why},
-        "methods": [describe_method(name, defaults, where) for name in METHODS],
+        "auto": {"method": chosen.method, "why": reason},
+        "methods": [describe_method(name, defaults, machine) for name in METHODS],
         "trees": [
             {"name": name, "nodes": tree.size - 1, "depth": tree.depth, "static": name in SHAPES}
-            for name, tree in made.items()
+            for name, tree in trees.items()
         ],
         "cache": {"folder": str(cache), "bytes": files.size(cache)},
     }
@@ -125,58 +125,59 @@ def warm(
 
     from lanternpp.engine.compiled import compiled_folder
 
-    began = time.perf_counter()
+    start = time.perf_counter()
     pipe = opt.read(options)
-    done: list[dict[str, object]] = []
+    compiled: list[dict[str, object]] = []
     settings = pipe.settings(options.method, **{"compile": pipe.device.type == "cuda", **options.overrides})
     if settings.compile and pipe.target.channels:
         raise InputError(f"{pipe.name} draws latents, whose verification is never compiled: nothing to warm")
     shared = {name: getattr(settings, name) for name in names(EngineDials, SamplingDials)}
     plain = pipe.settings(BASELINE, **shared)
     for size in sizes if settings.compile else ():
-        for each in dict.fromkeys((plain, settings)):
-            if pipe.warm(replace(each, batch_size=size)):
-                say("warm", f"{each.method} is not compiled in one piece, so it is drawn as it is")
+        for side in dict.fromkeys((plain, settings)):
+            if pipe.warm(replace(side, batch_size=size)):
+                say("warm", f"{side.method} is not compiled in one piece, so it is drawn as it is")
             else:
-                made = f"steps of {each.method}, {size} at a time"
-                done.append({"made": made, "kept": str(compiled_folder())})
-    seconds = time.perf_counter() - began
+                steps = f"steps of {side.method}, {size} at a time"
+                compiled.append({"made": steps, "kept": str(compiled_folder())})
+    seconds = time.perf_counter() - start
     if as_json:
-        print(json.dumps({"done": done, "seconds": seconds}))
+        print(json.dumps({"done": compiled, "seconds": seconds}))
         return
-    for one in done:
-        print(f"{one['made']}: in {one['kept']}")
-    nothing = "nothing to compile here: a CPU compiles steps with --compile alone"
-    print(f"ready after {seconds:.1f} s" if settings.compile else nothing)
+    for row in compiled:
+        print(f"{row['made']}: in {row['kept']}")
+    hint = "nothing to compile here: a CPU compiles steps with --compile alone"
+    print(f"ready after {seconds:.1f} s" if settings.compile else hint)
 
 
-def here(named: str) -> str:
-    """The name or path of a model or drafter on this machine. Raises InputError where it would have to be fetched."""
+def local_name(name: str) -> str:
+    """Return the name or path of a model or drafter on this machine; raise InputError if it would have to be fetched."""
     from lanternpp.api.model import MODELS
     from lanternpp.models.hub import UnreachableError, cached, hub_id
 
-    if named in MODELS or Path(named).exists() or (repo := hub_id(named)) is None:
-        return named
+    repository = hub_id(name)
+    if name in MODELS or Path(name).exists() or repository is None:
+        return name
     try:
-        return str(cached(repo, UnreachableError("")))
+        return str(cached(repository, UnreachableError("")))
     except InputError:
-        raise InputError(f"{named} is not on this machine; `lanternpp models download` fetches it") from None
+        raise InputError(f"{name} is not on this machine; `lanternpp models download` fetches it") from None
 
 
-def describe_method(name: str, defaults: Defaults, where: Mapping[str, str]) -> dict[str, Any]:
-    """A row: a method's settings on a model for one picture at a time, the network that the model lacks for it, and
-    whether it fits the model's codes or latents. where: a device type and a dtype.
+def describe_method(name: str, defaults: Defaults, machine: Mapping[str, str]) -> dict[str, Any]:
+    """Return a row: a method's settings on a model for one picture at a time, the network for it that the model lacks, and
+    whether it fits the model's codes or latents. machine: a device type and a dtype.
     """
     from lanternpp.api.model import latent_family
     from lanternpp.api.settings import network_needed, part, suits_latents
 
-    settings = defaults.settings(name, {}, where)
-    every, network = asdict(settings), network_needed(settings)
+    settings = defaults.settings(name, {}, machine)
+    values, network = asdict(settings), network_needed(settings)
     return {
         "name": name,
-        **{key: every[key] for key in ("proposer", "tree", "accept")},
+        **{key: values[key] for key in ("proposer", "tree", "accept")},
         "lossless": part("accept", settings.accept).lossless,
-        "dials": {dial: every[dial] for dial in names(DraftDials, RuleDials) if every[dial] is not None},
+        "dials": {dial: values[dial] for dial in names(DraftDials, RuleDials) if values[dial] is not None},
         "tuned": defaults.is_tuned(settings),
         "missing": None if defaults.holds(network) else network,
         "fits": suits_latents(settings) or latent_family(defaults.folder) is None,
@@ -185,23 +186,23 @@ def describe_method(name: str, defaults: Defaults, where: Mapping[str, str]) -> 
 
 
 def show_names(listing: Mapping[str, Any]) -> None:
-    """Print the models and trees that have names; none is truncated on a narrow terminal."""
+    """Print the models and trees that have names; no name is truncated on a narrow terminal."""
     cache = listing["cache"]
     rows = [(row["name"], files.megabytes(row["bytes"]), row["about"]) for row in listing["models"]]
     show_table(("model", "on this machine", "what it is"), rows, prose=True)
     print("--model also takes a folder, a checkpoint, or a hub id, which is fetched once.")
     print("Published models, sizes by their numbers of parameters (more: docs/models.md):\n")
-    for each in listing["published"]:
-        print(f"{each['name']}: {each['download']}\n  --model {each['model']}")
-        print(f"  --drafter {each['drafter']}" if each["drafter"] else "  no drafter is published")
-        if each["needs"]:
-            print(f"  needs {each['needs']}")
-    kinds = {True: "static", False: "follows the drafter"}
-    shapes = [
-        (row["name"], str(row["nodes"]), str(row["depth"]), kinds[row["static"]]) for row in listing["trees"]
+    for row in listing["published"]:
+        print(f"{row['name']}: {row['download']}\n  --model {row['model']}")
+        print(f"  --drafter {row['drafter']}" if row["drafter"] else "  no drafter is published")
+        if row["needs"]:
+            print(f"  needs {row['needs']}")
+    shapes = {True: "static", False: "follows the drafter"}
+    trees = [
+        (row["name"], str(row["nodes"]), str(row["depth"]), shapes[row["static"]]) for row in listing["trees"]
     ]
     print()
-    show_table(("tree", "nodes", "levels", "shape"), shapes, left=(0, 3))
+    show_table(("tree", "nodes", "levels", "shape"), trees, left=(0, 3))
     print(f"Neighbour tables are cached in {cache['folder']}: {files.megabytes(cache['bytes'])}.\n")
 
 
@@ -217,14 +218,14 @@ def show_methods(listing: Mapping[str, Any]) -> None:
 
 
 def method_row(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """The cells of a method. A star marks a proposer whose network is missing; after the rule come its dials."""
+    """Return the cells of a method. A star marks a proposer whose network is missing; the rule is followed by its dials."""
     tree = row["tree"]
-    numbers = [(DIALS[name], value) for name, value in row["dials"].items() if name in names(RuleDials)]
-    dials = [f"{dial.short or dial.spoken} {value:g}" for dial, value in numbers if dial.kind is not str]
+    values = [(DIALS[name], value) for name, value in row["dials"].items() if name in names(RuleDials)]
+    dials = [f"{dial.short or dial.spoken} {value:g}" for dial, value in values if dial.kind is not str]
     return (
         row["name"],
         "yes" if row["lossless"] else "no",
-        row["proposer"] + ("*" if row["missing"] else ""),
+        f"{row['proposer']}*" if row["missing"] else row["proposer"],
         tree if tree and not tree.startswith("[") else draft_of(row["dials"]) or "",
         " ".join([row["accept"], *dials]),
         row["about"].partition(" (arXiv")[0],
@@ -258,10 +259,11 @@ def convert(
     inside = Path(model).exists() and Path(model).resolve().is_relative_to(out.resolve())
     if out.exists() and (not out.is_dir() or inside):
         raise InputError(f"output {str(out)!r} is a file, or contains MODEL; name a new folder")
-    there = [name for name in (*PARTS, *REST, *FILES, README, "config.json") if (out / name).exists()]
-    if there and not overwrite:
+    model_files = (*PARTS, *OPTIONAL_PARTS, *FILES, README, "config.json")
+    existing = [name for name in model_files if (out / name).exists()]
+    if existing and not overwrite:
         raise InputError(
-            f"output {str(out)!r} holds a model, or files of one ({', '.join(there)}); name a new folder, or replace "
+            f"output {str(out)!r} holds a model, or files of one ({', '.join(existing)}); name a new folder, or replace "
             "these with --overwrite"
         )
     opt.writable_folder(out.resolve())
@@ -273,26 +275,26 @@ def convert(
     if vq and not Path(vq).exists() and not hub_id(vq):
         raise InputError(f"--vq {vq!r} does not exist; give a file, or OWNER/NAME/FILE of the hub")
     source = model_folder(model)
-    given = {"tokenizer": model_folder(vq) if vq else None, "text": text, "size": size}
-    ours = (source / "target").is_dir() and "kind" in load_config(source / "target")
-    if ours and any(given.values()):
+    inputs = {"tokenizer": model_folder(vq) if vq else None, "text": text, "size": size}
+    is_published = not (source / "target").is_dir() or "kind" not in load_config(source / "target")
+    if any(inputs.values()) and not is_published:
         raise InputError(f"--vq, --text and --size are for published checkpoints; {model!r} is none")
-    store = store or ("int8" if ours else "bfloat16")
-    called = source.resolve().name if Path(model).exists() else model
+    store = store or ("bfloat16" if is_published else "int8")
+    name = source.resolve().name if Path(model).exists() else model
     with staged(out) as stage:
-        parts = [] if ours else adopt(source, stage, store, given, called)
-        # a folder called tokenizer or text beside a published model is another program's
-        theirs = () if (source / "target").is_dir() else ("tokenizer", "text")
-        parts += rewrite(source, stage, store, (*parts, *theirs))
+        parts = convert_published(source, stage, store, inputs, name) if is_published else []
+        # A folder tokenizer or text beside a published model belongs to another program.
+        foreign = () if (source / "target").is_dir() else ("tokenizer", "text")
+        parts += convert_parts(source, stage, store, (*parts, *foreign))
     print(f"{out}: {', '.join(parts)}; {files.megabytes(files.size(out))} in {store}")
 
 
 @contextmanager
 def staged(out: Path) -> Iterator[Path]:
-    """An empty folder whose contents become those of OUT when the block ends; an older model in OUT is removed."""
+    """Yield an empty folder whose contents become those of OUT when the block ends; an older model in OUT is removed."""
     out = out.resolve()  # "." has no name, and a link may lead to nothing
-    place = next(path for path in (out, *out.parents) if path.exists())
-    with TemporaryDirectory(prefix=f".{out.name}.", dir=place, ignore_cleanup_errors=True) as temporary:
+    existing = next(path for path in (out, *out.parents) if path.exists())
+    with TemporaryDirectory(prefix=f".{out.name}.", dir=existing, ignore_cleanup_errors=True) as temporary:
         stage = Path(temporary) / out.name
         stage.mkdir()
         yield stage
@@ -300,8 +302,8 @@ def staged(out: Path) -> Iterator[Path]:
             out.parent.mkdir(parents=True, exist_ok=True)
             stage.replace(out)
             return
-        older = {*PARTS, *REST, *FILES} if any((out / part).is_dir() for part in PARTS) else set()
-        for name in older | {path.name for path in stage.iterdir()}:
+        old = {*PARTS, *OPTIONAL_PARTS, *FILES} if any((out / part).is_dir() for part in PARTS) else set()
+        for name in old | {path.name for path in stage.iterdir()}:
             if (out / name).is_dir() and not (out / name).is_symlink():
                 shutil.rmtree(out / name)
             else:
@@ -310,47 +312,46 @@ def staged(out: Path) -> Iterator[Path]:
             path.replace(out / path.name)
 
 
-def rewrite(source: Path, out: Path, store: Any, written: Sequence[str] = ()) -> list[str]:
-    """Write the parts of a folder that lanternpp wrote, except those written already; returns the names of the parts."""
+def convert_parts(source: Path, out: Path, store: Any, excluded: Sequence[str]) -> list[str]:
+    """Write the parts of a model folder, except the excluded parts, and its files; return the names of the parts written."""
     from lanternpp.api.rates import FILE as RATES
     from lanternpp.evaluation.classifier import CLASSIFIER, REFERENCE, has_classifier
     from lanternpp.nn import checkpoints
 
-    there = [
-        part for part in (*PARTS, "independent", "text") if part not in written and (source / part).is_dir()
-    ]
-    parts = [part for part in PARTS if part in there and "kind" in checkpoints.load_config(source / part)]
+    candidates = [part for part in (*PARTS, "independent", "text") if part not in excluded]
+    folders = [part for part in candidates if (source / part).is_dir()]
+    parts = [part for part in PARTS if part in folders and "kind" in checkpoints.load_config(source / part)]
     for part in parts:
         config, tensors = checkpoints.load(source / part)
-        keep = [name for name in tensors if name.endswith("codebook")]
-        checkpoints.save(out / part, config, tensors, store, keep)
+        unquantised = [name for name in tensors if name.endswith("codebook")]
+        checkpoints.save(out / part, config, tensors, store, unquantised)
         if (source / part / PROVENANCE).is_file():
             write_json(out / part / PROVENANCE, read_object(source / part / PROVENANCE) | {"store": store})
-    kept = [*FILES, README, *(f"{part}/{RATES}" for part in parts)]
-    if has_classifier(source):  # unchanged: its reference was computed with exactly these weights
-        of_classifier = (checkpoints.CONFIG, checkpoints.WEIGHTS, REFERENCE, PROVENANCE)
-        kept += [f"{CLASSIFIER}/{name}" for name in of_classifier]
+    copied = [*FILES, README, *(f"{part}/{RATES}" for part in parts)]
+    if has_classifier(source):  # copied unchanged, as its reference was computed with exactly these weights
+        classifier_files = (checkpoints.CONFIG, checkpoints.WEIGHTS, REFERENCE, PROVENANCE)
+        copied += [f"{CLASSIFIER}/{name}" for name in classifier_files]
         parts.append(CLASSIFIER)
-    for name in kept:
+    for name in copied:
         if (source / name).is_file():
             (out / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / name, out / name)
-    for part in there:
-        if part not in parts:  # others' drafters stay in their layout
+    for part in folders:
+        if part not in parts:  # a drafter that lanternpp did not write stays in its layout
             shutil.copytree(source / part, out / part, ignore=shutil.ignore_patterns("state.pt"))
             parts.append(part)
     return parts
 
 
-def adopt(source: Path, out: Path, store: Any, given: dict[str, Any], called: str) -> list[str]:
-    """Write a published checkpoint with its tokenizer, and its text encoder if that is on this machine; returns the parts."""
+def convert_published(source: Path, out: Path, store: Any, inputs: dict[str, Any], name: str) -> list[str]:
+    """Write a published checkpoint with its tokenizer, and its text encoder if that is on this machine; return the parts."""
     from lanternpp.api.model import DEFAULTS, read_target
     from lanternpp.util.devices import DTYPES
 
-    target = read_target(source, DTYPES["bfloat16" if store == "bfloat16" else "float32"], given=given)
+    target = read_target(source, DTYPES["bfloat16" if store == "bfloat16" else "float32"], given=inputs)
     parts = target.save(out, store)
-    before = source / "target" / PROVENANCE
-    known = read_object(before) if before.is_file() else {"converted from": called}
-    write_json(out / "target" / PROVENANCE, known | {"store": store})
+    path = source / "target" / PROVENANCE
+    provenance = read_object(path) if path.is_file() else {"converted from": name}
+    write_json(out / "target" / PROVENANCE, provenance | {"store": store})
     write_json(out / DEFAULTS, target.defaults)
     return parts

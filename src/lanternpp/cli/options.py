@@ -1,7 +1,7 @@
 """Options of the command line, made from the annotations that declare them, and checks of their values.
 
-A verb is a function under `@verb`. Each of its parameters is an option; one that is a dataclass or a TypedDict is a group of options.
-The docstring of a verb or dataclass has the help of its options, a line `name: help` for each, unless `Option` has it.
+A verb is a function under `@verb`. Each of its parameters is an option, or a group of options if it is a dataclass or a TypedDict.
+The docstring of a verb or dataclass has the help of its options, a line `name: help` for each, unless `Option` has the help.
 """
 
 from __future__ import annotations
@@ -42,32 +42,33 @@ HEADINGS = (
 
 
 def without(*names: str) -> Parameter:
-    """For a group whose fields of these names are no options of a verb: `Annotated[DrawOptions, without("size", "method")]`."""
+    """Exclude the fields of these names from a group of options: `Annotated[DrawOptions, without("size", "method")]`."""
     return Parameter(parse=re.compile(rf"^(?!({'|'.join(names)})$)"))
 
 
 def verb(function: F) -> F:
-    """A decorator that makes the annotations of a function ones that Cyclopts reads, and its docstring one line a paragraph."""
+    """Decorate a function with annotations for Cyclopts, and with a docstring that has one line a paragraph."""
     function.__doc__, function.__annotations__ = _documented(function)
     return function
 
 
 def heading(name: str) -> Group:
-    """A heading of help."""
+    """Return a heading of help."""
     return Group(name, sort_key=HEADINGS.index(name) if name in HEADINGS else len(HEADINGS))
 
 
 def _documented(owner: Any) -> tuple[str, dict[str, Any]]:
-    """The docstring of a function or class without the help of options, one line a paragraph; and its parameters or fields, by their
-    names, with that help: the lines `name: help`.
+    """Split the docstring of a function or class into its paragraphs, one line each, and the lines `name: help` of options.
+
+    Return the paragraphs, and by name the annotations of parameters or fields with their help.
     """
     hints = get_type_hints(owner, include_extras=True)
     paragraphs, helps, name = [""], dict[str, str](), ""
-    text = "\n\n".join(each.__doc__ or "" for each in getattr(owner, "__mro__", (owner,)))
+    text = "\n\n".join(documented.__doc__ or "" for documented in getattr(owner, "__mro__", (owner,)))
     for line in map(str.strip, text.splitlines()):
-        word, colon, rest = line.partition(": ")
+        word, colon, help = line.partition(": ")
         if colon and word in hints:
-            name, helps[word] = word, rest
+            name, helps[word] = word, help
         elif name and line:
             helps[name] += f" {line}"
         elif line:
@@ -75,44 +76,42 @@ def _documented(owner: Any) -> tuple[str, dict[str, Any]]:
         else:
             name = ""
             paragraphs += [""] if paragraphs[-1] else []
-    made = {name: _parameter(name, hint, helps.get(name, "")) for name, hint in hints.items()}
-    return "\n\n".join(paragraphs).strip(), made
+    annotations = {name: _annotation(name, hint, helps.get(name, "")) for name, hint in hints.items()}
+    return "\n\n".join(paragraphs).strip(), annotations
 
 
-def _parameter(name: str, hint: Any, help: str = "") -> Any:
-    """The annotation of a parameter or field, with what Cyclopts is to know of its option or group of options.
-
-    help: of an option that has none of its own.
-    """
+def _annotation(name: str, hint: Any, help: str = "") -> Any:
+    """Return the annotation by which Cyclopts reads a parameter or field. help: of an option without help of its own."""
     meta = getattr(hint, "__metadata__", ())
     kind = hint.__origin__ if meta else hint
-    types = (each for each in (*meta, kind) if isinstance(each, type))
-    if group := next((each for each in types if is_typeddict(each) or dataclasses.is_dataclass(each)), None):
-        above: dict[str, Any] = {"group": heading(group.heading)} if hasattr(group, "heading") else {}
-        return Annotated[_group(group), *meta, Parameter(name="*", **above)]
+    for group in (*meta, kind):
+        if isinstance(group, type) and (is_typeddict(group) or dataclasses.is_dataclass(group)):
+            section: dict[str, Any] = {"group": heading(group.heading)} if hasattr(group, "heading") else {}
+            return Annotated[_group(group), *meta, Parameter(name="*", **section)]
     option = option_of(hint) or (Option() if help else None)
     if option is None:
         return hint
     option = dataclasses.replace(option, help=option.help or help)
-    spelled = option.names or ("--" + name.replace("_", "-"),)
-    called = next((each for each in spelled if len(each) > len("--n")), spelled[0])
-    number = next((each for each in (int, float) if each in (kind, *get_args(kind))), None)
-    section: dict[str, Any] = {"group": heading(option.group)} if option.group else {}
-    made = Parameter(
+    spellings = option.names or ("--" + name.replace("_", "-"),)
+    spelling = next((text for text in spellings if len(text) > len("--n")), spellings[0])
+    number = next((number for number in (int, float) if number in (kind, *get_args(kind))), None)
+    # An explicit group of None would replace the heading of the group of options.
+    section = {"group": heading(option.group)} if option.group else {}
+    parameter = Parameter(
         name=option.names or None,
         help=option.about,
         metavar=option.metavar,
         negative=None if option.negative else "",
-        validator=lambda _, value: option.check(value, called),
+        validator=lambda _, value: option.check(value, spelling),
         converter=None if number is None else partial(_number, number),
         show_default=False if kind is bool else None,
         **section,
     )
-    return Annotated[kind, option, made]
+    return Annotated[kind, option, parameter]
 
 
 def _number(kind: type[int] | type[float], _: Any, tokens: Any) -> int | float:
-    """A number from the command line; Cyclopts itself would round 1.5 to a whole number."""
+    """Convert a number from the command line; Cyclopts itself would round 1.5 to a whole number."""
     try:
         return kind(tokens[0].value)
     except ValueError:
@@ -121,11 +120,11 @@ def _number(kind: type[int] | type[float], _: Any, tokens: Any) -> int | float:
 
 @cache
 def _group(kind: Any) -> Any:
-    """A dataclass, whose annotations become ones that Cyclopts reads, or a TypedDict of dials. Fields are under its `heading`, if it has one."""
+    """Return a dataclass, or a TypedDict of dials, with annotations for Cyclopts."""
     if is_typeddict(kind):
         dials = [DIALS[name] for name in kind.__annotations__]
-        made = {dial.name: _parameter(dial.name, Annotated[dial.kind | None, dial]) for dial in dials}
-        return TypedDict(kind.__name__, made, total=False)  # type: ignore[operator]
+        annotations = {dial.name: _annotation(dial.name, Annotated[dial.kind | None, dial]) for dial in dials}
+        return TypedDict(kind.__name__, annotations, total=False)  # type: ignore[operator]
     _, kind.__annotations__ = _documented(kind)
     return kind
 
@@ -152,8 +151,6 @@ Prompts = Annotated[
     ),
 ]
 Plots = Annotated[bool | None, Option("PNG plots. Default: where matplotlib is installed.", negative=True)]
-
-
 Ray = Annotated[
     str | None,
     Option(
@@ -165,14 +162,14 @@ Ray = Annotated[
 ]
 
 
-def workers(called: str) -> Option:
-    """The option of a number of Ray's workers, which are `called` so."""
-    help = f"{called}; default: one for each GPU, else one for every four cores."
+def workers(noun: str) -> Option:
+    """Return the option of the number of Ray's workers, with a noun for the workers."""
+    help = f"{noun}; default: one for each GPU, else one for every four cores."
     return Option(help, ge=1, le=10_000, metavar="N", group="Ray")
 
 
 def check_ray(ray: str | None, option: str, workers: int | None) -> None:
-    """Raise InputError where Ray is not installed, the address is malformed, or workers are given without Ray."""
+    """Raise InputError if Ray is not installed, the address is malformed, or workers are given without Ray."""
     if ray is not None:
         from lanternpp.jobs import cluster
 
@@ -184,39 +181,35 @@ def check_ray(ray: str | None, option: str, workers: int | None) -> None:
 def read_numbers(
     text: str | None, kind: type, option: str, allowed: str, low: float, high: float
 ) -> list[Any]:
-    """Numbers separated by commas, ascending; none of None. InputError unless each is in the range [low, high]."""
+    """Read numbers separated by commas, ascending; raise InputError unless all are in the range [low, high]. None has no numbers."""
     if text is None:
         return []
     try:
-        found = sorted({kind(word) for word in text.split(",")})
+        numbers = sorted({kind(word) for word in text.split(",")})
     except ValueError:
-        found = []
-    if not found or not low <= found[0] <= found[-1] <= high:
+        numbers = []
+    if not numbers or not low <= numbers[0] <= numbers[-1] <= high:
         raise InputError(f"{option} {text!r} must be {allowed}, separated by commas")
-    return found
+    return numbers
 
 
 def read_sizes(text: str | None) -> list[int]:
-    """The batch sizes of --batch-sizes."""
-    most = 1024  # pictures at once
-    return read_numbers(text, int, "--batch-sizes", f"whole numbers from 1 to {most}", 1, most)
+    """Read the batch sizes of --batch-sizes; raise InputError."""
+    return read_numbers(text, int, "--batch-sizes", "whole numbers from 1 to 1024", 1, 1024)
 
 
 def plots_enabled(plots: bool | None) -> bool:
-    """Whether to draw plots, which matplotlib alone is needed for. InputError where --plots is given and it is missing."""
-    found = find_spec("matplotlib") is not None
-    if plots and not found:
+    """Return whether to draw plots; raise InputError if --plots is given and matplotlib is missing."""
+    has_matplotlib = find_spec("matplotlib") is not None
+    if plots and not has_matplotlib:
         raise InputError("plots need matplotlib; install lanternpp[eval], or leave out --plots")
-    if plots is None and not found:
+    if plots is None and not has_matplotlib:
         say("note", "no plots are drawn: they need matplotlib; install lanternpp[eval]")
-    return found and plots is not False
+    return has_matplotlib and plots is not False
 
 
 def read(options: DrawOptions, pictures: bool = True) -> Pipeline:
-    """Read the model; prints the effect of weights in 8 bits on stderr. Raises InputError.
-
-    pictures: reject a model whose codes cannot become pictures here.
-    """
+    """Read the model, and print the effect of weights in 8 bits; raise InputError. pictures: also if codes cannot become pictures here."""
     from lanternpp import Pipeline
     from lanternpp.api.results import check_output
 
@@ -229,7 +222,7 @@ def read(options: DrawOptions, pictures: bool = True) -> Pipeline:
 
 
 def advise(pipe: Pipeline, settings: Mapping[str, Any], options: DrawOptions) -> None:
-    """Say, of pictures that a GPU drew, how their steps are compiled, unless they were or --no-compile was given."""
+    """Say how steps are compiled, if a GPU drew pictures by steps that were not, and --no-compile was not given."""
     if pipe.device.type == "cuda" and not settings["compile"] and "compile" not in options.overrides:
         say(
             "note",
@@ -238,7 +231,7 @@ def advise(pipe: Pipeline, settings: Mapping[str, Any], options: DrawOptions) ->
 
 
 def defaults_of(options: DrawOptions) -> Defaults:
-    """The defaults of a model that is not read yet. InputError."""
+    """Return the defaults of a model that is not read yet; raise InputError."""
     from lanternpp.api.defaults import Defaults
     from lanternpp.api.model import model_folder
 
@@ -247,41 +240,41 @@ def defaults_of(options: DrawOptions) -> Defaults:
 
 
 def check(options: DrawOptions) -> Settings:
-    """The settings of a model that is not read yet. Raises InputError for wrong parts or dials of a method, and dials that no part reads."""
+    """Return the settings of a model that is not read yet; raise InputError for wrong parts or dials, and dials that no part reads."""
     import torch
 
     from lanternpp.accept import RULES
     from lanternpp.api.settings import build_rule, network_needed, resolve
 
-    drafter = options.drafter
-    # a drafter is not fetched for a method that has none
-    row = METHODS.get(options.method)  # None of auto
-    drafts = row is None or row.dials["proposer"] == "tree"
-    defaults = defaults_of(options if drafts else dataclasses.replace(options, drafter=None))
+    method = METHODS.get(options.method)  # None for auto
+    # A drafter is not fetched for a method without a drafter.
+    has_drafter = method is None or method.dials["proposer"] == "tree"
+    defaults = defaults_of(options if has_drafter else dataclasses.replace(options, drafter=None))
     chosen = defaults.chosen(options.method)
     settings = resolve(chosen.method, defaults.own, options.overrides, chosen.why is not None)
     if settings.accept in RULES:  # a rule of another package might not take an empty table
         build_rule(settings, lambda k: torch.empty(0, k, dtype=torch.int32))
-    if network_needed(settings) is None and drafter is not None:
+    if network_needed(settings) is None and options.drafter is not None:
         raise InputError(
-            f"--drafter {drafter} would change nothing: the proposer {settings.proposer!r} has no drafter"
+            f"--drafter {options.drafter} would change nothing: the proposer {settings.proposer!r} has no drafter"
         )
     return settings
 
 
 def with_full_paths(options: DrawOptions) -> DrawOptions:
-    """With absolute paths of models, for workers in other folders; names and hub ids stay as they are."""
+    """Return options with absolute paths of models, for workers in other folders; names and hub ids stay as they are."""
     from lanternpp.api.model import MODELS
 
-    given = {name: x for name in ("model", "drafter") if (x := getattr(options, name)) and x not in MODELS}
-    full: dict[str, Any] = {name: str(Path(x).absolute()) for name, x in given.items() if Path(x).exists()}
+    models = {"model": options.model, "drafter": options.drafter}
+    paths = {name: Path(model) for name, model in models.items() if model and model not in MODELS}
+    full: dict[str, Any] = {name: str(path.absolute()) for name, path in paths.items() if path.exists()}
     return dataclasses.replace(options, **full)
 
 
 def png_path(path: Path, overwrite: bool = False) -> Path:
-    """The path, if a PNG can be written there; its folder may still have to be made. Raises InputError.
+    """Return the path if a PNG can be written to it, whose folder may still have to be made; raise InputError if not.
 
-    overwrite: whether it may take the place of a file that is no picture of lanternpp.
+    overwrite: whether the PNG may replace a file that is no picture of lanternpp.
     """
     if path.suffix.lower() != ".png":
         raise InputError(f"output {str(path)!r} does not end in .png; pictures are written as PNG")
@@ -299,7 +292,7 @@ def png_path(path: Path, overwrite: bool = False) -> Path:
 
 
 def writable_folder(path: Path) -> Path:
-    """The path, if it is a folder that can be written to, or can become one. Raises InputError."""
+    """Return the path if it is, or can become, a folder that can be written to; raise InputError if not."""
     existing = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
     if not existing.is_dir():
         raise InputError(f"output {str(path)!r} cannot be a folder: {existing} is a file")
@@ -308,7 +301,7 @@ def writable_folder(path: Path) -> Path:
 
 
 def check_writable(path: Path, folder: Path) -> None:
-    """InputError naming the path where nothing can be written to the folder."""
+    """Raise InputError, which names the path, if nothing can be written to the folder."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             return

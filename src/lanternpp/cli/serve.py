@@ -18,7 +18,7 @@ from lanternpp.util.terminal import say
 
 @dataclass(frozen=True)
 class ListenOptions:
-    """Where the server listens, and to whom.
+    """The address of the server, and the requests that it accepts.
 
     host: Address to listen on; 0.0.0.0: all addresses of this machine.
     drain: Seconds for accepted pictures to finish after SIGTERM.
@@ -41,20 +41,20 @@ class ListenOptions:
     forwarded_allow_ips: Annotated[str | None, Option(metavar="IPS")] = None
 
     def access(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The API keys, and the accepted Host headers; none: any. InputError where others can connect and need no key."""
-        local, allowed = self.host in LOOPBACK, self.allow_host or ()
-        for name in allowed:
+        """Return the API keys and the accepted Host headers, () for any; raise InputError if other machines can connect without a key."""
+        is_local, hosts = self.host in LOOPBACK, self.allow_host or ()
+        for name in hosts:
             if host_name(f"[{name}]" if ":" in name else name) != name.lower():
                 raise InputError(
                     f"--allow-host {name!r} is no name alone; leave out scheme, port, path, brackets and last dot"
                 )
         keys = gather_keys(self.api_key or (), self.api_key_file)
-        if not local and not keys and not self.no_key:
+        if not is_local and not keys and not self.no_key:
             raise InputError(
                 f"--host {self.host} can be reached by others, and there is no API key; give --api-key-file, or --no-key to let "
                 "everybody draw"
             )
-        return keys, (*LOOPBACK, *allowed) if local or allowed else ()
+        return keys, (*LOOPBACK, *hosts) if is_local or hosts else ()
 
 
 @opt.verb
@@ -77,7 +77,8 @@ def serve(
         )
     opt.check_ray(ray, "--replicas", replicas)
     require()
-    proxies, (keys, hosts) = check_proxies(listen.forwarded_allow_ips), listen.access()
+    proxies = check_proxies(listen.forwarded_allow_ips)
+    keys, hosts = listen.access()
 
     from lanternpp.serve import server
 
@@ -90,22 +91,21 @@ def serve(
         config = replace(config, method=options.method, overrides=options.overrides, keys=keys, hosts=hosts)
         spec, out = ServerSpec(opt.with_full_paths(options), config), sys.stdout
 
-        def ready(label: str, count: int, drawn: str, effect: str | None) -> None:
+        def print_ready(method: str, count: int, model: str, effect: str | None) -> None:
             if effect:
                 say("int8", effect)
-            several = f"{count} replicas of " if ray else ""
-            # Ray's messages go to sys.stdout, which is therefore discarded while Ray runs
-            said = f"{drawn} with {label}, {several}{config.slots} slots"
-            print(f"{server.url(bound)}: {said}", file=out, flush=True)
+            slots = f"{count} replicas of {config.slots} slots" if ray else f"{config.slots} slots"
+            # While Ray runs, sys.stdout is discarded, as Ray's messages go to it.
+            print(f"{server.url(bound)}: {model} with {method}, {slots}", file=out, flush=True)
 
         if ray is not None:
-            named = partial(ready, options.method)
-            finished = ray_serve.run(ray, replicas, spec, bound, listen.drain, named, proxies)
+            ready = partial(print_ready, options.method)
+            finished = ray_serve.run(ray, replicas, spec, bound, listen.drain, ready, proxies)
         else:
             batcher, app = spec.start()
-            chosen, drawn = batcher.pipe.chosen(options.method), ray_serve.drawn_by(batcher.pipe)
-            why = chosen.reason(config.settings(batcher.pipe, None, {}))
-            ready_now = partial(ready, drawn_with(chosen.method, why), 1, *drawn)
-            finished = server.run(app, batcher, bound, listen.drain, ready_now, proxies)
+            chosen = batcher.pipe.chosen(options.method)
+            method = drawn_with(chosen.method, chosen.reason(config.settings(batcher.pipe, None, {})))
+            ready = partial(print_ready, method, 1, *ray_serve.drawn_by(batcher.pipe))
+            finished = server.run(app, batcher, bound, listen.drain, ready, proxies)
         if not finished:
             say("serve", "not all pictures were finished")

@@ -57,9 +57,9 @@ def train(
 def store_rates(
     model: str, out: Path | None, folder: Path, kind: Kind, prompts: Sequence[str], device: str
 ) -> None:
-    """Count and store the acceptance rates of a drafter, by which drafts are fitted to a machine; say which command draws with it.
+    """Count and store the acceptance rates of a drafter, by which drafts are fitted to a machine; print the command that draws with it.
 
-    prompts: those of the pictures that are drawn for it.
+    prompts: of the pictures that are drawn to count.
     """
     from lanternpp.api.pipeline import Pipeline
     from lanternpp.api.rates import FILE
@@ -70,13 +70,13 @@ def store_rates(
     if not team().leads:
         return
     pipe = Pipeline.from_pretrained(model, out, device=device, tuned=False)
-    stored = "" if pipe.target.channels else f", for {folder / FILE}"
-    print(f"counting how many drafted codes are accepted{stored}", file=sys.stderr)
+    purpose = "" if pipe.target.channels else f", for {folder / FILE}"
+    print(f"counting how many drafted codes are accepted{purpose}", file=sys.stderr)
     with progress_bar("counting accepted codes") as progress, warnings.catch_warnings():
-        warnings.simplefilter("ignore", PromptWarning)  # as those of the training's captions
-        found = record_rates(pipe, strengths(pipe, kind), folder, prompts, progress=progress)
-    rates = ", ".join(f"{name} {codes:.2f}" for name, codes in found.items())
+        warnings.simplefilter("ignore", PromptWarning)  # of captions, as in the training
+        codes_per_pass = record_rates(pipe, strengths(pipe, kind), folder, prompts, progress=progress)
+    rates = ", ".join(f"{name} {codes:.2f}" for name, codes in codes_per_pass.items())
     print(f"codes per pass: {rates or 'no draft fits into a picture'}", file=sys.stderr)
-    other = ["--drafter", str(out)] if out else []
-    words = ["lanternpp", "compare", "PROMPT", "--model", model, *other, "--method", kind]
+    drafter = ["--drafter", str(out)] if out else []
+    words = ["lanternpp", "compare", "PROMPT", "--model", model, *drafter, "--method", kind]
     print(f"draw with it: {shlex.join(words)}", file=sys.stderr)

@@ -14,7 +14,7 @@ from lanternpp.util.files import locked
 from lanternpp.util.jsonfile import write_json
 from lanternpp.util.terminal import progress_bar, say, show_table
 
-SHOWN = 12  # candidates of the table
+MAX_ROWS = 12  # candidates in the table
 
 
 @opt.verb
@@ -67,16 +67,16 @@ def tune(
     with locked(output):
         tuner = Tuner(pipe, method, options.overrides, prompt_list, output, search, seed, quality, restart)
         with progress_bar("trying drafts") as progress:
-            found = tuner.tune(progress)
+            candidate = tuner.tune(progress)
         rows: list[dict[str, Any]] = []
         if race:
             with progress_bar("racing") as progress:
-                rows = tuner.race(found, progress)
-        result = tuner.report(found, rows) | {"folder": str(output), "auto": chosen.reason(tuner.settings)}
-        result["slower"] = why_slower(result)
+                rows = tuner.race(candidate, progress)
+        result = tuner.report(candidate, rows) | {"folder": str(output)}
+        result |= {"auto": chosen.reason(tuner.settings), "slower": slower_reason(result)}
         if save and not result["slower"]:
-            more = {name: result[name] for name in ("machine", "sampling", "speedup", "measured", "versions")}
-            defaults.add_tuned(method, pipe.conditions(tuner.settings), result["settings"], **more)
+            facts = {key: result[key] for key in ("machine", "sampling", "speedup", "measured", "versions")}
+            defaults.add_tuned(method, pipe.conditions(tuner.settings), result["settings"], **facts)
             result["file"] = str(defaults.path)
         write_json(output / "tune.json", result)
         if with_plots:
@@ -92,11 +92,11 @@ def tune(
         say("warning", f"{unsaved}{result['slower']}; {advice}")
 
 
-def why_slower(result: Mapping[str, Any]) -> str | None:
-    """What was faster than the found draft in the race; None where it was the fastest, or was not raced."""
+def slower_reason(result: Mapping[str, Any]) -> str | None:
+    """Return what was faster than the found draft in the race; None if the found draft was the fastest, or was not raced."""
     speedups = {name: row["speedup"] for name, row in result["measured"].items()}
     if result["limit"] is not None:
-        speedups.pop("default", None)  # its strength may cost more than the limit
+        speedups.pop("default", None)  # the strength of the default may cost more than the limit
     fastest = max(speedups, key=lambda name: speedups[name], default="tuned")
     if fastest == "tuned":
         return None
@@ -104,17 +104,17 @@ def why_slower(result: Mapping[str, Any]) -> str | None:
 
 
 def show(result: Mapping[str, Any]) -> None:
-    """The candidates, the race and the budget on stdout."""
+    """Print the candidates, the race and the budget."""
     cells: dict[str, Callable[[Mapping[str, Any]], str]] = {
-        "draft": lambda one: words(one["overrides"]),
-        "draft codes": lambda one: str(one["nodes"]),
-        "step, ms": lambda one: f"{1000 * one['step']:.3g}",
-        "codes per pass": lambda one: f"{one['codes_per_pass']:.2f}",
-        "speed-up": lambda one: f"{one['speedup']:.2f}x",
-        "cost": lambda one: "-" if one["cost"] is None else f"{one['cost']:.3g}",
-        "pictures": lambda one: str(one["pictures"]),
+        "draft": lambda row: as_text(row["overrides"]),
+        "draft codes": lambda row: str(row["nodes"]),
+        "step, ms": lambda row: f"{1000 * row['step']:.3g}",
+        "codes per pass": lambda row: f"{row['codes_per_pass']:.2f}",
+        "speed-up": lambda row: f"{row['speedup']:.2f}x",
+        "cost": lambda row: "-" if row["cost"] is None else f"{row['cost']:.3g}",
+        "pictures": lambda row: str(row["pictures"]),
     }
-    rows = [[cell(one) for cell in cells.values()] for one in result["tried"][:SHOWN]]
+    rows = [[cell(row) for cell in cells.values()] for row in result["tried"][:MAX_ROWS]]
     show_table(list(cells), rows, f"the fastest of {len(result['tried'])} drafts that were tried")
     if measured := result["measured"]:
         figures = ("codes per pass", "speed-up")
@@ -122,13 +122,13 @@ def show(result: Mapping[str, Any]) -> None:
         caption = f"{measured['ar']['images']} pictures each, taking turns"
         show_table(("race", *figures), raced, caption=caption)
     if result["limit"] is not None:
-        print(f"{words(result['settings'])}: costs {result['cost']:.3g}, of at most {result['limit']:.3g}.")
+        print(f"{as_text(result['settings'])}: costs {result['cost']:.3g}, of at most {result['limit']:.3g}.")
     default = f"; now the default: {result['file']}" if "file" in result else ""
     print(f"{result['folder']}/tune.json{default}")
 
 
-def words(overrides: Mapping[str, Any]) -> str:
-    """Overrides as text."""
-    shown = {DIALS[name].spoken: x for name, x in overrides.items() if name not in ("tree", "window")}
-    said = [f"{name} {f'{x:.3g}' if isinstance(x, float) else x}" for name, x in shown.items()]
-    return ", ".join(filter(None, (draft_of(overrides), *said)))
+def as_text(overrides: Mapping[str, Any]) -> str:
+    """Return overrides as text, the draft first."""
+    dials = [(DIALS[name].spoken, x) for name, x in overrides.items() if name not in ("tree", "window")]
+    phrases = [f"{name} {f'{x:.3g}' if isinstance(x, float) else x}" for name, x in dials]
+    return ", ".join(filter(None, (draft_of(overrides), *phrases)))

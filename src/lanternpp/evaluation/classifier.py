@@ -78,9 +78,8 @@ class Classifier(nn.Module):
         layers: list[nn.Module] = []
         inputs = config.stem
         for channels, blocks in zip(config.channels, config.blocks, strict=True):
-            layers += [
-                Block(channels if i else inputs, channels, 1 if i else 2) for i in range(max(blocks, 1))
-            ]
+            layers.append(Block(inputs, channels, stride=2))
+            layers += [Block(channels, channels, stride=1) for _ in range(blocks - 1)]
             inputs = channels
         self.stages = nn.Sequential(*layers, norm(inputs), nn.SiLU())
         self.labels = nn.Linear(inputs, len(config.labels))

@@ -71,10 +71,7 @@ class StrengthSearch:
         return STRENGTHS[rule]
 
     def find(self, entry: Entry, limit: float) -> Entry | None:
-        """Return the entry at the greatest strength whose total variation per code is at most `limit`, with its figures.
-
-        Return None if the least strength costs more.
-        """
+        """Return the entry at the greatest strength that costs at most `limit` per code, with its figures; None if there is no such strength."""
         name, exact, greatest = self.strength_dial(entry)
 
         def entry_at(step: int) -> Entry:

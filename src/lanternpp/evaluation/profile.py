@@ -66,10 +66,7 @@ def machine_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, floa
 
 
 def pass_costs(pipe: Pipeline, engine: Engine) -> tuple[float, float]:
-    """Return the bytes that a target pass must read in the middle of a picture, and its operations.
-
-    Weights, keys and values are counted; embeddings and writes are not.
-    """
+    """Return the bytes that a target pass must read in the middle of a picture, and its operations, without embeddings and writes."""
     target, stack = pipe.target, pipe.target.decoder.stack()
     qkv_heads = stack.heads + 2 * stack.kv_heads
     layer = stack.dim * (qkv_heads * stack.head_dim + stack.heads * stack.head_dim + 3 * stack.hidden)

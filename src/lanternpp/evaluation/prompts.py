@@ -54,11 +54,8 @@ def fetch(path: Path) -> Path:
 
     quiet_downloads()
     with wrong_file(f"prompts {path} are not here, nor to be had from the hub", "name a file that is"):
-        return Path(
-            hf_hub_download(
-                source.repo, source.file, repo_type="dataset", revision=source.revision, etag_timeout=TIMEOUT
-            )
-        )
+        options: dict[str, Any] = {"revision": source.revision, "etag_timeout": TIMEOUT}
+        return Path(hf_hub_download(source.repo, source.file, repo_type="dataset", **options))
 
 
 def captions(content: Any, source: Path) -> list[str]:

@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from PIL import Image
@@ -129,8 +128,7 @@ class Quality:
 def check_features(name: str, extractor: Extractor) -> None:
     """Raise InputError unless the features of a picture are a tensor [1, F] of finite numbers."""
     side = extractor.side
-    picture = torch.arange(3 * side**2).remainder(251).byte().view(1, 3, side, side)
-    features: Any = extractor(picture)
+    features = extractor(torch.arange(3 * side**2).remainder(251).byte().view(1, 3, side, side))
     is_row = isinstance(features, Tensor) and features.dim() == 2 and len(features) == 1
     if not is_row or not features.isfinite().all():
         raise InputError(

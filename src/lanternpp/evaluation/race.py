@@ -49,10 +49,8 @@ class Entry:
     def slug(self) -> str:
         """The label as the name of a folder, with a digest where characters of the label are missing from the name."""
         name = re.sub(r"[^\w.+=-]+", "_", self.label)
-        if name == self.label.replace(" ", "_"):
-            return name
         # Trees of nodes may be long, and differ in brackets alone.
-        return f"{name[:40]}-{digest([self.label])}"
+        return name if name == self.label.replace(" ", "_") else f"{name[:40]}-{digest([self.label])}"
 
 
 @dataclass(frozen=True)
@@ -82,8 +80,7 @@ def parse_methods(text: str) -> list[Entry]:
         check_method(words[0])
         label = " ".join(words)
         pairs = [parse_override(word, item) for word in words[1:]]
-        overrides = dict(pairs)
-        if len(overrides) < len(pairs):
+        if len(overrides := dict(pairs)) < len(pairs):
             raise InputError(f"method {label!r} gives a dial twice; leave one out")
         entries[label] = Entry(label, words[0], overrides)
     return list(entries.values())
@@ -175,10 +172,7 @@ class Race:
                 yield entry, prompt, self.seed + prompt * self.n + offset
 
     def draw(self, entry: Entry, prompt: int, seed: int, measure_tv: bool = False) -> tuple[Request, Result]:
-        """Draw the pictures of one turn by the entry's engine; return the request with the finished samples, and the result.
-
-        measure_tv: measure their total variation too, by an engine that is freed afterwards.
-        """
+        """Draw one turn; return the request with the finished samples, and the result. measure_tv: by an engine that is freed afterwards."""
         settings, engine = self.settings[entry.label], self.engines[entry.label]
         if measure_tv:
             settings = replace(settings, measure_tv=True)
@@ -246,7 +240,6 @@ class Race:
         }
 
     def _save(self, folder: Path, entry: Entry, prompt: int, seed: int, result: Result) -> list[str]:
-        """Write the pictures of a turn and return their names relative to the folder."""
         names, stats = [], result.stats
         for i, image in enumerate(result.images):
             names.append(f"{PICTURES}/{entry.slug}/{prompt:03d}-{seed + i}.png")

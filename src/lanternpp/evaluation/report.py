@@ -77,25 +77,16 @@ def rows(
     table = []
     for label, settings in run["methods"].items():
         method_turns = [turn for turn in turns if turn.label == label]
-        row = figures(method_turns)
-        speedup = plain["seconds_per_image"] / row["seconds_per_image"]
+        row = {"method": label, "model": run["model"], "batch_size": settings["batch_size"]}
+        row["steps"] = sum(steps(turn.accepted, settings["batch_size"]) for turn in method_turns)
         draft = draft_of(settings) or "none"
-        table.append(
-            {
-                "method": label,
-                "model": run["model"],
-                "batch_size": settings["batch_size"],
-                "steps": sum(steps(turn.accepted, settings["batch_size"]) for turn in method_turns),
-                "draft": f"{draft}, fitted" if settings["fit"] else draft,
-                **row,
-                "speedup": speedup,
-                "efficiency": speedup / row["codes_per_pass"],
-                "latency_speedup": plain["latency"] / row["latency"],
-                **quality.get(label, {}),
-                "settings": settings,
-                "versions": run["versions"],
-            }
-        )
+        row["draft"] = f"{draft}, fitted" if settings["fit"] else draft
+        row |= figures(method_turns)
+        row["speedup"] = plain["seconds_per_image"] / row["seconds_per_image"]
+        row["efficiency"] = row["speedup"] / row["codes_per_pass"]
+        row["latency_speedup"] = plain["latency"] / row["latency"]
+        row |= dict(quality.get(label, {})) | {"settings": settings, "versions": run["versions"]}
+        table.append(row)
     return table
 
 
@@ -104,10 +95,8 @@ def figures(turns: Sequence[Turn]) -> dict[str, Any]:
     pictures = [accepted for turn in turns for accepted in turn.accepted]
     counts = [count for accepted in pictures for count in accepted]
     seconds = sum(turn.seconds for turn in turns)
-    seconds_per_image = [turn.seconds / len(turn.accepted) for turn in turns]
-    quartiles = [seconds_per_image[0]] * 3
-    if len(turns) > 1:
-        quartiles = quantiles(seconds_per_image, n=4, method="inclusive")
+    image_seconds = [turn.seconds / len(turn.accepted) for turn in turns]
+    quartiles = quantiles(image_seconds, n=4, method="inclusive") if len(turns) > 1 else image_seconds * 3
     tv_costs = [tv_cost for turn in turns for tv_cost in turn.tv_cost or []]
     return {
         "images": len(pictures),
@@ -118,7 +107,7 @@ def figures(turns: Sequence[Turn]) -> dict[str, Any]:
         "pictures_per_second": len(pictures) / seconds,
         "latency": seconds / len(pictures),
         "step_compression": fmean(sum(accepted[1:]) / max(1, len(accepted) - 1) for accepted in pictures),
-        "seconds_per_image": median(seconds_per_image),
+        "seconds_per_image": median(image_seconds),
         "seconds_quartiles": [quartiles[0], quartiles[2]],
         "phases": {phase: sum(turn.phases[phase] for turn in turns) / seconds for phase in PHASES},
         "accepted_per_pass": counts,
@@ -165,10 +154,7 @@ def cell(row: Mapping[str, Any], column: str, brief: bool = False) -> str:
 
 
 def columns(table: Sequence[Mapping[str, Any]], headings: Mapping[str, str] = HEADINGS) -> list[str]:
-    """Return the columns for which some row has a figure.
-
-    The columns of `BATCHES` are left out if all batch sizes are equal, except for the drafts if some draft was fitted.
-    """
+    """Return the columns with a figure in some row; `BATCHES` only if batch sizes differ, but drafts also if a draft was fitted."""
     measured = [c for c in headings if c == "where" or any(row.get(c) is not None for row in table)]
     if len({row["batch_size"] for row in table}) > 1:
         return measured
@@ -190,8 +176,7 @@ def markdown(
 ) -> str:
     """Return the table in Markdown, and below the table its settings."""
     names = columns(table, headings)
-    rule = ["---", *["--:"] * (len(names) - 1)]
-    lines = [[headings[name] for name in names], rule]
+    lines = [[headings[name] for name in names], ["---", *["--:"] * (len(names) - 1)]]
     lines += [[cell(row, name) for name in names] for row in table]
     text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     return f"{text}\n{settings_line(table, run)}\n"
@@ -221,13 +206,11 @@ def settings_line(table: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) ->
     )
 
 
-def plot(
-    table: Sequence[Mapping[str, Any]], codes_by_row: Mapping[str, Sequence[float]], folder: Path
-) -> None:
+def plot(table: Sequence[Mapping[str, Any]], row_means: Mapping[str, Sequence[float]], folder: Path) -> None:
     """Write rows.png and passes.png to `folder`, and speed.png if a cost was measured of two methods or more."""
     plots = {
         "rows": curves(
-            {label: (range(1, len(means) + 1), means) for label, means in codes_by_row.items()},
+            {label: (range(1, len(means) + 1), means) for label, means in row_means.items()},
             "row of codes where the pass began",
             "codes per pass",
         ),

@@ -112,8 +112,7 @@ class Tuner:
         max_trials, state = self.options.trials, self.optuna.trial.TrialState
         finished = state.COMPLETE, state.PRUNED, state.FAIL
         while len(drawn := self._drawn_trials()) < max_trials:
-            num_proposals = len(self.study.get_trials(deepcopy=False, states=finished))
-            if num_proposals >= MAX_PROPOSALS * max_trials:
+            if len(self.study.get_trials(deepcopy=False, states=finished)) >= MAX_PROPOSALS * max_trials:
                 break
             if progress:
                 progress(len(drawn), max_trials)
@@ -155,11 +154,8 @@ class Tuner:
 
     def _observations(self) -> list[Any]:
         """Return the overrides of each batch drawn, and the counts of its children."""
-        return [
-            (trial.user_attrs["overrides"], (batch["tried"], batch["kept"]))
-            for trial in self._drawn_trials()
-            for batch in trial.user_attrs["drawn"]
-        ]
+        trials = [trial.user_attrs for trial in self._drawn_trials()]
+        return [(t["overrides"], (batch["tried"], batch["kept"])) for t in trials for batch in t["drawn"]]
 
     def _relative_seconds(
         self, overrides: Mapping[str, Any], batches: Sequence[Mapping[str, Any]], observations: Sequence[Any]
@@ -167,10 +163,8 @@ class Tuner:
         """Return the seconds of a picture over those of plain decoding: steps as timed, passes by all drafts of the kind."""
         length = self.pipe.target.length
         codes = self.space.expected_codes(overrides, observations)
-        if codes is None:
-            num_passes = fmean(length / batch["codes_per_pass"] - 1 for batch in batches)
-        else:
-            num_passes = passes(length, codes)
+        drawn_passes = fmean(length / batch["codes_per_pass"] - 1 for batch in batches)
+        num_passes = drawn_passes if codes is None else passes(length, codes)
         return fmean((batch["outside"] + num_passes * batch["step"]) / batch["plain"] for batch in batches)
 
     def best(self) -> Candidate:
@@ -240,9 +234,8 @@ class Tuner:
         with warnings.catch_warnings(action="ignore"):
             history: Any = visualization.plot_optimization_history(self.study)
             slices: Any = visualization.plot_slice(self.study)
-        figures = {"history": history.figure, "parameters": np.ravel(slices)[0].figure}
-        for name, figure in figures.items():
-            report.save_figure(figure, self.folder / f"{name}.png")
+        report.save_figure(history.figure, self.folder / "history.png")
+        report.save_figure(np.ravel(slices)[0].figure, self.folder / "parameters.png")
 
     @cached_property
     def max_cost(self) -> float:
