@@ -71,7 +71,7 @@ def with_values(args: Sequence[str]) -> list[str]:
 def main(args: Sequence[str] | None = None) -> None:
     """Run a verb as the console script, and exit with the verb's status."""
     HERE[:] = [""]  # the current folder
-    for name in ("stdout", "stderr"):  # None where it was closed, as cron and pythonw do
+    for name in ("stdout", "stderr"):  # None if it was closed, as by cron and pythonw
         setattr(sys, name, getattr(sys, name) or Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
     if os.environ.get("COLUMNS", "").isdecimal() and int(os.environ["COLUMNS"]) < MIN_COLUMNS:
         del os.environ["COLUMNS"]

@@ -171,8 +171,8 @@ def bench(
         quality = open_quality(pipe, 2 * n * sizes[0] if sizes else n * len(prompt_list), quality_options)
         if limits:
             shared["fit"] = False
-            drawn = (prompt_list, race_options.equal_pictures, seed)
-            search = StrengthSearch(pipe, entries, *drawn, shared, output / "strengths")
+            num_pictures, folder = race_options.equal_pictures, output / "strengths"
+            search = StrengthSearch(pipe, entries, prompt_list, num_pictures, seed, shared, folder)
             entries = at_equal_tv(search, entries, limits)
         lines = read_rows(prompts) if prompts and prompts.suffix.lower() == ".jsonl" and not sizes else []
         geneval = lines if all(line.keys() >= GENEVAL for line in lines) else []

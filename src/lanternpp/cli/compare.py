@@ -87,11 +87,10 @@ def compare(
 def race(
     pipe: Pipeline, requests: tuple[Request, Request], runs: int, measure_tv: bool, progress: Progress | None
 ) -> tuple[list[tuple[Result, ...]], Stats | None]:
-    """Time plain decoding and the method in turn; return the pairs of their results, and with `measure_tv` the statistics of a
-    further, untimed run that measures tv_cost.
+    """Time plain decoding and the method in turn, and return the pairs of their results.
 
-    All runs have the settings of their request, also if another draft would be fitted by now. Progress is reported between runs
-    only, so that it is not timed.
+    With `measure_tv`, also return the statistics of a further, untimed run that measures tv_cost. All runs have the settings of
+    their request, also if another draft would be fitted by now. Progress is reported between runs only, so that it is not timed.
     """
     finished, num_runs = count(), 2 * (runs + 1) + measure_tv
     engines = [pipe.new_engine(request.settings, timed=True) for request in requests]
@@ -101,8 +100,7 @@ def race(
             progress(next(finished), num_runs)
         return pipe.draw(engine, replace(request, found={}))
 
-    pairs = [tuple(map(run, engines, requests)) for _ in range(1 + runs)]
-    del pairs[0]  # the warm-up
+    _, *pairs = [tuple(map(run, engines, requests)) for _ in range(1 + runs)]  # the first pair is the warm-up
     if not measure_tv:
         return pairs, None
     engines.clear()

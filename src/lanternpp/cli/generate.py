@@ -159,14 +159,14 @@ def free_path(path: Path, notes: Mapping[str, str]) -> Path:
     from lanternpp.api.picture import png_notes
     from lanternpp.jobs.job import differences
 
-    free = path
+    candidate = path
     for number in itertools.count(2):
-        existing = (png_notes(free) or {}) if free.exists() else dict(notes)
+        existing = (png_notes(candidate) or {}) if candidate.exists() else dict(notes)
         same_settings = not differences(existing | {"images": notes["images"]}, notes)
         if same_settings and _seeds(existing) <= _seeds(notes):
             break
-        free = path.with_stem(f"{path.stem}-{number}")
-    return free
+        candidate = path.with_stem(f"{path.stem}-{number}")
+    return candidate
 
 
 def _seeds(notes: Mapping[str, str]) -> set[int]:

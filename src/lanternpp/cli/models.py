@@ -1,4 +1,4 @@
-"""`lanternpp models`: what has a name, and what can be done with a model's files: download, convert, compile its steps."""
+"""`lanternpp models`: the list of models, methods and trees, and the download, conversion and compilation of a model."""
 
 from __future__ import annotations
 
@@ -165,8 +165,8 @@ def local_name(name: str) -> str:
 
 
 def describe_method(name: str, defaults: Defaults, machine: Mapping[str, str]) -> dict[str, Any]:
-    """Return a row: a method's settings on a model for one picture at a time, the network for it that the model lacks, and
-    whether it fits the model's codes or latents. machine: a device type and a dtype.
+    """Return a method's row: its settings on a model for one picture at a time, the network that the model lacks for the method, and
+    whether the method fits the model's codes or latents. machine: a device type and a dtype.
     """
     from lanternpp.api.model import latent_family
     from lanternpp.api.settings import network_needed, part, suits_latents

@@ -58,10 +58,7 @@ def heading(name: str) -> Group:
 
 
 def _documented(owner: Any) -> tuple[str, dict[str, Any]]:
-    """Split the docstring of a function or class into its paragraphs, one line each, and the lines `name: help` of options.
-
-    Return the paragraphs, and by name the annotations of parameters or fields with their help.
-    """
+    """Return a function's or class's docstring, one line a paragraph, without lines `name: help`; and by name annotations with the help."""
     hints = get_type_hints(owner, include_extras=True)
     paragraphs, helps, name = [""], dict[str, str](), ""
     text = "\n\n".join(documented.__doc__ or "" for documented in getattr(owner, "__mro__", (owner,)))
@@ -94,7 +91,7 @@ def _annotation(name: str, hint: Any, help: str = "") -> Any:
     option = dataclasses.replace(option, help=option.help or help)
     spellings = option.names or ("--" + name.replace("_", "-"),)
     spelling = next((text for text in spellings if len(text) > len("--n")), spellings[0])
-    number = next((number for number in (int, float) if number in (kind, *get_args(kind))), None)
+    number_type = next((number for number in (int, float) if number in (kind, *get_args(kind))), None)
     # An explicit group of None would replace the heading of the group of options.
     section = {"group": heading(option.group)} if option.group else {}
     parameter = Parameter(
@@ -103,7 +100,7 @@ def _annotation(name: str, hint: Any, help: str = "") -> Any:
         metavar=option.metavar,
         negative=None if option.negative else "",
         validator=lambda _, value: option.check(value, spelling),
-        converter=None if number is None else partial(_number, number),
+        converter=None if number_type is None else partial(_number, number_type),
         show_default=False if kind is bool else None,
         **section,
     )
@@ -222,7 +219,7 @@ def read(options: DrawOptions, pictures: bool = True) -> Pipeline:
 
 
 def advise(pipe: Pipeline, settings: Mapping[str, Any], options: DrawOptions) -> None:
-    """Say how steps are compiled, if a GPU drew pictures by steps that were not, and --no-compile was not given."""
+    """Say how to compile steps, if a GPU drew pictures with steps that are not compiled and --no-compile was not given."""
     if pipe.device.type == "cuda" and not settings["compile"] and "compile" not in options.overrides:
         say(
             "note",
@@ -272,7 +269,7 @@ def with_full_paths(options: DrawOptions) -> DrawOptions:
 
 
 def png_path(path: Path, overwrite: bool = False) -> Path:
-    """Return the path if a PNG can be written to it, whose folder may still have to be made; raise InputError if not.
+    """Return the path of a PNG that can be written, whose folder may still be missing; raise InputError if it cannot be written.
 
     overwrite: whether the PNG may replace a file that is no picture of lanternpp.
     """
@@ -292,7 +289,7 @@ def png_path(path: Path, overwrite: bool = False) -> Path:
 
 
 def writable_folder(path: Path) -> Path:
-    """Return the path if it is, or can become, a folder that can be written to; raise InputError if not."""
+    """Return the path of a folder that can be written to, and may still be missing; raise InputError if it cannot be written to."""
     existing = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
     if not existing.is_dir():
         raise InputError(f"output {str(path)!r} cannot be a folder: {existing} is a file")

@@ -99,13 +99,13 @@ def serve(
             print(f"{server.url(bound)}: {model} with {method}, {slots}", file=out, flush=True)
 
         if ray is not None:
-            ready = partial(print_ready, options.method)
-            finished = ray_serve.run(ray, replicas, spec, bound, listen.drain, ready, proxies)
+            on_ready = partial(print_ready, options.method)
+            finished = ray_serve.run(ray, replicas, spec, bound, listen.drain, on_ready, proxies)
         else:
             batcher, app = spec.start()
             chosen = batcher.pipe.chosen(options.method)
             method = drawn_with(chosen.method, chosen.reason(config.settings(batcher.pipe, None, {})))
-            ready = partial(print_ready, method, 1, *ray_serve.drawn_by(batcher.pipe))
-            finished = server.run(app, batcher, bound, listen.drain, ready, proxies)
+            on_ready = partial(print_ready, method, 1, *ray_serve.drawn_by(batcher.pipe))
+            finished = server.run(app, batcher, bound, listen.drain, on_ready, proxies)
         if not finished:
             say("serve", "not all pictures were finished")

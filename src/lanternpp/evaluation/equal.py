@@ -71,7 +71,7 @@ class StrengthSearch:
         return STRENGTHS[rule]
 
     def find(self, entry: Entry, limit: float) -> Entry | None:
-        """Return the entry at the greatest strength that costs at most `limit` per code, with its figures; None if there is no such strength."""
+        """Return the entry at the greatest strength that costs at most `limit` per code, with its figures; None if all cost more."""
         name, exact, greatest = self.strength_dial(entry)
 
         def entry_at(step: int) -> Entry:

@@ -38,7 +38,7 @@ DIALS_BY_KEY = {key: dial for dial in METHOD_DIALS for key in (dial.name, dial.s
 
 @dataclass(frozen=True)
 class Entry:
-    """A method with its overrides that takes part in a race; figures: of the entry, known before the race."""
+    """A method with its overrides that takes part in a race. figures: known before the race."""
 
     label: str
     method: str
@@ -137,9 +137,8 @@ class Race:
         self.pipe, self.entries, self.prompts = pipe, list(entries), list(prompts)
         self.n, self.seed, self.measure_tv = n, seed, measure_tv
         defaults = {"batch_size": 1, "compile": False, **shared}
-        # The settings by label as requested, and as fitted to the machine when the race begins.
         self.requested = {e.label: pipe.settings(e.method, **(defaults | e.overrides)) for e in entries}
-        self.settings: dict[str, Settings] = {}
+        self.settings: dict[str, Settings] = {}  # fitted to the machine when the race begins
         self.batch_size = self.requested[BASELINE].batch_size
         self.turn_size = turn_size or self.batch_size
         if n % self.turn_size:
@@ -172,7 +171,7 @@ class Race:
                 yield entry, prompt, self.seed + prompt * self.n + offset
 
     def draw(self, entry: Entry, prompt: int, seed: int, measure_tv: bool = False) -> tuple[Request, Result]:
-        """Draw one turn; return the request with the finished samples, and the result. measure_tv: by an engine that is freed afterwards."""
+        """Draw one turn; return the request with its samples, and the result. measure_tv: in a new engine, with total variation."""
         settings, engine = self.settings[entry.label], self.engines[entry.label]
         if measure_tv:
             settings = replace(settings, measure_tv=True)

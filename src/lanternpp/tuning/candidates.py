@@ -94,11 +94,10 @@ class Space:
 
     def initial_params(self) -> list[dict[str, Any]]:
         """Return the parameters of the first trials: the method's own draft, the hand-made trees, and chains."""
-        drafts: list[dict[str, Any]]
         if has_window(self.settings):
             values = {name: getattr(self.settings, name) for name in self.window_dials}
-            own = {name: value for name, value in values.items() if value is not None}
-            drafts = [own | {"window": size} for size in (own["window"], 2, 4, 8, 16, 32)]
+            dials = {name: value for name, value in values.items() if value is not None}
+            drafts = [dials | {"window": size} for size in (dials["window"], 2, 4, 8, 16, 32)]
         else:
             survival = {"min_survival": 0.0} if self.ends_early else {}
             lengths = [n for n in (1, 2, 4, 6, 9, 13) if n <= min(self.depth, self.nodes)]
@@ -119,7 +118,7 @@ class Space:
         if not shape or overrides.get("min_survival"):
             return None
         kind = self._kind(overrides)
-        counts = [counts for drawn, counts in observations if self._kind(drawn) == kind]
+        counts = [counts for tried, counts in observations if self._kind(tried) == kind]
         return expected(acceptance_table(counts, max(map(len, shape)), 1 + max(map(max, shape))), shape)
 
     def _kind(self, overrides: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -159,14 +158,14 @@ class Space:
         target = self.pipe.target
         limits = greatest(target) | {"window": min(self.depth, target.length // 2)}
         for name in self.window_dials:
-            least = WINDOWS[name][0]
+            low = WINDOWS[name][0]
             if self.fixed.get(name) is not None:
                 overrides[name] = self.fixed[name]
-            elif isinstance(least, str):
+            elif isinstance(low, str):
                 overrides[name] = trial.suggest_categorical(name, WINDOWS[name])
             else:
-                limit = max(least, min(WINDOWS[name][1], limits[name]))
-                overrides[name] = trial.suggest_int(name, least, limit)
+                high = max(low, min(WINDOWS[name][1], limits[name]))
+                overrides[name] = trial.suggest_int(name, low, high)
         return overrides if window_nodes(overrides) <= self.nodes else None
 
 

@@ -108,27 +108,26 @@ class Tuner:
         """Try as many candidates as the options say, and return the fastest within the limit; raise InputError if there is none."""
         for params in self.space.initial_params():
             self.study.enqueue_trial(params, skip_if_exists=True)
-
         max_trials, state = self.options.trials, self.optuna.trial.TrialState
         finished = state.COMPLETE, state.PRUNED, state.FAIL
-        while len(drawn := self._drawn_trials()) < max_trials:
+        while len(drawn_trials := self._drawn_trials()) < max_trials:
             if len(self.study.get_trials(deepcopy=False, states=finished)) >= MAX_PROPOSALS * max_trials:
                 break
             if progress:
-                progress(len(drawn), max_trials)
+                progress(len(drawn_trials), max_trials)
             with warnings.catch_warnings(action="ignore"):  # Optuna warns of its experimental parts
                 trial = self.study.ask()
-                overrides = self._propose(trial, drawn)
+                overrides = self._propose(trial, drawn_trials)
                 if overrides is not None:
                     seconds = self._measure(trial, overrides)
                     self.study.tell(trial, seconds, state.PRUNED if seconds is None else state.COMPLETE)
                     continue
                 self.study.tell(trial, state=state.FAIL)
-                if drawn:
+                if drawn_trials:
                     # As the proposal cannot be tried, the next trial is a step from the best draft, or from any draft.
                     random = Random(trial.number)
-                    best = min(drawn, key=lambda t: t.value or fmean(t.intermediate_values.values()))
-                    origin = random.choice((best, random.choice(drawn)))
+                    best = min(drawn_trials, key=lambda t: t.value or fmean(t.intermediate_values.values()))
+                    origin = random.choice((best, random.choice(drawn_trials)))
                     self.study.enqueue_trial(moved_params(origin, random))
         self.pipe.release()
         return self.best()
@@ -154,8 +153,8 @@ class Tuner:
 
     def _observations(self) -> list[Any]:
         """Return the overrides of each batch drawn, and the counts of its children."""
-        trials = [trial.user_attrs for trial in self._drawn_trials()]
-        return [(t["overrides"], (batch["tried"], batch["kept"])) for t in trials for batch in t["drawn"]]
+        attrs = [trial.user_attrs for trial in self._drawn_trials()]
+        return [(a["overrides"], (batch["tried"], batch["kept"])) for a in attrs for batch in a["drawn"]]
 
     def _relative_seconds(
         self, overrides: Mapping[str, Any], batches: Sequence[Mapping[str, Any]], observations: Sequence[Any]
@@ -256,21 +255,21 @@ class Tuner:
         state = self.optuna.trial.TrialState
         return self.study.get_trials(deepcopy=False, states=(state.COMPLETE, state.PRUNED))
 
-    def _propose(self, trial: Any, drawn: Sequence[Any]) -> dict[str, Any] | None:
+    def _propose(self, trial: Any, drawn_trials: Sequence[Any]) -> dict[str, Any] | None:
         """Return the overrides of a trial, or None if these are outside the limits, or were tried by one of the drawn trials."""
         proposed = self.space.overrides(trial, self._observations())
         # A trial that was interrupted is resumed with its former tree.
         overrides: dict[str, Any] | None = trial.user_attrs.get("overrides", proposed)
-        tried = [drawn_trial.user_attrs["overrides"] for drawn_trial in drawn]
+        tried = [drawn_trial.user_attrs["overrides"] for drawn_trial in drawn_trials]
         if overrides is None or (overrides in tried and not trial.user_attrs.get("drawn")):
             return None
         trial.set_user_attr("overrides", overrides)
         return overrides
 
     def _measure(self, trial: Any, overrides: dict[str, Any]) -> float | None:
-        """Draw one candidate, a batch a round, and return its seconds over those of plain decoding, or 2 and more outside the limit.
+        """Draw one candidate, a batch a round, and return its seconds over those of plain decoding, or None if it is given up early.
 
-        Return None if the candidate is given up before the last round.
+        A candidate outside the limit gets 1 plus its cost over the limit instead.
         """
         observations, options = self._observations(), self.options
         settings = self.pipe.settings(self.method, **(self.shared | self.fixed | overrides))
@@ -285,9 +284,9 @@ class Tuner:
                 prompt = self.prompts[index % len(self.prompts)]
                 batches.append(draw(self.pipe, settings, self._plain_engine, prompt, seeds))
                 trial.set_user_attr("drawn", batches)
-            finished = batches[: round_index + 1]
-            new = [(overrides, (batch["tried"], batch["kept"])) for batch in finished]
-            seconds = self._relative_seconds(overrides, finished, observations + new)
+            rounds = batches[: round_index + 1]
+            counted = [(overrides, (batch["tried"], batch["kept"])) for batch in rounds]
+            seconds = self._relative_seconds(overrides, rounds, observations + counted)
             trial.report(seconds, round_index)
             if round_index + 1 < options.rounds and trial.should_prune():
                 return None
