@@ -40,7 +40,8 @@ def test_the_draft_comes_from_the_drafter_run_over_all_that_is_decided(steps, cf
             continue
         line = draft.tree.mask[0, node].nonzero()[:, 0][1:]  # below the root
         drafted = guidance.rows(draft.codes[:, line])
-        features = target.states(prompt.embeds, codes)  # of all that the target has seen
+        inputs = torch.cat((prompt.embeds, target.embed(codes[:, :-1])), 1)
+        features = target.decoder.forward_sequence(inputs)  # of all that the target has seen
         decided = torch.cat((prompt.embeds, target.embed(codes)), 1)[:, 1:]
         for i in range(drafted.shape[1] + 1):  # the target's features first, then the drafter's own
             guess = drafter.forward_sequence(decided, features)[:, -1:]

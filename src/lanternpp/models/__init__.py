@@ -1,7 +1,6 @@
-"""Target families: one file each, named by the `kind` in a model's config.
+"""Target families by the `kind` in a model's config, one file each.
 
-A family is a `Target` with `claims(source)`, which recognises its published checkpoints, and
-`read(source, dtype, device)`, which makes a target of one.
+A family is a `Target` with `claims(source)`, which recognises its published checkpoints, and `read(source, dtype, device)`.
 """
 
 from __future__ import annotations

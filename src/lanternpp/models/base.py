@@ -22,9 +22,9 @@ from lanternpp.nn.sources import Source
 from lanternpp.types import Depicted, Nodes, Prompt
 
 
-def quoted(prompt: str, most: int = 80) -> str:
-    """A prompt in quotes, for a message; of a long one its beginning."""
-    return repr(prompt if len(prompt) <= most else f"{prompt[: most - 1]}…")
+def quoted(prompt: str, max_characters: int = 80) -> str:
+    """Return a prompt in quotes for a message, or the beginning of a long prompt."""
+    return repr(prompt if len(prompt) <= max_characters else f"{prompt[: max_characters - 1]}…")
 
 
 class PromptWarning(UserWarning):
@@ -36,26 +36,26 @@ _collected: ContextVar[list[str] | None] = ContextVar("prompt_warnings", default
 
 @contextmanager
 def prompt_warnings() -> Iterator[list[str]]:
-    """Collects the warnings of prompts that are read in this block, in place of Python's; other threads keep theirs."""
-    found: list[str] = []
-    token = _collected.set(found)
+    """Collect this thread's warnings of prompts that are read in the block, which Python then does not issue."""
+    sentences: list[str] = []
+    token = _collected.set(sentences)
     try:
-        yield found
+        yield sentences
     finally:
         _collected.reset(token)
 
 
 def warn_of_prompt(sentence: str) -> None:
-    """For targets: a PromptWarning, or one more sentence for the block that collects them."""
-    found = _collected.get()
-    if found is None:
+    """Issue a PromptWarning, or add the sentence to the warnings that a block of `prompt_warnings` collects."""
+    sentences = _collected.get()
+    if sentences is None:
         warnings.warn(sentence, PromptWarning, stacklevel=3)
     else:
-        found.append(sentence)
+        sentences.append(sentence)
 
 
 def check_codes(target: Path, target_codes: int, tokenizer: Path, tokenizer_codes: int) -> None:
-    """InputError unless a tokenizer has as many codes as its target."""
+    """Check that a tokenizer has as many codes as its target; raise InputError otherwise."""
     if target_codes != tokenizer_codes:
         raise InputError(
             f"{target} has {target_codes} codes and the tokenizer {tokenizer} has {tokenizer_codes}; use the tokenizer "
@@ -64,7 +64,7 @@ def check_codes(target: Path, target_codes: int, tokenizer: Path, tokenizer_code
 
 
 class Target(nn.Module, ABC):
-    """The autoregressive model whose distribution is decoded. Codes are 0..V-1; a family maps them to its vocabulary.
+    """The autoregressive model whose distribution is decoded. Codes are 0..V-1; a family maps codes to its vocabulary.
 
     A family with the table `codes_in`, the linear layer `codes_out` and the tokenizer `vq` inherits `embed`, `head`, `codebook` and
     `pixels`.
@@ -74,34 +74,34 @@ class Target(nn.Module, ABC):
     channels: int = 0  # C, numbers of a continuous latent; 0: pictures are of codes
     length: int  # codes of an image, in raster order
     width: int  # codes of one image row
-    slots: int  # the most prompt slots T that a condition takes
+    slots: int  # T of the longest prompt
     decoder: Decoder
     codes_in: nn.Embedding
     codes_out: nn.Linear
-    vq: Any = None  # the tokenizer, which turns codes or latents into pixels; not a part of this module
-    native_head: HeadLogits | None = None  # set where it is read for inference
-    engine: ClassVar[str] = "lanternpp.engine.decode:Engine"  # the class that decodes it
-    any_size: ClassVar[bool] = False  # whether `read` heeds a size in pixels that the user gives
-    head_layer: ClassVar[str | None] = None  # the attribute that is the linear layer of `head`, if one is
-    about: ClassVar[str] = ""  # the checkpoints it reads, for the message about an unknown one
+    vq: Any = None  # the tokenizer, which turns codes or latents into pixels; no submodule
+    native_head: HeadLogits | None = None  # of a target that is read for inference
+    engine: ClassVar[str] = "lanternpp.engine.decode:Engine"  # the class that decodes the target
+    any_size: ClassVar[bool] = False  # whether `read` takes a size in pixels from the user
+    head_layer: ClassVar[str | None] = None  # the attribute whose linear layer is `head`
+    about: ClassVar[str] = ""  # its checkpoints, for the message about an unknown one
     defaults: Mapping[str, Any] = {}  # recommended settings, for models without a defaults.json
-    without_pixels: ClassVar[str] = ""  # where its codes cannot become pixels here: what to do, for a message
+    without_pixels: ClassVar[str] = ""  # for a message: how to get pixels, if not by `pixels`
 
     @classmethod
     def claims(cls, source: Source) -> bool:
-        """Whether a checkpoint without our own `kind` is this family's, by its config, its names and shapes."""
+        """Return whether a checkpoint without our own `kind` is of this family, by its config and its tensors' names and shapes."""
         return False
 
     @classmethod
     def read(cls, source: Source, dtype: torch.dtype, device: torch.device | str = "cpu") -> Self:
-        """The target in `source`, ready to draw; tokenizers and encoders are found around `source.path`.
+        """Read the target in `source`, ready to draw, and the tokenizers and encoders around `source.path`.
 
-        Raises InputError where something is missing or does not fit.
+        Raises InputError where a part is missing or does not fit.
         """
         raise NotImplementedError
 
     def save(self, folder: Path, store: Store) -> list[str]:
-        """Write it into a model folder of ours, its tokenizer too; the parts written. InputError if it cannot be."""
+        """Write target and tokenizer into a model folder of ours, and return the parts written; InputError if they cannot be."""
         raise InputError(f"a {type(self).__name__} cannot be converted; use its checkpoint as it is")
 
     @property
@@ -111,97 +111,89 @@ class Target(nn.Module, ABC):
 
     @abstractmethod
     def prompt(self, conditions: Sequence[str | None], branches: int) -> Prompt:
-        """b conditions (None: the null condition) as [branches * b, T, D], conditional rows first."""
+        """Encode b conditions (None: the null condition) as [branches * b, T, D], conditional rows first."""
 
     def check(self, condition: str | None) -> None:
-        """Check a condition: the InputError or warnings that `prompt` gives."""
+        """Check a condition; raise the InputError or issue the warnings of `prompt`."""
         self.prompt([condition], 1)
 
     def embed(self, codes: Tensor) -> Tensor:
-        """codes [R, N] -> [R, N, D]."""
+        """Embed codes [R, N] as [R, N, D]."""
         return self.codes_in(codes)
 
     def examples(self, count: int) -> Tensor:
-        """Some codes, at most `count`, evenly over all: [n]. A drafter's file tells its target by their embeddings."""
+        """Return up to `count` codes [n], evenly over all codes; a drafter's file knows its target by their embeddings."""
         device, count = self.decoder.rotary_table.device, min(self.vocab, count)
         return torch.linspace(0, self.vocab - 1, count, dtype=torch.float32, device=device).long()
 
     def head(self, features: Tensor) -> Tensor:
-        """features [..., D] -> logits [..., V]."""
+        """Return the logits [..., V] of features [..., D]."""
         return self.codes_out(features)
 
     @property
     def head_linear(self) -> nn.Module | None:
-        """The linear layer that `head` is, with weight [V, D] and bias; None where it is another function."""
+        """The linear layer of `head`, with weight [V, D] and bias; None where `head` is another function."""
         return None if self.head_layer is None else self.get_submodule(self.head_layer)
 
     def pixels(self, codes: Tensor) -> Tensor:
-        """codes [B, length] -> images [B, 3, H, W] in [-1, 1]."""
+        """Decode codes [B, length] to images [B, 3, H, W] in [-1, 1]."""
         return self.vq.decode(codes)
 
     @property
     def conditions(self) -> Sequence[str]:
-        """Every condition that it knows; empty where they cannot be listed."""
+        """All conditions; empty where they cannot be listed."""
         return ()
 
     @property
     def words(self) -> Mapping[str, Sequence[str]]:
-        """The words that prompts may use, a list for each kind of word; empty where they cannot be listed."""
+        """The words of prompts, a list for each kind of word; empty where they cannot be listed."""
         return {}
 
     def depicted(self, prompt: str, pictures: Sequence[Any], own_shape: bool = True) -> Depicted:
-        """A prompt that shows pictures (PIL images, RGB) beside its text; `shaped` gives the target that draws it.
+        """Encode a prompt that shows pictures (PIL images, RGB) beside its text; `shaped` gives the target that draws it.
 
-        own_shape: whether it is drawn in the shape of the last picture, if `read` was given no size. InputError where the family
-        reads no pictures.
+        own_shape: whether to draw in the shape of the last picture, if the user gave `read` no size. Raises InputError where the
+        family reads no pictures.
         """
         raise InputError(f"a {type(self).__name__} draws from text alone: leave out image")
 
     def shaped(self, shape: Hashable) -> Target:
-        """The target that draws prompts of a shape (`Depicted.shape`): itself for None, else another of the same weights."""
+        """Return the target that draws prompts of a shape (`Depicted.shape`), with the same weights; None: this target."""
         return self
 
     def cache_prompts(self, prompts: int) -> None:
-        """Keep the encoded features of up to so many more prompts, which will be used repeatedly."""
+        """Keep the encoded features of up to `prompts` further prompts, which will be used repeatedly."""
         return
 
     def release_encoder(self) -> None:
-        """Free the text encoder, where there is one; the next new prompt loads it again."""
+        """Free the text encoder, if the target has one; the next new prompt loads it again."""
         return
 
     def reader(self) -> Reader:
-        """The encoder of its tokenizer, pictures to codes. InputError where it has none."""
+        """Return the reader of pictures as codes, by the tokenizer's encoder; InputError where it has none."""
         raise InputError(
             f"the tokenizer of this {type(self).__name__} only draws: use --self instead of --data."
         )
 
     def from_cache(self, found: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Cached codes or moments of pictures [B, length, ...] -> codes as `embed` reads them; latents are drawn.
-
-        generator: of the CPU; None: the global one.
-        """
+        """Return cached codes, or latents drawn by cached moments, [B, length, ...]; generator: of the CPU, None for the global one."""
         return found
 
     def constrain(self, logits: Tensor, index: Tensor) -> Tensor:
-        """Logits [B, N, V] of the codes at places `index` [B, N] -> the same, -inf at codes that the format forbids there."""
+        """Set the logits [B, N, V] of codes that the format forbids at places `index` [B, N] to -inf."""
         return logits
 
     def forward(
         self, x: Tensor, nodes: Nodes, cache: AttentionCache, aux_layers: tuple[int, ...] = ()
     ) -> Tensor:
-        """x [R, N, D] -> features [R, N, D] after the final norm; with aux_layers as `Decoder.forward`, [R, N, (1 + aux) D]."""
+        """Return features [R, N, D] of x [R, N, D] after the final norm; with `aux_layers` [R, N, (1 + aux) D], as `Decoder`."""
         return self.decoder(x, nodes, cache, aux_layers)
 
     def pack(self) -> None:
-        """Prepack weights, on devices where that helps; for inference only."""
+        """Pack weights for inference, on devices where packed weights are faster."""
         backend(next(self.parameters()).device).pack(self)
 
-    def states(self, prompt: Tensor, codes: Tensor) -> Tensor:
-        """prompt [B, T, D], codes [B, length] -> features of every slot, [B, T + length - 1, D], causal."""
-        return self.decoder.forward_sequence(
-            torch.cat((prompt, self.embed(codes[:, :-1]).to(prompt.dtype)), 1)
-        )
-
     def forward_sequence(self, prompt: Tensor, codes: Tensor) -> Tensor:
-        """prompt [B, T, D], codes [B, length] -> features [B, length, D]; feature i predicts code i."""
-        return self.states(prompt, codes)[:, prompt.shape[1] - 1 :]
+        """Return features [B, length, D] of prompt [B, T, D] and codes [B, length], by a causal pass; feature i predicts code i."""
+        inputs = torch.cat((prompt, self.embed(codes[:, :-1]).to(prompt.dtype)), 1)
+        return self.decoder.forward_sequence(inputs)[:, prompt.shape[1] - 1 :]
