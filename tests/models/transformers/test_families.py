@@ -40,7 +40,6 @@ from lanternpp.errors import ModelError
 from lanternpp.kernels.loading import library
 from lanternpp.models.hub import HubId, choose
 from lanternpp.models.transformers.format import Raster
-from lanternpp.models.transformers.glm_image import GlmImage
 from lanternpp.models.transformers.janus import BEGIN, DRAW, PAD
 from lanternpp.models.vq.codes import nearest
 from lanternpp.nn.sources import Source
@@ -643,9 +642,9 @@ def test_a_published_drafter_may_norm_queries_and_keys_as_its_target_does(
 
 
 def test_sizes_of_glm_image_and_how_its_checkpoint_samples(
-    glm: tuple[Path, Any, Any], tmp_path: Path
+    glm: tuple[Path, Any, Any], glm_pipe: Pipeline, tmp_path: Path
 ) -> None:
-    sized = functools.partial(GlmImage.raster_of, GlmImage, None)  # type: ignore[arg-type]
+    sized = functools.partial(glm_pipe.target.raster_of, None)  # type: ignore[operator]
     pictures = sized("1024")
     assert (pictures.rows, pictures.columns, pictures.small.rows, pictures.length) == (32, 32, 16, 1280)
     for wrong in ("100", "4096x2048", "32x16384"):

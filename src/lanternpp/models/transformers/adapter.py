@@ -1,4 +1,4 @@
-"""The base of all adapters: a `Target` on the modules of a model of transformers, where its weights lie."""
+"""The base class of all adapters: a `Target` on the modules of a model of transformers, without a copy of its weights."""
 
 from __future__ import annotations
 
@@ -26,38 +26,41 @@ from lanternpp.nn.files import wrong_file
 from lanternpp.nn.sources import Source
 from lanternpp.types import Prompt
 
-SLOTS = 512  # the longest prompt of `Pipeline`, unless the model's own positions end before
-STRIDE = 32  # prompts are padded to a multiple of this, so that few shapes are compiled
+SLOTS = 512  # the longest prompt of `Pipeline`, unless the model has fewer positions
+STRIDE = 32  # prompts are padded to a multiple of this number of slots, so that few shapes are compiled
 
 
 class TransformersTarget(Target):
-    """A model's decoder layers, embeddings and head, as they lie in memory; codes are tokens of it, unless a family says otherwise.
+    """The decoder layers, embeddings and head of a model; codes are some of its tokens, unless a family says otherwise.
 
-    codes: the token of every code, in the order of the image tokenizer. row_end: the token after a row, where there is one. Prompts are texts for a model that `read` opened, and the numbers of a call's prompts for one of the user's.
+    codes: the token of every code, in the order of the image tokenizer. row_end: the token after a row, where there is one.
+    Prompts are texts for a model that `read` opened, and the numbers of a call's prompts for a model of the user's.
     """
 
     class_name: ClassVar[str]  # in transformers
     model_type: ClassVar[str]
     guidance: ClassVar[float] = 1.0  # of a call of `generate` that names none
     recommended: Mapping[str, Any] = {}  # settings that its authors draw with
-    lacking: ClassVar[tuple[str, ...]] = ()  # beginnings of tensors' names that a checkpoint may lack
+    optional: ClassVar[tuple[str, ...]] = ()  # beginnings of the names of tensors that a checkpoint may lack
     pixels_per_code = 16  # of a code's side
     by_product: ClassVar[bool] = False  # how its tokenizer finds codes, as `nearest` has it
     unguided: ClassVar[str] = ""  # why it is drawn without guidance, for a message
     by_forward: ClassVar[bool] = True  # whether transformers' `generate` draws by the model's `forward`
     unit: ClassVar[bool] = False  # whether its codebook is looked up l2-normalised
     decoder: TransformersDecoder
-    slots = 0
-    # codes of a side of the squares that it draws, the usual one first; empty: it draws any size, as the next three say
+    # Codes of a side of the squares that it draws, the default first; empty: any size, as the next four attributes say.
     sides: Sequence[int] = ()
-    usual: ClassVar[str]  # the size in pixels where none is given
-    largest: ClassVar[int]  # codes of the largest picture
+    default_size: ClassVar[str]  # in pixels
+    max_codes: ClassVar[int]  # of the largest picture
     step: ClassVar[int] = 1  # codes of a step of the size
-    raster = Raster(0, 0)  # of no codes unless `read` opened the model
+    raster_class: ClassVar[type[Raster]] = Raster
+    raster = Raster(0, 0)  # without codes unless `read` opened the model
     fixed_size = False  # whether the user gave a size
+    text_of: Callable[[Path], Text] = Text  # opens the tokenizer of prompts in a folder
     text: Text
     packing: str | None = None  # the dtype in which `pack` gives weights to the kernels
-    stride = STRIDE  # prompts of texts are padded to a multiple of it
+    slots = length = width = 0
+    ids: Sequence[int] = ()  # the token of every code that is drawn: of the codes, then of a format's extras
 
     def __init__(
         self, model: Any, body: Any, codes: Sequence[int], row_end: int | None = None, qk_norm: bool = False
@@ -65,92 +68,85 @@ class TransformersTarget(Target):
         super().__init__()
         self.tokens: nn.Module = model.get_input_embeddings()  # first: `next(parameters())` is its weight
         self.model = model
-        self.decoder = TransformersDecoder(body, qk_norm, self.positions)
+        self.decoder = TransformersDecoder(body, qk_norm)
         self.most = int(body.config.max_position_embeddings)
         self.codes, self.row_end = tuple(codes), row_end
-        self.prompts: Sequence[Prompt] = ()
-        self.length = 0
-        # with the rows of codes alone, prepacked
-        self._code_head: nn.ModuleList | None = None
+        self._code_head: nn.ModuleList | None = None  # of the codes' rows alone, prepacked
         self.arrange(Format(1, 1, () if row_end is None else (row_end,)), 0)
 
     @classmethod
     def claims(cls, source: Source) -> bool:
-        """transformers' model type."""
+        """Return whether a checkpoint has transformers' model type of the family."""
         return cls.model_type in source.kinds
 
     @classmethod
     def read(cls, source: Source, dtype: torch.dtype, device: torch.device | str = "cpu") -> Self:
-        """The model in `source`, opened by its own class; its tokenizers lie beside it."""
+        """Open the model in `source` by its own class, and the tokenizers beside it; return the target."""
         make: Callable[[Any], Self] = cls
         with wrong_file(f"{source.path} cannot be opened", CORRECT):
-            target = adapted(make, cls.model_in(source, dtype, cls.lacking))
+            target = adapted(make, cls.model_in(source, dtype, cls.optional))
         target.read_vq(source, dtype)
         target.to(device)
-        target.text = target.text_of(source.folder)
+        target.text = cls.text_of(source.folder)
         size = source.given.get("size") or source.config.get("size")
         raster = target.raster_of(source, None if size is None else str(size))
         target.fixed_size = "size" in source.given
-        target._lay_out(raster, target.room(raster))
+        target._lay_out(raster, target.prompt_slots(raster))
         target.packing = source.packing
         return target.eval().requires_grad_(False)
 
     @classmethod
-    def model_in(cls, source: Source, dtype: torch.dtype, lacking: tuple[str, ...]) -> Any:
-        """The model of transformers in `source`."""
-        return opened(source, cls.class_name, cls.fields_of(source), dtype, lacking)
+    def model_in(cls, source: Source, dtype: torch.dtype, optional: tuple[str, ...]) -> Any:
+        """Open the model of transformers in `source`; optional: as `opened` has it."""
+        return opened(source, cls.class_name, cls.fields_of(source), dtype, optional)
 
     @classmethod
     def fields_of(cls, source: Source) -> Mapping[str, Any]:
-        """Fields of a config, whatever the checkpoint's config.json says. InputError."""
+        """Return fields of the config that replace those of the checkpoint's config.json."""
         return {}
 
     def read_vq(self, source: Source, dtype: torch.dtype) -> None:
-        """Read the tokenizer of pictures, where it is not a part of the model."""
+        """Read the tokenizer of pictures, where the model comes without one."""
         return
 
-    @staticmethod
-    def text_of(folder: Path) -> Text:
-        """The tokenizer of prompts."""
-        return Text(folder)
-
-    def room(self, raster: Raster, shown: int = 0) -> int:
-        """The prompt slots beside a picture, where `shown` tokens of a prompt are pictures. InputError where it does not fit."""
-        room = self.most - raster.length - shown
-        if room < 1:
-            more = f" and {shown} of the pictures shown" if shown else ""
+    def prompt_slots(self, raster: Raster, picture_tokens: int = 0) -> int:
+        """Return the slots of a prompt: `picture_tokens` for pictures that it shows, and others for text; InputError if none is left."""
+        num_free = self.most - raster.length - picture_tokens
+        if num_free < 1:
+            shown = f" and {picture_tokens} of the pictures shown" if picture_tokens else ""
             raise InputError(
-                f"{raster} codes{more} do not fit the model's {self.most} positions; choose a smaller size"
+                f"{raster} codes{shown} do not fit the model's {self.most} positions; choose a smaller size"
             )
-        return shown + min(SLOTS, room)
+        return picture_tokens + min(SLOTS, num_free)
 
-    def _lay_out(self, raster: Raster, slots: int) -> None:
-        """Draw pictures of a raster from now on, from prompts of at most so many slots."""
+    def _lay_out(self, raster: Raster, slots: int, format: Format | None = None) -> None:
+        """Draw pictures of a raster from now on, from prompts of up to `slots` slots; format: None for the raster's own."""
         self.raster = raster
-        self.arrange(raster.format(self.codes, self.row_end), slots)
+        self.arrange(format or raster.format(self.codes, self.row_end), slots)
         self.decoder.prepare(slots + self.length)
 
     def shaped(self, shape: Hashable) -> Target:
-        """A shape is the raster and the slots of a prompt."""
+        """Return the target of a shape: a raster, the slots of a prompt, and a format where it is not the raster's own."""
         if shape is None:
             return self
-        made = replica(self)
-        made.decoder = self.decoder.shared(made.positions)
-        made._lay_out(*cast("tuple[Raster, int]", shape))
-        return made
+        target = replica(self)
+        target.decoder = self.decoder.shared()
+        target._lay_out(*cast("tuple[Raster, int]", shape))
+        return target
 
     def raster_of(self, source: Source, size: str | None) -> Raster:
-        """The codes of a picture of a size in pixels, the user's or the checkpoint's; None: where neither says one. InputError."""
+        """Return the codes of a picture of a size in pixels, which the user or the checkpoint gives; None: neither does."""
         if self.sides:
             return Raster.square(self.sides, self.pixels_per_code, size)
-        return Raster.of(size or self.usual, self.pixels_per_code, True, self.largest, self.step)
+        size, ends = size or self.default_size, self.row_end is not None
+        return self.raster_class.of(size, self.pixels_per_code, ends, self.max_codes, self.step)
 
     @abstractmethod
     def conditional(self, text: str) -> list[int]:
-        """The tokens of a prompt, up to where the first code is drawn."""
+        """Return the tokens of a prompt, up to where the first code is drawn."""
 
     def unconditional(self, text: str | None) -> list[int]:
-        """The tokens of the unconditional branch of guidance, for a prompt or None: an empty prompt."""
+        """Return the tokens of the unconditional branch of guidance, for a prompt or None; here those of an empty prompt."""
         return self.conditional("")
 
     @property
@@ -160,14 +156,14 @@ class TransformersTarget(Target):
         return nn.functional.normalize(weight, dim=-1) if self.unit else weight
 
     def decoded(self, grid: Tensor) -> Tensor:
-        """Codes [B, rows, columns] -> images [B, 3, H, W], by the model's own VQ decoder."""
+        """Decode codes [B, rows, columns] to images [B, 3, H, W]."""
         return self.vq.decode(grid)
 
     @property
     def defaults(self) -> Mapping[str, Any]:  # type: ignore[override]
         """The recommended settings; top-k is at most the number of codes."""
-        top_k = min(self.recommended.get("top_k", 0), len(self.codes))
-        return {**self.recommended, **({"top_k": top_k} if top_k else {})}
+        top_k = self.recommended.get("top_k")
+        return {**self.recommended, "top_k": min(top_k, len(self.codes))} if top_k else self.recommended
 
     @property
     def count(self) -> int:
@@ -180,7 +176,7 @@ class TransformersTarget(Target):
         return self.model.model.vqmodel
 
     def encoder(self) -> nn.Module | None:
-        """Images [B, 3, H, W] -> latents [B, C, rows, columns]; None where the checkpoint has none."""
+        """Return the network from images [B, 3, H, W] to latents [B, C, rows, columns]; None where the checkpoint has none."""
         return nn.Sequential(self.vq.encoder, self.vq.quant_conv)
 
     @property
@@ -189,32 +185,33 @@ class TransformersTarget(Target):
         return next(self.tokens.parameters()).device
 
     def arrange(self, format: Format, slots: int, prompts: Sequence[Prompt] = ()) -> bool:
-        """Set what is drawn from now on; whether engines made before are of other sizes.
+        """Draw pictures of a format from now on; return whether engines made before have other sizes.
 
-        prompts: those that conditions name, by their number. slots: the most slots of one.
+        prompts: those that conditions name, by their number. slots: of the longest prompt.
         """
         ids = (*self.codes, *format.extras)
-        before = (self.slots, self.length, getattr(self, "width", 0), getattr(self, "ids", ()))
+        changed = (self.slots, self.length, self.width, self.ids) != (slots, format.length, format.width, ids)
         self.prompts, self.slots, self.ids = prompts, slots, ids
         self.length, self.width, self.vocab = format.length, format.width, len(ids)
         self._code_ids = torch.tensor(ids, device=self.device)
-        self._span = slice(min(ids), max(ids) + 1)  # of their tokens
-        self._allowed = self._kinds = None
+        self._id_span = slice(min(ids), max(ids) + 1)
+        self._allowed_codes = self._kinds = None
         if format.kinds:
-            sets = [sorted(tokens) for tokens in format.sets]
-            rows = [torch.isin(self._code_ids, torch.tensor(s, device=self.device)) for s in sets]
-            self._allowed = torch.stack(rows)  # [kinds, V]
-            self._kinds = torch.tensor(format.kinds, device=self.device)
-        return before != (slots, self.length, self.width, ids)
-
-    def positions(self, slot: Tensor) -> Tensor:
-        """Slots [R, N] -> the model's `position_ids`, of the same shape or [3, R, N]."""
-        return slot
+            sets = [torch.tensor(sorted(tokens), device=self.device) for tokens in format.sets]
+            masks = [torch.isin(self._code_ids, tokens) for tokens in sets]
+            self._allowed_codes = torch.stack(masks)  # [sets, V]
+            self._kinds = torch.tensor(format.kinds, device=self.device)  # [length]
+        self.decoder.position_table = None
+        if format.positions:
+            prompt_positions = format.prompt_positions or [(slot, slot, slot) for slot in range(-slots, 0)]
+            table = torch.tensor([*prompt_positions, *format.positions], device=self.device)
+            self.decoder.position_table = table + slots
+        return changed
 
     def prompt(self, conditions: Sequence[str | None], branches: int) -> Prompt:
-        """Texts -> [branches * b, T, D], padded on the left; of a call, the prompt that one condition numbers.
+        """Encode b texts, or take the prompt of a call that one condition numbers: [branches * b, T, D], padded on the left.
 
-        InputError where a text is too long, or guidance is asked of a model that has none.
+        Raises InputError where a text is too long, or guidance is asked of a model that has none.
         """
         if not self.raster.length:
             (condition,) = conditions
@@ -224,24 +221,26 @@ class TransformersTarget(Target):
         rows = [self._tokens(condition) for condition in conditions]
         if branches == 2:
             rows += [self.unconditional(condition) for condition in conditions]
-        return Prompt(
-            *self._embedded(rows, min(-(-max(map(len, rows)) // self.stride) * self.stride, self.slots))
-        )
+        longest = max(map(len, rows))
+        width = min(-(-longest // STRIDE) * STRIDE, self.slots)
+        if self.decoder.position_table is not None:
+            width = self.slots  # because positions on grids follow the last slot
+        return Prompt(*self._embedded(rows, width))
 
     def encode(self, rows: Sequence[Sequence[int]], branches: int) -> tuple[list[Prompt], int]:
-        """Rows of tokens, all conditional ones first, as a prompt per sample, all padded to the same number of slots."""
-        embeds, start = self._embedded(rows, -(-max(map(len, rows)) // STRIDE) * STRIDE)
-        count = len(rows) // branches
-        picks = [torch.arange(branches, device=self.device) * count + sample for sample in range(count)]
-        return [Prompt(embeds[pick], start[pick]) for pick in picks], embeds.shape[1]
+        """Encode rows of tokens, all conditional ones first; return a prompt per sample, and the slots of each."""
+        longest = max(map(len, rows))
+        embeds, start = self._embedded(rows, -(-longest // STRIDE) * STRIDE)
+        row_ids = torch.arange(len(rows), device=self.device).view(branches, -1)  # [branches, B]
+        return [Prompt(embeds[ids], start[ids]) for ids in row_ids.T], embeds.shape[1]
 
     def _tokens(self, condition: str | None) -> list[int]:
-        """The tokens of a text; InputError where there are too many, or the tokenizer is another model's."""
+        """Return the tokens of a text; InputError where there are too many, or the tokenizer is another model's."""
         row = self.unconditional(None) if condition is None else self.conditional(condition)
-        known = next(self.tokens.parameters()).shape[0]
-        if max(row) >= known:
+        vocab_size = next(self.tokens.parameters()).shape[0]
+        if max(row) >= vocab_size:
             raise InputError(
-                f"{self.text.path} has token {max(row)} and its model knows {known}: it is another model's tokenizer."
+                f"{self.text.path} has token {max(row)} and its model knows {vocab_size}: it is another model's tokenizer."
             )
         if len(row) > self.slots:
             raise InputError(
@@ -250,42 +249,43 @@ class TransformersTarget(Target):
         return row
 
     def _embedded(self, rows: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:
-        """Tokens as ([R, width, D], start [R]); padding on the left is token 0, never attended to."""
+        """Embed rows of tokens, padded on the left by token 0, which is never attended to: [R, width, D], and first slots [R]."""
         ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=self.device)
         return self.tokens(ids), torch.tensor([width - len(row) for row in rows], device=self.device)
 
     def constrain(self, logits: Tensor, index: Tensor) -> Tensor:
-        """-inf at codes that the format forbids at places `index` [B, N]."""
-        if self._allowed is None or self._kinds is None:
+        """Set the logits [B, N, V] of codes that the format forbids at places `index` [B, N] to -inf."""
+        if self._allowed_codes is None or self._kinds is None:
             return logits
-        return logits.masked_fill(~self._allowed[self._kinds[index]], float("-inf"))
+        return logits.masked_fill(~self._allowed_codes[self._kinds[index]], float("-inf"))
 
     def embed(self, codes: Tensor) -> Tensor:
-        """codes [R, N] -> [R, N, D], as tokens are embedded."""
+        """Embed codes [R, N] as the tokens that they are: [R, N, D]."""
         return self.tokens(self.token_ids(codes))
 
     def head(self, features: Tensor) -> Tensor:
-        """features [..., D] -> logits [..., V]; a plain linear layer computes the rows from the first code to the last."""
+        """Return the logits [..., V] of features [..., D]."""
         if self._code_head is not None:
             return self._code_head[0](features)
-        head, ids = self.model.lm_head, self._code_ids
-        plain = type(head) is nn.Linear and type(head.weight) is nn.Parameter  # not adapted, not quantised
-        if not plain or "forward" in vars(head) or head._forward_hooks or head._forward_pre_hooks:
+        head, ids, span = self.model.lm_head, self._code_ids, self._id_span
+        replaced = "forward" in vars(head) or head._forward_hooks or head._forward_pre_hooks
+        if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter or replaced:
             return head(features)[..., ids]
-        span, bias = self._span, None if head.bias is None else head.bias[self._span]
+        # Of a linear layer that nothing adapts or quantises, the rows from the first code to the last are enough.
+        bias = None if head.bias is None else head.bias[span]
         return nn.functional.linear(features, head.weight[span], bias)[..., ids - span.start]
 
     @property
     def head_linear(self) -> nn.Module | None:
-        """The head, once it is packed."""
+        """The head, once it is packed; None before."""
         return None if self._code_head is None else self._code_head[0]
 
     def token_ids(self, codes: Tensor) -> Tensor:
-        """The tokens of codes, of any shape."""
+        """Return the tokens of codes, of any shape."""
         return self._code_ids[codes]
 
     def pixels(self, codes: Tensor) -> Tensor:
-        """codes [B, length] -> images [B, 3, H, W] in [-1, 1]; InputError where the model itself or another draws them."""
+        """Decode codes [B, length] to images [B, 3, H, W] in [-1, 1]; InputError where that is the model's or another's part."""
         if not self.raster.length:
             raise InputError("pixels are made by the transformers model, from what generate returns")
         if self.without_pixels:
@@ -295,21 +295,21 @@ class TransformersTarget(Target):
 
     @property
     def codebook(self) -> Tensor | None:
-        """[V, C] latents; the tokens that are no codes are placed far from all others, and from each other."""
+        """[V, C] latents; the rows of tokens that are no codes are far from all codes, and from each other."""
         latents = self.latents
         if latents is None:
             return None
         latents = latents.detach()
-        extras = self.vocab - len(latents)
-        far = 10 * float(latents.abs().max()) + 1
-        scale = torch.arange(1, extras + 1, device=latents.device, dtype=latents.dtype)[:, None] * far
-        return torch.cat((latents, scale.expand(-1, latents.shape[1])))
+        distance = 10 * float(latents.abs().max()) + 1
+        numbers = torch.arange(1, self.vocab - len(latents) + 1, device=latents.device, dtype=latents.dtype)
+        extras = (numbers * distance)[:, None].expand(-1, latents.shape[1])  # [V - codes, C]
+        return torch.cat((latents, extras))
 
     def reader(self) -> Reader:
-        """The tokenizer reads square pictures. InputError for others, and where there is none."""
-        raster, latents = self.raster, self.latents
+        """Return the reader of square pictures; InputError where the target draws others, or has no tokenizer of pictures."""
         if self.without_pixels:
             return super().reader()
+        raster, latents = self.raster, self.latents
         if not raster.length or latents is None or raster.rows != raster.columns:
             raise InputError("only square pictures can be read for --data: use --self, or another size.")
         side = raster.rows * self.pixels_per_code
@@ -317,7 +317,7 @@ class TransformersTarget(Target):
         return Reader.of(self.encoder(), latents, side, self.length, lay, self.by_product)
 
     def pack(self) -> None:
-        """Give the layers' weights to the kernels, and free them in the model, which nobody else has."""
+        """Give the layers' weights to the kernels, and free them in the model, which nobody else uses."""
         if self.packing is None:
             return
         try:
@@ -328,7 +328,7 @@ class TransformersTarget(Target):
         self.pack_head()
 
     def pack_head(self) -> None:
-        """A head of the rows of codes alone; the whole one is freed."""
+        """Replace the model's head by one of the rows of codes alone."""
         head = self.model.lm_head
         layer = nn.Linear(head.in_features, self.vocab, bias=False, device="meta")
         layer.weight = nn.Parameter(head.weight.detach()[self._code_ids], requires_grad=False)
@@ -337,7 +337,7 @@ class TransformersTarget(Target):
         backend().pack(self._code_head)
 
     def save(self, folder: Path, store: Store) -> list[str]:
-        """Write model and tokenizer in transformers' layout, into `target`. InputError where others make its pixels."""
+        """Write model and tokenizer in transformers' layout, into `target`; InputError where another program makes its pixels."""
         if self.without_pixels:
             return super().save(folder, store)
         if store not in ("float32", "bfloat16"):
@@ -346,53 +346,53 @@ class TransformersTarget(Target):
             raise InputError(
                 "its weights are quantised, and are written in full alone; convert the model that they were made of"
             )
-        place, side = folder / "target", self.pixels_per_code
+        side = self.pixels_per_code
         self.model.config.size = f"{self.raster.columns * side}x{self.raster.rows * side}"
         with wrong_file(f"its {GENERATION} cannot be written", "correct it"):
             self.model.generation_config.validate(strict=True)
         with quiet():
-            self.model.save_pretrained(place)
-        self.text.save(place)
+            self.model.save_pretrained(folder / "target")
+        self.text.save(folder / "target")
         return ["target"]
 
-    # What follows reads and answers calls of the model's `generate`.
+    # The methods below read and answer calls of the model's `generate`.
 
     @staticmethod
     def asks_for_picture(arguments: Mapping[str, Any]) -> bool:
-        """Whether these arguments of `generate` ask for a picture; other calls are the model's own."""
+        """Return whether these arguments of `generate` ask for a picture; other calls are the model's own."""
         return arguments.get("prefix_allowed_tokens_fn") is not None or arguments.get(MODE) == "image"
 
     def adjust(self, arguments: dict[str, Any]) -> None:
-        """Change arguments of `generate` before transformers prepares them: a whole picture where they name no length."""
-        given = (arguments, vars(arguments.get("generation_config") or object))
-        lengths = [one.get(name) for one in given for name in ("max_length", "max_new_tokens")]
+        """Ask for a whole picture where these arguments of `generate`, not yet prepared by transformers, give no length."""
+        sources = (arguments, vars(arguments.get("generation_config") or object))
+        lengths = [options.get(name) for options in sources for name in ("max_length", "max_new_tokens")]
         if self.count and all(length is None for length in lengths):
             set_length(arguments, self.count)
 
     def format(self, call: Call) -> Format:
-        """The places of the pictures of a call: a square of codes, unless it says otherwise. InputError where it has to."""
+        """Return the format of a call's pictures: what `prefix_allowed_tokens_fn` allows, or a square of codes."""
         if call.processors.allowed is not None:
             return call.probed(set(self.codes))
         if not self.count:
             raise InputError(
                 f"{type(self).__name__} needs prefix_allowed_tokens_fn, which says where codes and row ends stand"
             )
-        return Format.plain(min(self.count, call.room))
+        return Format.plain(min(self.count, call.max_new_tokens))
 
     def unconditional_rows(self, call: Call) -> list[list[int]]:
-        """The unconditional rows of guidance: `negative_prompt_ids`, or the last token of each prompt. InputError."""
-        ids, count = call.processors.unconditional, len(call.ids)
+        """Return the unconditional rows of guidance: `negative_prompt_ids`, or the last token of each prompt. InputError."""
+        ids, batch = call.processors.unconditional, len(call.ids)
         if ids is None:
             return [[row[-1]] for row in call.ids.tolist()]
         rows = token_rows(ids, call.processors.unconditional_mask)
-        if count % len(rows):
+        if batch % len(rows):
             raise InputError(
-                f"{len(rows)} negative prompts do not go with {count} prompts; give one for each"
+                f"{len(rows)} negative prompts do not go with {batch} prompts; give one for each"
             )
-        return [row for row in rows for _ in range(count // len(rows))]
+        return [row for row in rows for _ in range(batch // len(rows))]
 
     def sequences(self, codes: Tensor, format: Format, call: Call) -> Tensor:
-        """What `generate` returns for codes [B, length]: the prompts, and the tokens after them."""
+        """Return what `generate` returns for codes [B, length]: the prompts, and the tokens after them."""
         tokens = self.token_ids(codes).to(call.ids)
         if call.processors.allowed is not None:
             call.check(format, tokens)

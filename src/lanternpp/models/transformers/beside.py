@@ -1,4 +1,4 @@
-"""Adapters of models whose image tokenizer is another checkpoint, and of plain language models among these."""
+"""Base classes of adapters whose image tokenizer is another checkpoint, and of those on plain language models."""
 
 from __future__ import annotations
 
@@ -23,43 +23,43 @@ from lanternpp.models.vq.vqgan import VQGAN
 from lanternpp.nn.checkpoints import CONFIG, Store
 from lanternpp.nn.sources import Source
 
-MOST = 1 << 14  # codes of a picture
+MAX_CODES = 1 << 14  # of a picture
 
 
 class TokenizerBeside(TransformersTarget):
-    """Codes are looked up and become pixels in a `VQGAN`, which a model of the user's comes without."""
+    """A target whose codes become pixels in a `VQGAN`, which a model that the user opened comes without."""
 
-    vq_files: ClassVar[tuple[str, ...]]  # in the folder of a checkpoint, or beside it
-    vq_hub: ClassVar[str] = ""  # where its authors publish it
-    vq_hint: ClassVar[str] = ""  # more about the file, for the message that it is missing
-    within: ClassVar[str] = ""  # the beginning of its tensors' names in a checkpoint that has them
+    vq_files: ClassVar[tuple[str, ...]]  # paths of its file, from the folder of a checkpoint
+    vq_hub: ClassVar[str] = ""  # its repository, or file, on the hub
+    vq_hint: ClassVar[str] = ""  # how to get the file, for the message that it is missing
+    vq_prefix: ClassVar[str] = ""  # of the names of its tensors in a checkpoint that has them
     vqgan: VQGAN | None  # of a model that `read` opened
 
-    def __init__(self, model: Any, body: Any, codes: Sequence[int], **more: Any):
-        super().__init__(model, body, codes, **more)
+    def __init__(self, model: Any, body: Any, codes: Sequence[int], **options: Any):
+        super().__init__(model, body, codes, **options)
         self.vqgan = None
 
     def read_vq(self, source: Source, dtype: torch.dtype) -> None:
-        """Read the tokenizer: given, from the checkpoint's tensors that begin with `within`, from a folder of ours, from a
-        file beside the checkpoint, or from the hub. InputError where it is nowhere, or has other codes.
+        """Read the tokenizer that the user names, or that of the checkpoint, of a folder of ours, of a file beside the
+        checkpoint or of the hub, in this order. Raises InputError where there is none, or it has other codes.
         """
-        within, given = self.within, source.given.get("tokenizer")
-        if given is None and within and f"{within}decoder.conv_in.weight" in source.metas:
-            place, self.vqgan = source.path, read_vqgan(source, dtype, prefix=within)
+        prefix, chosen = self.vq_prefix, source.given.get("tokenizer")
+        if chosen is None and prefix and f"{prefix}decoder.conv_in.weight" in source.metas:
+            path = source.path
+            self.vqgan = read_vqgan(source, dtype, prefix=prefix)
         else:
-            place = Path(given) if given else self._found(source.folder)
-            self.vqgan = self.tokenizer_in(Source.open(place), dtype)
-        check_codes(source.path, len(self.codes), place, self.vqgan.config.codes)
+            path = Path(chosen) if chosen else self._find_vq(source.folder)
+            self.vqgan = self.tokenizer_in(Source.open(path), dtype)
+        check_codes(source.path, len(self.codes), path, self.vqgan.config.codes)
 
     def tokenizer_in(self, source: Source, dtype: torch.dtype) -> VQGAN:
-        """The tokenizer in a checkpoint of taming-transformers' layout, or in a folder of ours. InputError."""
+        """Read the tokenizer in a checkpoint of taming-transformers' layout, or in a folder of ours."""
         return read_vqgan(source, dtype)
 
-    def _found(self, folder: Path) -> Path:
-        """The path of the tokenizer."""
-        ours = folder.parent / "tokenizer"
-        if folder.name == "target" and (ours / CONFIG).is_file():
-            return ours
+    def _find_vq(self, folder: Path) -> Path:
+        converted = folder.parent / "tokenizer"
+        if folder.name == "target" and (converted / CONFIG).is_file():
+            return converted
         for name in self.vq_files:
             if (folder / name).exists():
                 return folder / name
@@ -80,37 +80,37 @@ class TokenizerBeside(TransformersTarget):
 
     @property
     def latents(self) -> Tensor | None:
-        """The tokenizer's codebook; None of a model of the user's."""
+        """[codes, C] the tokenizer's codebook; None without a tokenizer."""
         return None if self.vqgan is None else self.vqgan.codebook
 
     def decoded(self, grid: Tensor) -> Tensor:
-        """Images by the tokenizer's decoder."""
+        """Decode codes [B, rows, columns] by the tokenizer: images [B, 3, H, W]."""
         return self.vq.draw(grid)
 
     def encoder(self) -> nn.Module | None:
-        """The tokenizer's, where its file has one."""
-        read = self.vqgan and self.vqgan.encoder
-        return read().to(self.device) if read else None
+        """Read the tokenizer's encoder; None where its file has none."""
+        if self.vqgan is None or self.vqgan.encoder is None:
+            return None
+        return self.vqgan.encoder().to(self.device)
 
     @cached_property
-    def _reading(self) -> nn.Module:
-        found = self.encoder()
-        if found is None:
+    def _encoder(self) -> nn.Module:
+        encoder = self.encoder()
+        if encoder is None:
             raise InputError(
                 "this model's tokenizer was kept without its encoder: use the model as it was published"
             )
-        return found
+        return encoder
 
     def read_picture(self, picture: Any, count: int) -> Tensor:
-        """A PIL image, RGB, as codes [rows, columns], about `count` of them in its own shape. InputError."""
-        assert self.vqgan is not None
+        """Encode a PIL image, RGB, in its own shape as about `count` codes [rows, columns]; InputError without an encoder."""
         pixels = resized(picture, count, self.pixels_per_code)
         with torch.no_grad():
-            latents = self._reading(pixels.to(next(self._reading.parameters())))
-            return nearest(latents, self.vqgan.codebook, self.by_product)[0]
+            latents = self._encoder(pixels.to(next(self._encoder.parameters())))
+            return nearest(latents, self.vq.codebook, self.by_product)[0]
 
     def save(self, folder: Path, store: Store) -> list[str]:
-        """The tokenizer's decoder is written too. InputError where a family has a decoder of its own."""
+        """Write model and tokenizer; InputError where the tokenizer's decoder is not a `VQGAN`."""
         if self.vqgan is None:
             raise InputError(
                 f"the decoder of a {type(self).__name__} cannot be written; use its checkpoint as it is"
@@ -121,40 +121,43 @@ class TokenizerBeside(TransformersTarget):
 
 
 class LanguageModel(TokenizerBeside):
-    """Its last tokens are codes of square pictures, without row ends; its class in transformers is that of a plain model.
+    """A language model whose last tokens are codes of square pictures, without row ends; its class in transformers is a plain one.
 
-    In `generate`, generation_mode="image" draws a square of codes, and `prefix_allowed_tokens_fn` any other format. A config.json may say
-    how many codes there are, by `levels`, and the `size` of a picture; those of published models do not.
+    In `generate`, generation_mode="image" draws a square of codes, and `prefix_allowed_tokens_fn` any other format. A config.json
+    of ours says how many codes there are, by `levels`, and the `size` of a picture; those of published models do not.
     """
 
-    draws_after: ClassVar[str]  # the token that the first code follows
-    text_tokens: ClassVar[int]  # those before the codes of published models
+    draws_after: ClassVar[str]  # the last token of a prompt, before the first code
+    text_tokens: ClassVar[int]  # tokens before the codes in published models
     levels: tuple[int, ...]  # of published models; their product is the number of codes
-    # Pixels of the squares that published models draw; the first one where no size is given.
-    sizes: ClassVar[tuple[str, ...]]
-    fields: ClassVar[Mapping[str, Any]] = {}  # of a config.json, whatever it says
+    sizes: ClassVar[tuple[str, ...]]  # pixels of a side of published models' squares, the default first
+    fields: ClassVar[Mapping[str, Any]] = {}  # of its config, in place of those of config.json
 
     def __init__(self, model: Any):
-        config, tokens = model.config, int(model.config.vocab_size)
+        config, vocab_size = model.config, int(model.config.vocab_size)
         self.levels = tuple(getattr(config, "levels", self.levels))
-        count, first = prod(self.levels), getattr(config, "first_code", None)
-        start = tokens - count if first is None else first
-        # a model of the user's comes without a tokenizer: its number of tokens tells it from others of its class
-        other = first is None and not hasattr(config, "levels") and start != self.text_tokens
-        if other or min(self.levels) < 2 or not 0 <= start <= tokens - count:
+        num_codes, first_code = prod(self.levels), getattr(config, "first_code", None)
+        start = vocab_size - num_codes if first_code is None else first_code
+        # A model that the user opened has no tokenizer of texts: its number of tokens tells it from others of its class.
+        silent = first_code is None and not hasattr(config, "levels")
+        if (
+            (silent and start != self.text_tokens)
+            or min(self.levels) < 2
+            or not 0 <= start <= vocab_size - num_codes
+        ):
             raise InputError(
-                f"this {type(model).__name__} of {tokens} tokens has no {count} codes; known is {self.about}"
+                f"this {type(model).__name__} of {vocab_size} tokens has no {num_codes} codes; known is {self.about}"
             )
-        super().__init__(model, model.model, range(start, start + count))
+        super().__init__(model, model.model, range(start, start + num_codes))
         sizes = [str(size) for size in (getattr(config, "size", None), *self.sizes) if size]
-        self.sides = [Raster.of(size, self.pixels_per_code, False, MOST).rows for size in sizes]
+        self.sides = [Raster.of(size, self.pixels_per_code, False, MAX_CODES).rows for size in sizes]
 
     @classmethod
     def fields_of(cls, source: Source) -> Mapping[str, Any]:
-        """Codes begin after the last token of the tokenizer of texts."""
-        words = Text(source.folder).vocabulary()
-        if cls.draws_after not in words:
+        """Return `fields`, and the first code, which follows the last token of the tokenizer of texts."""
+        ids = Text(source.folder).vocabulary()
+        if cls.draws_after not in ids:
             raise InputError(
                 f"{source.path} has no token {cls.draws_after}: it only writes text; known is {cls.about}"
             )
-        return {**cls.fields, "first_code": max(words.values()) + 1}
+        return {**cls.fields, "first_code": max(ids.values()) + 1}

@@ -1,12 +1,9 @@
-"""A call of transformers' `generate`: its logits processors as settings, its prompts, and what drafts do not support.
-
-Logits processors that are known here are read; any other is rejected.
-"""
+"""A call of transformers' `generate`: its logits processors as settings, its prompts, and checks of what drafts support."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,18 +15,16 @@ from transformers.generation import logits_process
 from lanternpp.errors import InputError
 from lanternpp.models.transformers.format import NO_TOKEN, Format
 
-Allowed = Callable[[int, Tensor], Any]
-"""transformers' `prefix_allowed_tokens_fn`."""
 MODE = "generation_mode"
 RESTORE = "leave it out, or undo the acceleration with lanternpp.restore(model)"
-REMEMBERED = 16  # returned lists of tokens that are recognised when they are returned again
-HARMLESS = (logits_process.LogitNormalization, logits_process.InfNanRemoveLogitsProcessor)
-# in this order: the temperature before top-k before top-p
-WARPERS: tuple[tuple[type, str], ...] = (
-    (logits_process.TemperatureLogitsWarper, "temperature"),
-    (logits_process.TopKLogitsWarper, "top_k"),
-    (logits_process.TopPLogitsWarper, "top_p"),
-)
+MAX_REMEMBERED = 16  # lists that `prefix_allowed_tokens_fn` returned
+IGNORED = (logits_process.LogitNormalization, logits_process.InfNanRemoveLogitsProcessor)
+# The setting of each class, in the order in which samplers apply them.
+WARPERS: dict[type, str] = {
+    logits_process.TemperatureLogitsWarper: "temperature",
+    logits_process.TopKLogitsWarper: "top_k",
+    logits_process.TopPLogitsWarper: "top_p",
+}
 
 
 @dataclass(frozen=True)
@@ -40,67 +35,70 @@ class Processors:
     top_k: int = 0
     top_p: float = 1.0
     guidance: float | None = None
-    unconditional: Tensor | None = None  # [b, T] tokens; None: the last of each prompt
+    unconditional: Tensor | None = None  # [b, T] tokens; None: the last token of each prompt
     unconditional_mask: Tensor | None = None  # [b, T]
-    allowed: Allowed | None = None
+    allowed: Callable[[int, Tensor], Any] | None = None  # transformers' `prefix_allowed_tokens_fn`
     suppressed: frozenset[int] = frozenset()
 
     @classmethod
     def read(cls, processors: Iterable[Any]) -> Processors:
-        """From the list that `generate` prepares. Raises InputError for one that is not known."""
-        found: dict[str, Any] = {}
-        last = -1
-        for each in processors:
-            kind = type(each)
-            place = next((i for i, (warper, _) in enumerate(WARPERS) if kind is warper), None)
-            if place is not None:
-                if place <= last or getattr(each, "min_tokens_to_keep", 1) > 1:
+        """Read the list that `generate` prepares; raise InputError for a processor that is not supported."""
+        settings: dict[str, Any] = {}
+        names = list(WARPERS.values())
+        for processor in processors:
+            kind = type(processor)
+            if kind in WARPERS:
+                name = WARPERS[kind]
+                in_order = settings.keys().isdisjoint(names[names.index(name) :])
+                if not in_order or getattr(processor, "min_tokens_to_keep", 1) > 1:
                     raise InputError(
                         "temperature, top-k and top-p are honoured once each and in this order; give them as arguments of "
                         "generate"
                     )
-                found[WARPERS[place][1]], last = getattr(each, WARPERS[place][1]), place
+                settings[name] = getattr(processor, name)
             elif kind is logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor:
-                context = each.unconditional_context
-                found |= {"guidance": each.guidance_scale, "unconditional": context["input_ids"]}
-                found["unconditional_mask"] = context["attention_mask"]
-            elif kind is logits_process.PrefixConstrainedLogitsProcessor and "allowed" not in found:
-                found["allowed"] = each._prefix_allowed_tokens_fn
+                context = processor.unconditional_context
+                settings["guidance"] = processor.guidance_scale
+                settings["unconditional"] = context["input_ids"]
+                settings["unconditional_mask"] = context["attention_mask"]
+            elif kind is logits_process.PrefixConstrainedLogitsProcessor and "allowed" not in settings:
+                settings["allowed"] = processor._prefix_allowed_tokens_fn
             elif kind is logits_process.SuppressTokensLogitsProcessor:
-                tokens = frozenset(each.suppress_tokens.tolist())
-                found["suppressed"] = found.get("suppressed", frozenset()) | tokens
-            elif kind not in HARMLESS:
+                tokens = frozenset(processor.suppress_tokens.tolist())
+                settings["suppressed"] = settings.get("suppressed", frozenset()) | tokens
+            elif kind not in IGNORED:
                 raise InputError(
                     f"the logits processor {kind.__name__} is not supported with drafts; the call or model.generation_config asks for it: "
                     f"{RESTORE}"
                 )
-        return cls(**found)
+        return cls(**settings)
 
     def greedy(self, greedy: bool) -> Processors:
-        """The same, or the most probable code always."""
+        """Return these settings, or with `greedy` those that always draw the most probable code."""
         return replace(self, temperature=0.0, top_k=0, top_p=1.0) if greedy else self
 
 
 def check_config(config: Any, criteria: Iterable[Any]) -> None:
-    """InputError where a generation config or a stopping criterion asks for something that drafts cannot give."""
+    """Check that drafts support a generation config and stopping criteria; raise InputError otherwise."""
     mode = config.get_generation_mode().value
     if mode not in ("greedy_search", "sample"):
         raise InputError(f"{mode.replace('_', ' ')} is not supported with drafts; sample, or decode greedily")
     for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
         if getattr(config, name):
             raise InputError(f"{name} is not supported with drafts; {RESTORE}")
-    for each in criteria:
-        if not isinstance(each, generation.MaxLengthCriteria | generation.EosTokenCriteria):
+    for criterion in criteria:
+        if not isinstance(criterion, generation.MaxLengthCriteria | generation.EosTokenCriteria):
             raise InputError(
-                f"the stopping criterion {type(each).__name__} is not supported with drafts; {RESTORE}"
+                f"the stopping criterion {type(criterion).__name__} is not supported with drafts; {RESTORE}"
             )
 
 
-def reject_arguments(names: Sequence[str], given: Mapping[str, Any]) -> None:
-    """InputError where one of these arguments of `generate` has a value."""
+def reject_arguments(names: Sequence[str], arguments: Mapping[str, Any]) -> None:
+    """Check that none of the named arguments of `generate` has a value; raise InputError otherwise."""
     for name in names:
-        value = given.get(name)
-        if value is not None and value is not False and not (hasattr(value, "__len__") and not len(value)):
+        value = arguments.get(name)
+        empty = isinstance(value, Sized) and not len(value)
+        if value is not None and value is not False and not empty:
             raise InputError(
                 f"{name} is not supported with drafts; leave it out, or use lanternpp.restore(model)"
             )
@@ -115,115 +113,119 @@ class Call:
     config: Any
     processors: Processors
     ends: Sequence[int]  # the tokens that end a sequence
-    more: Mapping[str, Any]
+    model_kwargs: Mapping[str, Any]
 
     @property
-    def room(self) -> int:
-        """The most new tokens."""
+    def max_new_tokens(self) -> int:
+        """New tokens up to the end of the longest sequence that the call allows."""
         return int(self.config.max_length) - self.ids.shape[1]
 
     def probed(self, codes: Collection[int]) -> Format:
-        """What `prefix_allowed_tokens_fn` allows after the prompts, called with every length up to `room` new tokens.
+        """Return the format that `prefix_allowed_tokens_fn` allows after the prompts, at every place up to `max_new_tokens`.
 
         codes: the tokens of image codes. Raises InputError where none of them is allowed, or the prompts of a batch differ.
         """
-        reading = _Reading(self.processors)
-        rows = [reading.places(row, prompt, self.room, self.ends) for row, prompt in enumerate(self.ids)]
-        if any(row != rows[0] for row in rows):
+        function = _AllowedTokens(self.processors)
+        limit, ends = self.max_new_tokens, self.ends
+        rows = [function.places(row, prompt, limit, ends) for row, prompt in enumerate(self.ids)]
+        places = rows[0]
+        if any(row != places for row in rows):
             raise InputError(
                 "prefix_allowed_tokens_fn differs within the batch; draw pictures of one size at once"
             )
-        places = rows[0]
-        coded = [not tokens.isdisjoint(codes) for tokens in places]
-        if not any(coded):
+        has_codes = [not tokens.isdisjoint(codes) for tokens in places]
+        if not any(has_codes):
             beside = " beside suppress_tokens" if self.processors.suppressed else ""
             raise InputError(f"prefix_allowed_tokens_fn allows no image tokens{beside}; {RESTORE}")
-        length = max(n for n, tokens in enumerate(places, 1) if coded[n - 1] or len(tokens) > 1)
-        drawn, tail = places[:length], tuple(min(tokens) for tokens in places[length:])
-        numbers = {tokens: number for number, tokens in enumerate(dict.fromkeys(drawn))}
-        extras = dict.fromkeys(token for tokens in numbers for token in sorted(tokens.difference(codes)))
-        width = Format.plain(length).width if all(coded[:length]) else coded.index(False) + 1
-        kinds = tuple(numbers[tokens] for tokens in drawn)
-        return Format(length, width, tuple(extras), tuple(numbers), kinds, tail)
+        # Drawn places end with the last one that has a choice or a code.
+        length = max(n for n, tokens in enumerate(places, 1) if has_codes[n - 1] or len(tokens) > 1)
+        tail = tuple(min(tokens) for tokens in places[length:])
+        places, has_codes = places[:length], has_codes[:length]
+        kind_of = {tokens: kind for kind, tokens in enumerate(dict.fromkeys(places))}
+        kinds = tuple(kind_of[tokens] for tokens in places)
+        extras = dict.fromkeys(token for tokens in kind_of for token in sorted(tokens.difference(codes)))
+        width = Format.plain(length).width if all(has_codes) else has_codes.index(False) + 1
+        return Format(length, width, tuple(extras), tuple(kind_of), kinds, tail)
 
     def check(self, format: Format, tokens: Tensor) -> None:
-        """InputError where `prefix_allowed_tokens_fn` allows something else after drawn tokens [B, n] than `format` has."""
-        reading, first = _Reading(self.processors, format.sets), self.ids.shape[1]
+        """Check that `prefix_allowed_tokens_fn` allows the tokens of a format after drawn tokens [B, n] too; raise InputError."""
+        function, prompt_length = _AllowedTokens(self.processors, format.sets), self.ids.shape[1]
         for row, sequence in enumerate(torch.cat((self.ids, tokens), 1)):
             for place, kind in enumerate(format.kinds[: tokens.shape[1]]):
-                if reading.after(row, sequence[: first + place]) is not format.sets[kind]:
+                if function.after(row, sequence[: prompt_length + place]) is not format.sets[kind]:
                     raise InputError(
                         "prefix_allowed_tokens_fn depends on the codes that were drawn, which drafts cannot follow; let it "
                         f"depend on their number alone, or {RESTORE}"
                     )
 
     def finished(self, tokens: Tensor, tail: Sequence[int]) -> Tensor:
-        """Drawn tokens [B, n] -> what `generate` returns: the prompts, the tokens, and as much of `tail` as has room.
+        """Return prompts, drawn tokens [B, n] and as many tokens of `tail` as the call allows, as `generate` returns them.
 
-        Nothing follows a token that ends its sequence except padding.
+        Only padding follows a token that ends its sequence.
         """
-        more = tokens.new_tensor(tail)[: max(0, self.room - tokens.shape[1])]
-        tokens = torch.cat((tokens, more.expand(len(tokens), -1)), 1)
+        end = tokens.new_tensor(tail)[: max(0, self.max_new_tokens - tokens.shape[1])]
+        tokens = torch.cat((tokens, end.expand(len(tokens), -1)), 1)
         if self.ends:
-            final = torch.isin(tokens, tokens.new_tensor(self.ends))
-            count = torch.where(final.any(1), final.int().argmax(1) + 1, final.shape[1])  # [B]
+            ends = torch.isin(tokens, tokens.new_tensor(self.ends))  # [B, n]
+            lengths = torch.where(ends.any(1), ends.int().argmax(1) + 1, ends.shape[1])  # [B]
             places = torch.arange(tokens.shape[1], device=tokens.device)
             pad = self.ends[0] if self.config.pad_token_id is None else self.config.pad_token_id
-            tokens = tokens.where(places < count[:, None], pad)[:, : int(count.max())]
+            tokens = tokens.where(places < lengths[:, None], pad)[:, : int(lengths.max())]
         return torch.cat((self.ids, tokens), 1)
 
 
-class _Reading:
-    """Calls of `prefix_allowed_tokens_fn`; equal sets of tokens are one object."""
+class _AllowedTokens:
+    """The sets of tokens that `prefix_allowed_tokens_fn` returns; equal sets are one object."""
 
     def __init__(self, processors: Processors, sets: Iterable[frozenset[int]] = ()):
         assert processors.allowed is not None
-        self._allowed, self._suppressed = processors.allowed, processors.suppressed
+        self._function, self._suppressed = processors.allowed, processors.suppressed
         self._sets = {tokens: tokens for tokens in sets}
-        # most functions return the same list again and again
-        self._objects: dict[int, tuple[Any, frozenset[int]]] = {}
+        # Most functions return the same list again and again, so its set is kept with it, by the list's id.
+        self._sets_by_id: dict[int, tuple[Any, frozenset[int]]] = {}
 
-    def after(self, row: int, before: Tensor) -> frozenset[int]:
-        """The tokens that are allowed after these."""
-        given = self._allowed(row, before)
-        held = self._objects.get(id(given))
-        if held is None:
-            listed = given.flatten().tolist() if isinstance(given, Tensor) else given
-            allowed = frozenset(map(int, listed))
-            found = allowed - self._suppressed
-            if not found:
+    def after(self, row: int, tokens: Tensor) -> frozenset[int]:
+        """Return the set that is allowed after a row's tokens [n]."""
+        result = self._function(row, tokens)
+        if id(result) not in self._sets_by_id:
+            allowed = frozenset(map(int, result.flatten().tolist() if isinstance(result, Tensor) else result))
+            remaining = allowed - self._suppressed
+            if not remaining:
                 raise InputError(
                     NO_TOKEN.format("suppress_tokens" if allowed else "prefix_allowed_tokens_fn")
                 )
-            held = self._objects[id(given)] = given, self._sets.setdefault(found, found)
-            if len(self._objects) > REMEMBERED:
-                del self._objects[next(iter(self._objects))]
-        return held[1]
+            if len(self._sets_by_id) == MAX_REMEMBERED:
+                del self._sets_by_id[next(iter(self._sets_by_id))]
+            self._sets_by_id[id(result)] = result, self._sets.setdefault(remaining, remaining)
+        return self._sets_by_id[id(result)][1]
 
     def places(self, row: int, prompt: Tensor, limit: int, ends: Collection[int]) -> list[frozenset[int]]:
-        """The tokens that are allowed at all places after a prompt [T], up to the end of the sequence or to `limit`."""
+        """Return the sets of all places after a prompt [T], up to the end of the sequence or to `limit` places."""
         tokens = torch.cat((prompt, prompt.new_zeros(limit)))
-        found: list[frozenset[int]] = []
+        places: list[frozenset[int]] = []
         for place in range(len(prompt), len(tokens)):
-            found.append(self.after(row, tokens[:place]))
-            if found[-1] <= set(ends):
+            allowed = self.after(row, tokens[:place])
+            places.append(allowed)
+            if allowed <= set(ends):
                 break
-            tokens[place] = next(iter(found[-1]))
-        return found
+            tokens[place] = next(iter(allowed))
+        return places
 
 
 def token_rows(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
-    """The tokens of prompts [B, T] without their padding, which must be on the left. InputError."""
+    """Return the tokens of prompts [B, T] without their padding; raise InputError unless it is on the left."""
     if mask is None:
-        return [row.tolist() for row in ids]
-    seen = mask.to(torch.bool)
-    if mask.shape != ids.shape or bool((seen[:, :-1] & ~seen[:, 1:]).any()) or not bool(seen[:, -1].all()):
+        return ids.tolist()
+    attended = mask.to(torch.bool)
+    # A row that is padded on the left alone never falls from 1 to 0, and ends with 1.
+    rising = mask.shape == ids.shape and bool((attended[:, :-1] <= attended[:, 1:]).all())
+    if not rising or not bool(attended[:, -1].all()):
         raise InputError("the attention mask must be [batch, tokens] and prompts padded on the left alone")
-    return [row[kept].tolist() for row, kept in zip(ids, seen.to(ids.device), strict=True)]
+    return [row[tokens].tolist() for row, tokens in zip(ids, attended.to(ids.device), strict=True)]
 
 
 def set_length(arguments: dict[str, Any], count: int) -> None:
-    """Make these arguments of `generate` ask for `count` new tokens."""
+    """Change arguments of `generate` to ask for `count` new tokens."""
     arguments.pop("max_length", None)
     config = arguments.get("generation_config")
     if config is None:

@@ -27,7 +27,7 @@ IMAGE, DIGITS = re.compile("IMGIMG([A-J]+)Z"), str.maketrans("ABCDEFGHIJ", "0123
 
 
 class Chameleon(TokenizerBeside):
-    """transformers' own `generate` forbids image tokens: it writes text alone.
+    """transformers' own `generate` forbids image tokens, and so writes text alone.
 
     Here generation_mode="image" draws a square of codes, and `prefix_allowed_tokens_fn` any other format.
     """
@@ -37,7 +37,7 @@ class Chameleon(TokenizerBeside):
     any_size = True
     by_forward = False
     recommended: Mapping[str, Any] = {"cfg": 3.0, "temperature": 0.7, "top_p": 0.9}
-    lacking, within = (VQ,), VQ
+    optional, vq_prefix = (VQ,), VQ
     dialect: ClassVar[str] = "anole"  # in a config.json of ours
     vq_files: ClassVar[tuple[str, ...]] = (
         *("vqgan.ckpt", "vqgan.safetensors", "tokenizer/vqgan.ckpt", "tokenizer/vqgan.safetensors"),
@@ -46,23 +46,24 @@ class Chameleon(TokenizerBeside):
     def __init__(self, model: Any, row_end: int | None = None):
         codes = self.image_tokens(model.model.vocabulary_mapping.vocab_map)
         super().__init__(model, model.model, codes, row_end=row_end, qk_norm=True)
-        down = 2 ** (len(model.config.vq_config.channel_multiplier) - 1)
-        self.sides = () if row_end else (model.config.vq_config.resolution // down,)
+        config = model.config.vq_config
+        self.sides = () if row_end else (config.resolution // 2 ** (len(config.channel_multiplier) - 1),)
 
     @classmethod
     def claims(cls, source: Source) -> bool:
-        """transformers' model type, with or without the suffix of a fine-tuned model."""
+        """Return whether a checkpoint has transformers' model type, with or without the suffix of a fine-tuned model."""
         return any(kind.lower().startswith("chameleon") for kind in source.kinds)
 
     @staticmethod
     def image_tokens(words: Mapping[str, int]) -> list[int]:
-        """The tokens of codes, in order, from a vocabulary: their names spell numbers with letters for digits."""
-        named = ((IMAGE.fullmatch(name), token) for name, token in words.items())
-        return [token for _, token in sorted((int(n[1].translate(DIGITS)), token) for n, token in named if n)]
+        """Return the tokens of codes of a vocabulary, in order; their names spell numbers with letters for digits."""
+        matches = ((IMAGE.fullmatch(name), token) for name, token in words.items())
+        numbered = [(int(match[1].translate(DIGITS)), token) for match, token in matches if match]
+        return [token for _, token in sorted(numbered)]
 
     @classmethod
     def fields_of(cls, source: Source) -> Mapping[str, Any]:
-        """The vocabulary of its config, or else of its tokenizer."""
+        """Return the vocabulary of the checkpoint's config, or else of its tokenizer."""
         words = Text(source.folder).vocabulary()
         words = source.config.get("vocabulary_map") or words
         if not cls.image_tokens(words):
@@ -72,33 +73,32 @@ class Chameleon(TokenizerBeside):
         return {"vocabulary_map": words}
 
     def read_vq(self, source: Source, dtype: torch.dtype) -> None:
-        """As the base class; transformers' encoder is left out where the checkpoint has none."""
+        """Read the tokenizer, and remove transformers' encoder where the checkpoint has none."""
         super().read_vq(source, dtype)
         if not any(name.startswith(f"{VQ}encoder") for name in source.metas):
             self.model.model.vqmodel = None
 
     def conditional(self, text: str) -> list[int]:
-        """<s> text <reserved08706> <racm3:break>."""
-        ids = self.text
-        return [ids.id(BEGIN), *ids.ids(text), ids.id(END_OF_TURN), ids.id(DRAW)]
+        """Return <s> text <reserved08706> <racm3:break>."""
+        return [self.text.id(BEGIN), *self.text.ids(text), self.text.id(END_OF_TURN), self.text.id(DRAW)]
 
     def unconditional(self, text: str | None) -> list[int]:
-        """<s> <racm3:break>."""
+        """Return <s> <racm3:break>."""
         return [self.text.id(BEGIN), self.text.id(DRAW)]
 
     @property
     def latents(self) -> Tensor | None:
-        """The tokenizer's codebook; of a model of the user's, the codebook of transformers' encoder."""
+        """[codes, C] the tokenizer's codebook; without a tokenizer, the codebook of transformers' encoder."""
         if self.vqgan is not None:
             return super().latents
         return self.model.model.vqmodel.quantize.embedding.weight
 
     def encoder(self) -> nn.Module | None:
-        """transformers', or that of a tokenizer beside the checkpoint."""
+        """Return transformers' encoder, or that of a tokenizer beside the checkpoint."""
         vq = self.model.model.vqmodel
         return super().encoder() if vq is None else nn.Sequential(vq.encoder, vq.quant_conv)
 
     def save(self, folder: Path, store: Store) -> list[str]:
-        """The config gets the name of the dialect."""
+        """Write model and tokenizer, with the name of the dialect in the config."""
         self.model.config.dialect = self.dialect
         return super().save(folder, store)

@@ -1,12 +1,12 @@
 """The decoder layers of a transformers model, run with a KV cache of ours.
 
-The model computes everything but attention itself: its projections, norms and rotary embeddings, and whatever adapters or
-quantised weights are in them. Its attention modules ask their config for an attention function (`AttentionInterface` of
-transformers). Passes run on replicas of the model's body, layers and attention modules, which share all weights with it and
-whose config names a function of ours; that hands queries, keys and values to the cache of the pass. So no weight is copied and
-nothing of the model changes, and other threads may run the model meanwhile.
+The model computes everything except attention: its projections, norms and rotary embeddings, and the adapters or quantised
+weights in them. Its attention modules ask their config for an attention function (`AttentionInterface` of transformers). Passes
+run on replicas of the model's body, layers and attention modules, which share all weights with it and whose config names a
+function of ours; the function hands queries, keys and values to the cache of the pass. So no weight is copied, nothing of the
+model changes, and other threads may run the model meanwhile.
 
-On request (`use_kernels`) the backend computes the passes, from a copy of the layers' weights in the order that it reads them in.
+On request (`use_kernels`) the backend computes the passes, from a copy of the layers' weights in the order of its reads.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ from lanternpp.nn.decoder import Decoder, DecoderConfig, Stack, line_table
 from lanternpp.util.devices import free_memory
 from lanternpp.util.registry import unknown
 
-NAME = "lanternpp"  # of the attention function, in the config of the replicas
-MOST = 1 << 15  # positions of the rotary table that drafters get
-# bytes of a weight that is packed in this dtype, with the scales of int8
-PACKED = {"bfloat16": 2.0, "int8": 1.01}
+ATTENTION = "lanternpp"  # the attention function's name, in the config of the replicas
+MAX_POSITIONS = 1 << 15  # of the rotary table that drafters get
+BYTES_PER_WEIGHT = {"bfloat16": 2.0, "int8": 1.01}  # packed in this dtype, with the scales of int8
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -47,14 +46,14 @@ def _attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """query [R, H, N, d], key and value [R, Hkv, N, d] of the running pass -> [R, N, H, d]; the mask is the pass's own.
+    """Attend with query [R, H, N, d], key and value [R, Hkv, N, d] of the running pass, by its own mask; return [R, N, H, d].
 
-    InputError where attention is not plain: a window of the last tokens, capped scores, sinks.
+    Raises InputError where attention has a window of the last tokens, caps scores or has sinks.
     """
     decoder: TransformersDecoder = vars(layer)["decoder"]
-    if sliding_window and sliding_window < decoder._prepared:
+    if sliding_window and sliding_window < decoder._num_prepared:
         raise InputError(
-            f"its attention sees the last {sliding_window} tokens alone, and prompt and picture take {decoder._prepared}; "
+            f"its attention sees the last {sliding_window} tokens alone, and prompt and picture take {decoder._num_prepared}; "
             "use the model's own generate"
         )
     if softcap is not None or s_aux is not None:
@@ -63,68 +62,64 @@ def _attention(
         )
     if scaling is not None and scaling != query.shape[-1] ** -0.5:
         query = query * (scaling * query.shape[-1] ** 0.5)
-    decoder._attended += 1
+    decoder._num_attended += 1
     states = (x.transpose(1, 2) for x in (query, key, value))
     return decoder._attend(int(layer.layer_idx), *states), None  # type: ignore[arg-type]
 
 
-AttentionInterface.register(NAME, _attention)
+AttentionInterface.register(ATTENTION, _attention)
 
 
 def replica(module: M) -> M:
-    """A module of the same class, children, weights and hooks, whose own attributes can be set without changing `module`."""
-    made = module.__new__(type(module))
+    """Return a module with the class, children, weights and hooks of `module`; setting its attributes leaves `module` as it is."""
+    copied = module.__new__(type(module))
 
-    def own(value: Any) -> Any:
+    def rebound(value: Any) -> Any:
         if isinstance(value, MethodType) and value.__self__ is module:
-            return MethodType(value.__func__, made)
-        # as accelerate replaces `forward`
+            return MethodType(value.__func__, copied)
+        # accelerate replaces `forward` by a partial function of the module.
         if isinstance(value, partial) and value.args[:1] == (module,):
-            return partial(value.func, made, *value.args[1:], **value.keywords)
+            return partial(value.func, copied, *value.args[1:], **value.keywords)
         return value.copy() if isinstance(value, dict) else value
 
-    # a list, as another thread may be setting attributes
-    vars(made).update({name: own(value) for name, value in list(vars(module).items())})
-    vars(made)["_compiled_call_impl"] = None  # of `module`, which `compile` has set
-    return made
+    # Another thread may be setting attributes, so the loop is over a list.
+    vars(copied).update({name: rebound(value) for name, value in list(vars(module).items())})
+    vars(copied)["_compiled_call_impl"] = None  # `compile` makes one that calls `module`
+    return copied
 
 
 class TransformersDecoder(Decoder):
     """A decoder whose layers and final norm are those of a transformers model.
 
-    body: the module that takes `inputs_embeds` and returns `last_hidden_state`. positions: from positions [R, N] to the
-    model's `position_ids`. One thread at a time may use it.
+    body: the module that takes `inputs_embeds` and returns `last_hidden_state`. One thread at a time may use the decoder.
     """
 
-    # of the running pass, with the number of a layer
+    # Attention of the running pass: the number of a layer, queries, keys and values.
     _attend: Callable[[int, Tensor, Tensor, Tensor], Tensor]
-    packed_bytes = 0  # of the weights' copy
+    packed_bytes = 0  # of the copy of the weights
+    position_table: Tensor | None = None  # [slots, 3] position ids; None: the id of a slot is its number
 
-    def __init__(self, body: Any, qk_norm: bool, positions: Callable[[Tensor], Tensor]):
+    def __init__(self, body: Any, qk_norm: bool):
         nn.Module.__init__(self)
-        self.body, self.positions = body, positions
-        self.config, given = shape_of(body.config, qk_norm), body.config
-        # of DTensors
-        meshes = (
-            getattr(weight, "device_mesh", None) for weight in body.get_submodule("layers").parameters()
-        )
+        self.body, self.config = body, shape_of(body.config, qk_norm)
+        # Weights that several processes share are DTensors.
+        parameters = body.get_submodule("layers").parameters()
+        meshes = (getattr(parameter, "device_mesh", None) for parameter in parameters)
         self.ranks = next((mesh.size() for mesh in meshes if mesh), 1)
         if self.config.num_kv_heads % self.ranks:
             raise InputError(
                 f"{self.config.num_kv_heads} heads of keys and values do not divide among {self.ranks} processes"
             )
-        base = float((getattr(given, "rope_parameters", None) or {}).get("rope_theta", 10000.0))
-        table = line_table(min(int(given.max_position_embeddings), MOST), self.config.head_dim, base)
-        # for drafters
-        self.register_buffer(
-            "rotary_table", table.float().to(next(body.parameters()).device), persistent=False
-        )
-        attention_config: Any = copy.deepcopy(body.config)
-        attention_config._attn_implementation = NAME
-        self._attention_config = attention_config
+        # Drafters rotate by a table of their target's base.
+        base = float((getattr(body.config, "rope_parameters", None) or {}).get("rope_theta", 10000.0))
+        num_positions = min(int(body.config.max_position_embeddings), MAX_POSITIONS)
+        table = line_table(num_positions, self.config.head_dim, base).float()
+        self.register_buffer("rotary_table", table.to(next(body.parameters()).device), persistent=False)
+        self._attention_config: Any = copy.deepcopy(body.config)
+        self._attention_config._attn_implementation = ATTENTION
         self.packed_dtype: str | None = None
         self._packed_weights: list[tuple[int, int, int]] = []
-        self._prepared = 0  # positions
+        self._num_prepared = 0  # positions
         self.replicate()
 
     def replicate(self) -> None:
@@ -136,73 +131,79 @@ class TransformersDecoder(Decoder):
             layer, attention = replica(original), replica(original.get_submodule("self_attn"))
             vars(attention).update(config=self._attention_config, decoder=self)
             layer._modules["self_attn"], layers._modules[name] = attention, layer
-        # in a tuple: not a module of this one
-        self._replicas = (body,)
+        self._replicas = (body,)  # a tuple, so that the replica is no child of this module
         if self.packed_dtype is not None:
             self._pack(self.packed_dtype)
 
-    def shared(self, positions: Callable[[Tensor], Tensor]) -> TransformersDecoder:
-        """The same layers with other positions, for `prepare` to compute the rotations of. No weight is copied."""
-        made = replica(self)
-        made.positions, made.native, made.packed_dtype = positions, copy.copy(self.native), None
-        if made.native is not None:
-            made.native.rotary_table = made.native.rotary_table[:0]
-        made.replicate()
-        return made
+    def shared(self) -> TransformersDecoder:
+        """Return a decoder of the same layers and weights, whose positions can differ; `prepare` computes their rotations."""
+        decoder = replica(self)
+        decoder.native, decoder.packed_dtype = copy.copy(self.native), None
+        if decoder.native is not None:
+            decoder.native.rotary_table = decoder.native.rotary_table[:0]
+        decoder.replicate()
+        return decoder
 
     def stack(self) -> Stack:
-        """As `stack_of`."""
+        """Return the layers and the final norm, by `stack_of`."""
         return stack_of(self.body)
 
     def use_kernels(self, dtype: str, release: bool = False) -> None:
-        """Have the backend compute passes from now on, from a copy of the weights in `dtype`, a name of `PACKED`.
+        """Have the backend compute passes from now on, from a copy of the weights in `dtype`, a name of `BYTES_PER_WEIGHT`.
 
-        release: free the weights of every layer as soon as they are copied, for a model that nobody else has. Raises InputError with
+        release: free the weights of every layer as soon as they are copied, for a model that nobody else uses. Raises InputError with
         the reason where the backend cannot compute these layers, or where there is no memory for the copy.
         """
-        if dtype not in PACKED:
-            raise InputError(unknown("kernels", dtype, PACKED))
+        if dtype not in BYTES_PER_WEIGHT:
+            raise InputError(unknown("kernels", dtype, BYTES_PER_WEIGHT))
         self._pack(dtype, release)
         self.packed_dtype = dtype
 
     def _pack(self, dtype: str, release: bool = False) -> None:
-        """Copy the weights, unless the copy is of the same ones."""
+        """Copy the weights, unless the copy that exists is of the same weights."""
         stack = self.stack()
         parts = (self.body.get_submodule(name) for name in ("layers", "norm"))
         parameters = [x for part in parts for x in part.parameters()]
         weights = [(id(x), x.data_ptr(), 0 if x.is_inference() else x._version) for x in parameters]
         if weights == self._packed_weights:
             return
-        # the old copy is freed first
-        self.native, self._packed_weights = None, []
-        size = int(sum(x.numel() for x in parameters) * PACKED[dtype])
+        self.native, self._packed_weights = None, []  # frees the old copy
+        size = int(sum(x.numel() for x in parameters) * BYTES_PER_WEIGHT[dtype])
         free = None if release else free_memory(torch.device("cpu"))
         if free is not None and size > free:
             raise InputError(
                 f"the copy of the weights that kernels={dtype!r} makes takes {size / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are "
                 "free; leave out kernels"
             )
-        # nothing but the model holds the weights that are released
+        # Weights can be released only while nothing except the model refers to them.
         del parameters
-        # rotations are those of a call's positions, by `prepare`
-        table = torch.zeros(1, 2, stack.head_dim)
-        own = stack.layers[0].out.weight.dtype
-        self.native, self.packed_bytes = backend().decoder(stack, table, dtype, release), size
+        own_dtype = stack.layers[0].out.weight.dtype
+        # `prepare` replaces the rotations, which depend on a call's positions.
+        self.native = backend().decoder(stack, torch.zeros(1, 2, stack.head_dim), dtype, release)
+        self.packed_bytes = size
         if self.native is None:
-            reason = f"this model is in {own}; load it with dtype=torch.bfloat16"
-            if own == torch.bfloat16:
+            reason = f"this model is in {own_dtype}; load it with dtype=torch.bfloat16"
+            if own_dtype == torch.bfloat16:
                 reason = "there are none for this machine, or LANTERNPP_KERNELS=0 turns them off; leave out kernels"
             raise InputError(f"the kernels do not compute this model: {reason}")
         self._packed_weights = weights
-        if self._prepared:
-            self.prepare(self._prepared)
+        if self._num_prepared:
+            self.prepare(self._num_prepared)
 
-    def prepare(self, count: int) -> None:
-        """Compute the rotations of positions 0 to `count` - 1, as `positions` has them now."""
-        self._prepared = count
+    def position_ids(self, slot: Tensor) -> Tensor:
+        """Return the model's `position_ids` of slots [R, N]: of the same shape, or [3, R, N] by `position_table`."""
+        if self.position_table is None:
+            return slot
+        table = self.position_table.to(slot.device)
+        return table[slot.clamp(max=len(table) - 1)].permute(2, 0, 1)
+
+    def prepare(self, num_positions: int) -> None:
+        """Compute the rotations of slots 0 to `num_positions` - 1."""
+        self._num_prepared = num_positions
         if self.native is None:
             return
-        table = rotary_table(self.body, self.config.head_dim, self.positions(torch.arange(count)[None]))
+        position_ids = self.position_ids(torch.arange(num_positions)[None])
+        table = rotary_table(self.body, self.config.head_dim, position_ids)
         if table.shape == self.native.rotary_table.shape:
             self.native.rotary_table.copy_(table)
         else:
@@ -215,31 +216,32 @@ class TransformersDecoder(Decoder):
         attend: Callable[[int, Tensor, Tensor, Tensor], Tensor],
         aux_layers: tuple[int, ...],
     ) -> Tensor:
-        """A pass through the replicas, whose attention modules call `attend`."""
-        line = torch.arange(x.shape[1], device=x.device)[None] if positions is None else positions
-        self._attend, self._attended = attend, 0
+        """Run a pass through the replicas, whose attention modules call `attend`."""
+        if positions is None:
+            positions = torch.arange(x.shape[1], device=x.device)[None]
+        self._attend, self._num_attended = attend, 0
         try:
-            found = self._replicas[0](
+            outputs = self._replicas[0](
                 inputs_embeds=x,
-                # of four dimensions, so that transformers makes none
+                # transformers makes no mask of its own where this one has four dimensions.
                 attention_mask=x.new_zeros(1, 1, 1, 1),
-                position_ids=self.positions(line.expand(len(x), -1)),
+                position_ids=self.position_ids(positions.expand(len(x), -1)),
                 use_cache=False,
                 output_hidden_states=bool(aux_layers),
             )
         finally:
             del self._attend
-        if self._attended != self.config.layers:
+        if self._num_attended != self.config.layers:
             raise InputError(
-                f"{self.config.layers - self._attended} of {self.config.layers} layers do not use the attention functions of transformers; "
+                f"{self.config.layers - self._num_attended} of {self.config.layers} layers do not use the attention functions of transformers; "
                 "undo what replaced their attention, or use lanternpp.restore(model)"
             )
-        aux = [found.hidden_states[1 + layer] for layer in aux_layers]
-        return torch.cat((found.last_hidden_state, *aux), -1) if aux else found.last_hidden_state
+        aux = [outputs.hidden_states[1 + layer] for layer in aux_layers]
+        return torch.cat((outputs.last_hidden_state, *aux), -1) if aux else outputs.last_hidden_state
 
 
 def shape_of(config: Any, qk_norm: bool) -> DecoderConfig:
-    """The shape of a body by its config."""
+    """Return the shape of a body by its config."""
     heads = int(config.num_attention_heads)
     return DecoderConfig(
         dim=int(config.hidden_size),
@@ -247,7 +249,7 @@ def shape_of(config: Any, qk_norm: bool) -> DecoderConfig:
         heads=heads,
         hidden=int(config.intermediate_size),
         kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
-        # of a drafter's own norms; the body has its own modules
+        # for the norms of drafters, as the body has its own modules
         norm_eps=float(
             getattr(config, "rms_norm_eps", None) or getattr(config, "layer_norm_eps", None) or 1e-5
         ),

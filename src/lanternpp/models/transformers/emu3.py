@@ -29,27 +29,27 @@ class Emu3(TransformersTarget):
 
     class_name, model_type = "Emu3ForConditionalGeneration", "emu3"
     about = "Emu3-Gen in transformers' layout"
-    any_size, usual, largest = True, "720", 8100
+    any_size, default_size, max_codes = True, "720", 8100
     recommended = {"cfg": 3.0, "top_k": 2048}  # noqa: RUF012
 
     def __init__(self, model: Any):
         mapping = model.model.vocabulary_mapping
         codes = [mapping.img2bpe[code] for code in sorted(mapping.img2bpe)]
         super().__init__(model, model.model.text_model, codes, mapping.eol_token_id)
-        # half the size for every stage except the first
+        # Every stage except the first halves the size.
         self.pixels_per_code = 1 << len(self.vq.config.channel_multiplier) - 1
 
     @classmethod
     def fields_of(cls, source: Source) -> Mapping[str, Any]:
-        """The vocabulary of its config, or else of its tokenizer."""
+        """Return the vocabulary of the checkpoint's config, or else of its tokenizer."""
         return {"vocabulary_map": source.config.get("vocabulary_map") or Text(source.folder).vocabulary()}
 
     def conditional(self, text: str) -> list[int]:
-        """The prompt, the words that follow every prompt, and the size."""
+        """Return the prompt, the words that follow every prompt, and the size."""
         return self._request(text + SUFFIX)
 
     def unconditional(self, text: str | None) -> list[int]:
-        """The negative prompt, and the size."""
+        """Return the negative prompt, and the size."""
         return self._request(NEGATIVE)
 
     def _request(self, words: str) -> list[int]:
@@ -58,7 +58,7 @@ class Emu3(TransformersTarget):
         return [text.id(BEGIN), *text.ids(words), text.id(IMAGE), *size, text.id(CODES)]
 
     def encoder(self) -> nn.Module:
-        """A picture is read as a video of equal frames."""
+        """Return the encoder, which reads a picture as a video of equal frames."""
         return _Frames(self.vq)
 
 
@@ -68,10 +68,10 @@ class _Frames(nn.Module):
     def __init__(self, vq: Any):
         super().__init__()
         self.encoder, self.quant_conv = vq.encoder, vq.quant_conv
-        self.count = vq.config.temporal_downsample_factor
+        self.num_frames = vq.config.temporal_downsample_factor
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images [B, 3, H, W] in [-1, 1] -> latents [B, C, rows, columns]."""
-        frames = self.encoder(images[:, None].repeat(1, self.count, 1, 1, 1))
+        """Encode images [B, 3, H, W] in [-1, 1] as latents [B, C, rows, columns]."""
+        frames = self.encoder(images[:, None].repeat(1, self.num_frames, 1, 1, 1))
         latents: Tensor = self.quant_conv(frames.transpose(1, 2))
         return latents[:, :, 0]

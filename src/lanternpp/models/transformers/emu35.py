@@ -25,9 +25,9 @@ BEGIN, ANSWER = "<|extra_203|>", "<|extra_100|>"
 IMAGE, CODES, END = "<|image start|>", "<|image token|>", "<|image end|>"
 TASK, NO_TASK = "You are a helpful assistant for {task} task. USER: ", "You are a helpful assistant. USER: "
 ANSWER_FROM = "ASSISTANT: "
-COUNT = 131_072  # codes of the codebook
-# of the class that its config.json is written by
-USUAL = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "rope_scaling": None, "head_dim": 128}
+NUM_CODES = 131_072  # of the codebook
+# Defaults of the authors' class, which writes no field that has its default.
+DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "rope_scaling": None, "head_dim": 128}
 NORM = "model.layers.0.self_attn.q_norm.weight"
 SPECIAL = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
@@ -42,7 +42,7 @@ class Emu35(TokenizerBeside):
 
     class_name, model_type = "Qwen3ForCausalLM", "Emu3"
     about = "Emu3.5, as its authors publish it or as a Qwen3"
-    any_size, by_product, usual, largest = True, True, "1168x880", 16_384
+    any_size, by_product, default_size, max_codes = True, True, "1168x880", 16_384
     recommended = {"cfg": 5.0, "top_k": 5120}  # noqa: RUF012
     vq_files = ("Emu3.5-VisionTokenizer", "../Emu3.5-VisionTokenizer")
     vq_hub = "BAAI/Emu3.5-VisionTokenizer"
@@ -51,60 +51,62 @@ class Emu35(TokenizerBeside):
         last, row_end = (getattr(model.config, name, None) for name in ("eoi_token_id", "eol_token_id"))
         if last is None or row_end is None:
             raise InputError(f"this {type(model).__name__} has no image tokens; known is {self.about}")
-        codes = range(last + 1, min(model.config.vocab_size, last + 1 + COUNT))
+        codes = range(last + 1, min(model.config.vocab_size, last + 1 + NUM_CODES))
         super().__init__(model, model.model, codes, row_end=row_end)
 
     @classmethod
     def claims(cls, source: Source) -> bool:
-        """Norms of queries and keys, which Emu3 lacks, beside tokens of pictures."""
+        """Return whether a checkpoint has tokens of pictures, and norms of queries and keys, which Emu3 lacks."""
         return "eoi_token_id" in source.config and NORM in source.metas
 
     @classmethod
     def fields_of(cls, source: Source) -> Mapping[str, Any]:
-        """The defaults of the authors' own class."""
-        fields = {name: source.config.get(name, value) for name, value in USUAL.items()}
+        """Return fields with the defaults of the authors' own class."""
+        fields = {name: source.config.get(name, value) for name, value in DEFAULTS.items()}
         return fields | {"model_type": "qwen3", "auto_map": None}
 
     @staticmethod
     def text_of(folder: Path) -> Text:
-        """Its tokenizer.json, or else emu3.tiktoken."""
+        """Return the tokenizer of tokenizer.json, or else of emu3.tiktoken."""
         text = Text(folder)
         return text if text.path.is_file() else Ranks(folder / "emu3.tiktoken", SPECIAL)
 
     def conditional(self, text: str) -> list[int]:
-        """The task with the pictures that the prompt shows and its text, and the size."""
+        """Return the task, the pictures that the prompt shows, its text, and the size."""
         task = TASK.format(task="x2i" if isinstance(text, Depicted) else "t2i")
         return self._request(task, text, f"{text} {ANSWER_FROM}")
 
     def unconditional(self, text: str | None) -> list[int]:
-        """The task and the pictures without text, and the size."""
+        """Return the task, the pictures that the prompt shows, and the size, without text."""
         return self._request(NO_TASK, text, f" {ANSWER_FROM}")
 
-    def _request(self, before: str, prompt: str | None, after: str) -> list[int]:
+    def _request(self, task: str, prompt: str | None, words: str) -> list[int]:
         text, raster = self.text, self.raster
         if isinstance(prompt, Depicted):
             shown = [token for grid in prompt.pictures for token in self._picture(grid)]
-            words = [*text.ids(before), *shown, *text.ids(after)]
+            ids = [*text.ids(task), *shown, *text.ids(words)]
         else:
-            words = text.ids(before + after)
-        return [text.id(BEGIN), *words, text.id(ANSWER), *self._sized(raster.rows, raster.columns)]
+            ids = text.ids(task + words)
+        return [text.id(BEGIN), *ids, text.id(ANSWER), *self._sized(raster.rows, raster.columns)]
 
     def _sized(self, rows: int, columns: int) -> list[int]:
-        """The tokens before the codes of a picture."""
+        """Return the tokens before the codes of a picture."""
         return [self.text.id(IMAGE), *self.text.ids(f"{rows}*{columns}"), self.text.id(CODES)]
 
     def _picture(self, grid: Tensor) -> list[int]:
-        """A picture of codes [rows, columns] in a prompt."""
+        """Return the tokens of a picture of codes [rows, columns] in a prompt."""
         rows, columns = grid.shape
-        laid = Raster(rows, columns, True).lay(grid[None], len(self.codes))
-        return [*self._sized(rows, columns), *self.token_ids(laid[0]).tolist(), self.text.id(END)]
+        codes = Raster(rows, columns, True).lay(grid[None], len(self.codes))[0]
+        return [*self._sized(rows, columns), *self.token_ids(codes).tolist(), self.text.id(END)]
 
     def depicted(self, prompt: str, pictures: Sequence[Any], own_shape: bool = True) -> Depicted:
-        """Pictures as codes, each of about as many as a picture from text, in its own shape."""
-        raster, made = self.raster, Depicted(prompt)
-        made.pictures = [self.read_picture(one, raster.rows * raster.columns) for one in pictures]
+        """Encode pictures, each as about as many codes as a picture from text has, in its own shape."""
+        raster, depicted = self.raster, Depicted(prompt)
+        grids = [self.read_picture(picture, raster.rows * raster.columns) for picture in pictures]
         if own_shape and not self.fixed_size:
-            rows, columns = made.pictures[-1].shape
+            rows, columns = grids[-1].shape
             raster = Raster(rows, columns, True)
-        made.shape = raster, self.room(raster, sum(len(self._picture(grid)) for grid in made.pictures))
-        return made
+        num_tokens = sum(len(self._picture(grid)) for grid in grids)
+        depicted.pictures = grids
+        depicted.shape = raster, self.prompt_slots(raster, num_tokens)
+        return depicted

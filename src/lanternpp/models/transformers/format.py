@@ -1,4 +1,4 @@
-"""Where the codes of a picture stand in a sequence, and which tokens may stand at each place."""
+"""The order of a picture's codes in a sequence, their positions, and the tokens that may stand at each place."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from lanternpp.errors import InputError
 
-SMALL = 16  # codes of a square small picture's side
+SMALL_SIDE = 16  # codes of a side of a square small picture
 NO_TOKEN = "{} allows no token at all at some place"
+Positions = tuple[tuple[int, int, int], ...]
+"""Three positions of every token (temporal, of the row, of the column), less the temporal one of the first place."""
 
 
 @dataclass(frozen=True)
@@ -28,35 +30,40 @@ class Raster:
         return f"{self.columns}x{self.rows}"
 
     @classmethod
-    def of(cls, size: str, patch: int, ends: bool, most: int, step: int = 1) -> Self:
-        """A size such as "768x512" in pixels (width first) or "768", of codes `patch` pixels wide.
+    def of(cls, size: str, patch: int, ends: bool, max_codes: int, step: int = 1) -> Self:
+        """Return the raster of a size such as "768x512" in pixels (width first) or "768", of codes `patch` pixels wide.
 
-        Raises InputError unless both sides are multiples of `step` codes and the image has at most `most`.
+        Raises InputError unless both sides are multiples of `step` codes and the picture has at most `max_codes`.
         """
-        found = re.fullmatch(r"([0-9]{1,5})x([0-9]{1,5})", size if "x" in size else f"{size}x{size}")
+        match = re.fullmatch(r"([0-9]{1,5})x([0-9]{1,5})", size if "x" in size else f"{size}x{size}")
+        width, height = map(int, match.groups()) if match else (0, 0)
         side = patch * step
-        width, height = map(int, found.groups()) if found else (0, 0)
         if not (width and height) or width % side or height % side:
             raise InputError(
                 f"size {size!r} cannot be drawn; give WIDTHxHEIGHT in multiples of {side} pixels"
             )
         raster = cls(height // patch, width // patch, ends)
-        if raster.rows * raster.columns > most:
+        if raster.rows * raster.columns > max_codes:
             raise InputError(
-                f"size {size} has {raster.rows * raster.columns} codes and the model draws at most {most}"
+                f"size {size} has {raster.rows * raster.columns} codes and the model draws at most {max_codes}"
             )
         return raster
 
     @classmethod
     def square(cls, sides: Sequence[int], patch: int, size: str | None) -> Raster:
-        """A square of the first of `sides` codes `patch` pixels wide, or the one of a size. InputError where it is another size."""
-        known = {str(side * patch): side for side in sides}
-        pixels = ", ".join(known)
-        width, _, height = (size or next(iter(known))).partition("x")
-        if width not in known or height not in ("", width):
-            drawn = f"squares of {pixels} pixels" if len(known) > 1 else f"{pixels}x{pixels} pixels alone"
-            raise InputError(f"size {size} cannot be drawn; this model draws {drawn}")
-        return cls(known[width], known[width])
+        """Return the square of `size` pixels, by default of `sides[0]` codes a side, `patch` pixels wide each.
+
+        Raises InputError where the size is none of a square with one of `sides`.
+        """
+        sides_by_pixels = {str(side * patch): side for side in sides}
+        width, _, height = (size or next(iter(sides_by_pixels))).partition("x")
+        if width not in sides_by_pixels or height not in ("", width):
+            pixels = ", ".join(sides_by_pixels)
+            several = len(sides_by_pixels) > 1
+            allowed = f"squares of {pixels} pixels" if several else f"{pixels}x{pixels} pixels alone"
+            raise InputError(f"size {size} cannot be drawn; this model draws {allowed}")
+        side = sides_by_pixels[width]
+        return cls(side, side)
 
     @property
     def width(self) -> int:
@@ -69,50 +76,64 @@ class Raster:
         return self.rows * self.width - self.ends
 
     def lay(self, grid: Tensor, end: int) -> Tensor:
-        """Codes of a grid [B, rows, columns] -> [B, length], the code `end` after every row except the last."""
+        """Return codes [B, rows, columns] as a sequence [B, length], with the code `end` after every row except the last."""
         if self.ends:
             grid = nn.functional.pad(grid, (0, 1), value=end)
         return grid.flatten(1)[:, : self.length]
 
     def grid(self, codes: Tensor) -> Tensor:
-        """codes [B, length] -> [B, rows, columns] without the row ends."""
+        """Return codes [B, length] without their row ends, as [B, rows, columns]."""
         full = nn.functional.pad(codes, (0, int(self.ends)))
         return full.unflatten(1, (self.rows, self.width))[..., : self.columns]
 
     def format(self, codes: Collection[int], row_end: int | None) -> Format:
-        """The format with these tokens of codes and of a row end."""
+        """Return the format of the picture, for the tokens of codes and the token of a row end."""
         if not self.ends or row_end is None:
             return Format(self.length, self.width)
-        kinds = [int(place % self.width == self.columns) for place in range(self.length)]
         sets = frozenset(codes), frozenset((row_end,))
+        kinds = [int(place % self.width == self.columns) for place in range(self.length)]
         return Format(self.length, self.width, (row_end,), sets, tuple(kinds))
 
 
 @dataclass(frozen=True)
 class TwoPictures(Raster):
-    """A small picture of the same shape, then the large one, whose rows and columns these are."""
+    """A small picture, then a large one of the same shape, whose rows and columns these are."""
 
     def __str__(self) -> str:
         return f"{self.small} and {super().__str__()}"
 
+    @classmethod
+    def of(cls, size: str, patch: int, ends: bool, max_codes: int, step: int = 1) -> Self:
+        """As of `Raster`, by the size of the large picture; InputError also where the small one would have no codes."""
+        pictures = super().of(size, patch, ends, max_codes, step)
+        if not pictures.small.length:
+            raise InputError(f"size {size} is too narrow: its small picture would have no codes")
+        return pictures
+
     @property
     def small(self) -> Raster:
-        """The small picture's, about as many codes as a square of `SMALL`."""
+        """The raster of the small picture, of about as many codes as a square of `SMALL_SIDE`."""
         ratio = self.rows / self.columns
-        return Raster(int(sqrt(ratio) * SMALL), int(sqrt(1 / ratio) * SMALL))
+        return Raster(int(sqrt(ratio) * SMALL_SIDE), int(sqrt(1 / ratio) * SMALL_SIDE))
 
     @property
     def length(self) -> int:
-        """Codes of both."""
-        return self.small.length + super().length
+        """Codes of both pictures."""
+        return self.small.length + self.rows * self.columns
+
+    def format(self, codes: Collection[int], row_end: int | None) -> Format:
+        """Return the format of both pictures, each with positions on its own grid."""
+        return Format(self.length, self.width, positions=grid_positions((self.small, self)))
 
 
 @dataclass(frozen=True)
 class Format:
-    """The places of a picture, and the tokens that may stand at each.
+    """The places of a picture, their positions, and the tokens that may stand at each.
 
-    sets: the different sets of tokens; kinds: which of them holds at each place. Both are empty where every token of the
-    target may stand everywhere. tail: tokens that must follow, each the only one allowed; they are not drawn.
+    sets: the different sets of tokens; kinds: the index of the set that holds at each place. Both are empty where every token
+    of the target may stand everywhere. tail: tokens that must follow, each the only one allowed; they are not drawn.
+    positions: of the places; prompt_positions: of all prompt slots. Both are relative to the first place, and empty where the
+    position of a token is its slot.
     """
 
     length: int
@@ -121,18 +142,30 @@ class Format:
     sets: tuple[frozenset[int], ...] = ()
     kinds: tuple[int, ...] = ()
     tail: tuple[int, ...] = ()
+    positions: Positions = ()
+    prompt_positions: Positions = ()
 
     @classmethod
-    def plain(cls, length: int, width: int = 0) -> Format:
-        """A picture of codes alone; without a width it is taken for a square."""
+    def plain(cls, length: int) -> Format:
+        """Return the format of a picture of codes alone, which is taken for a square if it can be one."""
         side = isqrt(length)
-        return cls(length, width or (side if side * side == length else length))
+        return cls(length, side if side * side == length else length)
 
     def without(self, suppressed: frozenset[int], tokens: Iterable[int]) -> Format:
-        """The format with some tokens suppressed at every place. InputError where none is left."""
+        """Suppress some of the tokens of a format, unless it has sets, which lack them; InputError where no token remains."""
         if self.kinds or not suppressed:
             return self
-        left = frozenset(tokens) - suppressed
-        if not left:
+        allowed = frozenset(tokens) - suppressed
+        if not allowed:
             raise InputError(NO_TOKEN.format("suppress_tokens"))
-        return replace(self, sets=(left,), kinds=(0,) * self.length)
+        return replace(self, sets=(allowed,), kinds=(0,) * self.length)
+
+
+def grid_positions(rasters: Iterable[Raster]) -> Positions:
+    """Return the positions of pictures that follow one another, and of a token after them, as those of GLM-Image are."""
+    positions, start = [], 0
+    for raster in rasters:
+        for row in range(raster.rows):
+            positions += [(start, start + row, start + column) for column in range(raster.columns)]
+        start += max(raster.rows, raster.columns)
+    return (*positions, (start, start, start))

@@ -24,7 +24,7 @@ TURN = "<|User|>: {prompt}\n\n<|Assistant|>:"
 
 
 class Janus(TransformersTarget):
-    """Its `generate` draws where generation_mode is "image", always with guidance."""
+    """A model whose `generate` draws where generation_mode is "image", always with guidance."""
 
     class_name, model_type = "JanusForConditionalGeneration", "janus"
     about = "Janus and Janus-Pro in transformers' layout, as deepseek-community publishes them"
@@ -40,61 +40,61 @@ class Janus(TransformersTarget):
         self.sides = (isqrt(inner.vision_model.config.num_image_tokens),)
 
     def conditional(self, text: str) -> list[int]:
-        """The user's turn of the chat, and the start of the assistant's."""
+        """Return the user's turn of the chat, and the start of the assistant's."""
         turn = self.text.ids(TURN.format(prompt=text.strip()))
         return [self.text.id(BEGIN), *turn, self.text.id(DRAW)]
 
     def unconditional(self, text: str | None) -> list[int]:
-        """The same length of padding tokens, which are attended to; without a prompt, that of an empty one."""
+        """Return padding tokens, which are attended to, in place of the turns; None: those of an empty prompt."""
         first, *turn, last = self.conditional(text or "")
         return [first, *[self.text.id(PAD)] * len(turn), last]
 
     def embed(self, codes: Tensor) -> Tensor:
-        """codes [R, N] -> [R, N, D]."""
+        """Embed codes [R, N] as [R, N, D]."""
         return self.model.prepare_embeddings_for_image_generation(codes)
 
     def head(self, features: Tensor) -> Tensor:
-        """features [..., D] -> logits [..., V]."""
+        """Return the logits [..., V] of features [..., D]."""
         return self.model.model.generation_head(features)
 
     def decoded(self, grid: Tensor) -> Tensor:
-        """Images by `JanusVQVAE`, which knows the grid."""
+        """Decode codes [B, rows, columns] by `JanusVQVAE`, whose pictures have one grid: images [B, 3, H, W]."""
         return super().decoded(grid.flatten(1))
 
     def pack(self) -> None:
-        """Without the modules that no picture needs."""
+        """Pack the weights, and free the modules that no picture needs."""
         self.model.model.vision_model = self.model.model.aligner = None
         super().pack()
 
     def pack_head(self) -> None:
-        """Prepack the two layers of the head, and the layers that embed codes."""
+        """Pack the two layers of the head, and the layers that embed codes."""
         for module in (self.model.model.generation_head, self.model.model.generation_aligner):
             backend().pack(module)
 
     @staticmethod
     def asks_for_picture(arguments: Mapping[str, Any]) -> bool:
-        """The mode alone decides."""
+        """Return whether the mode is "image", which alone decides."""
         return arguments.get(MODE) == "image"
 
     def adjust(self, arguments: dict[str, Any]) -> None:
-        """Its pictures have one length, whatever the call says."""
+        """Ask for a whole picture, whatever length the call gives."""
         set_length(arguments, self.count)
 
     def format(self, call: Call) -> Format:
-        """A whole picture."""
+        """Return the format of a whole picture, or the one that `prefix_allowed_tokens_fn` allows."""
         return super().format(call) if call.processors.allowed is not None else Format.plain(self.count)
 
     def unconditional_rows(self, call: Call) -> list[list[int]]:
-        """The prompt with every token except the begin of the text and of the image replaced by padding."""
+        """Return the prompts, with every token except the begins of text and image replaced by padding."""
         start = (getattr(call.config, "generation_kwargs", None) or {}).get("boi_token_id")
         if start is None or call.config.pad_token_id is None:
             raise InputError(
                 "guidance of Janus needs pad_token_id and generation_kwargs={'boi_token_id': ...} in its generation config"
             )
-        kept = {call.config.bos_token_id, start}
+        pad, begins = call.config.pad_token_id, {call.config.bos_token_id, start}
         rows = token_rows(call.ids, call.mask)
-        return [[token if token in kept else call.config.pad_token_id for token in row] for row in rows]
+        return [[token if token in begins else pad for token in row] for row in rows]
 
     def sequences(self, codes: Tensor, format: Format, call: Call) -> Tensor:
-        """The codes alone."""
+        """Return the codes alone, as `generate` does."""
         return codes.to(call.ids)

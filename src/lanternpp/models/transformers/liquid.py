@@ -20,14 +20,14 @@ class Liquid(LanguageModel):
     about = "Liquid-7B, a GemmaForCausalLM of 264192 tokens"
     recommended = {"cfg": 7.0, "temperature": 0.99, "top_k": 4096, "top_p": 0.96}  # noqa: RUF012
     draws_after, text_tokens, levels, sizes = DRAW, 256_000, (8192,), ("512",)
-    # its config.json says "gelu", by which Gemma's first ones meant the approximation
+    # Its config.json says "gelu", which meant the approximation when Gemma was published.
     fields = {"hidden_act": "gelu_pytorch_tanh"}  # noqa: RUF012
     vq_files = ("vqgan.ckpt", "vqgan.safetensors")
 
     def conditional(self, text: str) -> list[int]:
-        """The prompt and the request that follows every prompt."""
+        """Return the prompt, and the request that follows every prompt."""
         return [self.text.id(BEGIN), *self.text.ids(REQUEST.format(prompt=text)), self.text.id(DRAW)]
 
     def unconditional(self, text: str | None) -> list[int]:
-        """A token in the place of the prompt."""
+        """Return the tokens with <unconditional> in place of a prompt."""
         return [self.text.id(token) for token in (BEGIN, NOTHING, DRAW)]

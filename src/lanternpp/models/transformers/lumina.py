@@ -24,13 +24,13 @@ NORM, FIRST_NORM = r"model\.layers\.\d+\.self_attn\.[qk]_norm\.", "model.layers.
 
 
 class Lumina(Chameleon):
-    """Rows end with a token."""
+    """A Chameleon whose rows of codes end with a token."""
 
     about = "Lumina-mGPT-7B in transformers' layout"
 
     recommended = {"cfg": 4.0, "top_k": 2000}  # noqa: RUF012
     dialect = "lumina"
-    usual, largest, step = "768", 4096, 2
+    default_size, max_codes, step = "768", 4096, 2
 
     def __init__(self, model: Any):
         words = model.model.vocabulary_mapping.vocab_map
@@ -40,43 +40,45 @@ class Lumina(Chameleon):
 
     @classmethod
     def claims(cls, source: Source) -> bool:
-        """A Chameleon that its authors' code or ours wrote as Lumina's, or whose heads share norms."""
-        named = source.config.get("dialect") == cls.dialect or any("xllmx" in x.lower() for x in source.kinds)
-        return super().claims(source) and (named or cls.shares_norms(source))
+        """Return whether a Chameleon was written as Lumina's by its authors' code or by ours, or its heads share norms."""
+        by_authors = any("xllmx" in kind.lower() for kind in source.kinds)
+        by_us = source.config.get("dialect") == cls.dialect
+        return super().claims(source) and (by_authors or by_us or cls.shares_norms(source))
 
     @staticmethod
     def shares_norms(source: Source) -> bool:
-        """Whether queries and keys have fewer norms than heads."""
+        """Return whether queries and keys have fewer norms than heads."""
         norm, heads = source.metas.get(FIRST_NORM), source.config.get("num_attention_heads", 32)
         return norm is not None and norm.ndim == 2 and len(norm) != heads
 
     @classmethod
-    def model_in(cls, source: Source, dtype: torch.dtype, lacking: tuple[str, ...]) -> Any:
-        """Every head gets the norm of queries and keys of its group, of which a checkpoint keeps one row.
+    def model_in(cls, source: Source, dtype: torch.dtype, optional: tuple[str, ...]) -> Any:
+        """Open the model, and give every head the norm of queries and keys of its group.
 
-        There is a row per model-parallel rank of the pretraining (Alpha-VLLM/Chameleon_7B_mGPT, model card).
+        A checkpoint has a row for each group, a model-parallel rank of the pretraining (Alpha-VLLM/Chameleon_7B_mGPT, model card).
         """
-        shared = cls.shares_norms(source)
-        model = super().model_in(source, dtype, (*lacking, NORM) if shared else lacking)
-        names = [name for name in source.metas if shared and re.match(NORM, name)]
-        for name, rows in source.tensors(names):
-            own = model.get_parameter(name)
-            own.data = rows[torch.arange(len(own)) * len(rows) // len(own)].to(own.dtype)
+        if not cls.shares_norms(source):
+            return super().model_in(source, dtype, optional)
+        model = super().model_in(source, dtype, (*optional, NORM))
+        for name, rows in source.tensors([name for name in source.metas if re.match(NORM, name)]):
+            norm = model.get_parameter(name)  # [heads, d]
+            norm.data = rows[torch.arange(len(norm)) * len(rows) // len(norm)].to(norm.dtype)
         return model
 
     def raster_of(self, source: Source, size: str | None) -> Raster:
-        """Any size; the checkpoint's name says one, as its config does not."""
-        called = re.search(r"Lumina-mGPT-\d+B-(\d+)", str(source.path.resolve()))
-        return super().raster_of(source, size or (called and called[1]))
+        """Return the raster of a size, by default of the size in the checkpoint's name, as its config has none."""
+        match = re.search(r"Lumina-mGPT-\d+B-(\d+)", str(source.path.resolve()))
+        return super().raster_of(source, size or (match and match[1]))
 
     def conditional(self, text: str) -> list[int]:
-        """The first token, the request <reserved08706>, and the size."""
-        raster, ids, side = self.raster, self.text, self.pixels_per_code
+        """Return the first token, the request, <reserved08706> and the unconditional tokens."""
+        raster, tokenizer, side = self.raster, self.text, self.pixels_per_code
+        begin = tokenizer.begin if isinstance(tokenizer, FirstToken) else BEGIN
         text = REQUEST.format(size=f"{raster.columns * side}x{raster.rows * side}", prompt=text)
-        begin = ids.begin if isinstance(ids, FirstToken) else BEGIN
-        return [ids.id(begin), *ids.ids(text), ids.id(END_OF_TURN), *self.unconditional(None)]
+        ids = [tokenizer.id(begin), *tokenizer.ids(text), tokenizer.id(END_OF_TURN)]
+        return [*ids, *self.unconditional(None)]
 
     def unconditional(self, text: str | None) -> list[int]:
-        """<racm3:break> and the size."""
-        sides = (self.raster.rows, self.raster.columns)
-        return [self.text.id(DRAW), *(self.text.id(f"<reserved{8800 + n // self.step:05d}>") for n in sides)]
+        """Return <racm3:break>, and the height and the width in steps."""
+        steps = (self.raster.rows // self.step, self.raster.columns // self.step)
+        return [self.text.id(DRAW), *(self.text.id(f"<reserved{8800 + count:05d}>") for count in steps)]

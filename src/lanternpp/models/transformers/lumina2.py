@@ -8,14 +8,13 @@ movqgan_270M.ckpt of ai-forever/MoVQGAN.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from lanternpp.models.transformers.adapter import TransformersTarget
 from lanternpp.models.transformers.beside import TokenizerBeside
 from lanternpp.models.transformers.chameleon import Chameleon
 from lanternpp.models.transformers.lumina import Lumina
-from lanternpp.models.transformers.opening import FirstToken, Text
+from lanternpp.models.transformers.opening import FirstToken
 from lanternpp.nn.sources import Source
 
 CODE = "<MOVQGAN"  # a code's token begins with it
@@ -27,27 +26,23 @@ class Lumina2(Lumina):
     about = "Lumina-mGPT 2.0, as its authors publish it or in transformers' layout"
     vq_files = ("movqgan_270M.ckpt", "movqgan_270M.safetensors", "movqgan/270M/movqgan_270M.ckpt")
     vq_hub = "ai-forever/MoVQGAN/movqgan_270M.ckpt"
-    largest, step, pixels_per_code = 9216, 4, 8
+    max_codes, step, pixels_per_code = 9216, 4, 8
     recommended = {"cfg": 4.0, "top_k": 4096}  # noqa: RUF012
     latents = TokenizerBeside.latents
+    text_of = FirstToken
 
     @classmethod
     def claims(cls, source: Source) -> bool:
-        """A Chameleon with codes of MoVQGAN in its vocabulary."""
+        """Return whether a checkpoint is a Chameleon with codes of MoVQGAN in its vocabulary."""
         return Chameleon.claims(source) and bool(cls.image_tokens(source.config.get("vocabulary_map") or {}))
 
     @staticmethod
     def image_tokens(words: Mapping[str, int]) -> list[int]:
-        """Their tokens lie in the order of the codes."""
+        """Return the tokens of codes of a vocabulary, which lie in the order of the codes."""
         return sorted(token for name, token in words.items() if name.startswith(CODE))
-
-    @staticmethod
-    def text_of(folder: Path) -> Text:
-        """A tokenizer that has no fixed first token."""
-        return FirstToken(folder)
 
 
 def adapter_of(model: Any) -> TransformersTarget:
-    """The adapter of a Chameleon that the user opened."""
-    drawn = Lumina2.image_tokens(model.model.vocabulary_mapping.vocab_map)
-    return Lumina2(model) if drawn else Chameleon(model)
+    """Make the adapter of a Chameleon that the user opened."""
+    codes = Lumina2.image_tokens(model.model.vocabulary_mapping.vocab_map)
+    return Lumina2(model) if codes else Chameleon(model)

@@ -27,23 +27,21 @@ if TYPE_CHECKING:
 A = TypeVar("A")
 TOKENIZER, PROCESSOR = "tokenizer.json", "processor"
 # Of these files transformers reads the first that a folder has.
-USUAL = [f"{name}{end}" for name in ("model.safetensors", "pytorch_model.bin") for end in ("", INDEX)]
+WEIGHTS = [f"{name}{end}" for name in ("model.safetensors", "pytorch_model.bin") for end in ("", INDEX)]
 GENERATION = "generation_config.json"
 CORRECT = "correct its config.json"
-MOST_LAYERS, MOST_SIZE, MOST_STAGES = 512, 1 << 24, 64  # in a config.json
-# Qwen's: words, single digits, signs and spaces
+MAX_LAYERS, MAX_SIZE, MAX_ENTRIES = 512, 1 << 24, 64  # in a config.json
+# Qwen's division of texts into words, single digits, signs and spaces.
 PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-SPARE = 1 << 24  # parameters that a model may have beyond those of its files, besides a quarter of them
+SPARE = 1 << 24  # parameters that a model may have beyond 1.25 times those of its files
 
 
 class Text:
     """The tokenizer.json of a checkpoint, in its folder or in one called `processor`, read when it is first used."""
 
     def __init__(self, folder: Path):
-        places = (folder, folder / PROCESSOR, folder.parent / PROCESSOR)
-        self.path = next(
-            (path for place in places if (path := place / TOKENIZER).is_file()), folder / TOKENIZER
-        )
+        paths = [parent / TOKENIZER for parent in (folder, folder / PROCESSOR, folder.parent / PROCESSOR)]
+        self.path = next((path for path in paths if path.is_file()), paths[0])
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -55,52 +53,64 @@ class Text:
             return Tokenizer.from_file(str(self.path))
 
     def save(self, folder: Path) -> None:
-        """Copy it into another folder."""
+        """Copy the file into another folder."""
         with replacing(folder / self.path.name) as temporary:
             shutil.copyfile(self.path, temporary)
 
     def vocabulary(self) -> dict[str, int]:
-        """Every token's id."""
+        """Return the id of every token."""
         return self._tokenizer.get_vocab()
 
     def ids(self, text: str) -> list[int]:
-        """The tokens of a text, none added before or after it."""
+        """Return the tokens of a text, without any before or after it."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def id(self, token: str) -> int:
-        """The id of one token, which must be there."""
-        found = self._tokenizer.token_to_id(token)
-        if found is None:
+        """Return the id of a token; raise InputError where the tokenizer has no such token."""
+        token_id = self._tokenizer.token_to_id(token)
+        if token_id is None:
             raise InputError(f"{self.path} has no token {token!r}: it is another model's tokenizer.")
-        return found
+        return token_id
+
+    def processor(self, class_name: str) -> Any:
+        """Open the processor of a class of transformers whose tokenizer this is."""
+        import transformers
+
+        if not self.path.is_file():
+            raise InputError(
+                f"{self.path} is missing: copy the folder `{PROCESSOR}` of the model's repository there."
+            )
+        with quiet(), wrong_file(f"{self.path} cannot be opened"):
+            return getattr(transformers, class_name).from_pretrained(self.path.parent, local_files_only=True)
 
 
 class FirstToken(Text):
-    """A tokenizer whose files name the first token of every text."""
+    """A tokenizer whose tokenizer_config.json names the first token of every text."""
 
     @property
     def config(self) -> Path:
-        """The file that names it."""
+        """The path of tokenizer_config.json."""
         return self.path.with_name("tokenizer_config.json")
 
     @cached_property
     def begin(self) -> str:
-        """The one that begins a text, or else the one that ends it, as its authors' tokenizer has it. InputError."""
+        """The first token: the one named for the begin of texts, or else for their end, as in the authors' tokenizer."""
         config = read_object(self.config)
-        found = config.get("bos_token") or config.get("eos_token")
-        found = found.get("content") if isinstance(found, Mapping) else found
-        if not isinstance(found, str):
+        token = config.get("bos_token") or config.get("eos_token")
+        if isinstance(token, Mapping):
+            token = token.get("content")
+        if not isinstance(token, str):
             raise InputError(f"{self.config} names no bos_token and no eos_token: fetch it again.")
-        return found
+        return token
 
     def save(self, folder: Path) -> None:
-        """Both files."""
+        """Copy both files into another folder."""
         super().save(folder)
         write_text(folder / self.config.name, read_text(self.config))
 
 
 class Ranks(Text):
-    """Pairs of bytes by their ranks, one in base64 a line; `special`: the tokens that come after them, in order."""
+    """A file of tiktoken, with the bytes of a token in base64 and its rank a line; `special`: the tokens after these, in order."""
 
     def __init__(self, path: Path, special: Sequence[str]):
         self.path, self.special = path, special
@@ -113,44 +123,44 @@ class Ranks(Text):
         lines = read_text(self.path, "copy it there from its authors' repository").splitlines()
 
         class Converter(TikTokenConverter):
-            """The base class reads the file by tiktoken, which is not installed."""
+            """The base class with a reader of its own, as tiktoken may not be installed."""
 
             @staticmethod
             def load_tiktoken_bpe(tiktoken_url: str) -> dict[bytes, int]:
-                """The bytes of every token, and its rank."""
+                """Return the rank of every token, by its bytes."""
                 pairs = (line.split() for line in lines if line)
                 return {b64decode(token, validate=True): int(rank) for token, rank in pairs}
 
         with wrong_file(f"{self.path} is no file of tiktoken"):
-            made: Tokenizer = Converter(None, PATTERN, extra_special_tokens=list(self.special)).converted()
-        made.normalizer = normalizers.NFC()
-        return made
+            converter = Converter(None, PATTERN, extra_special_tokens=list(self.special))
+            tokenizer: Tokenizer = converter.converted()
+        tokenizer.normalizer = normalizers.NFC()
+        return tokenizer
 
 
 def opened(
-    source: Source, kind: str, fields: Mapping[str, Any], dtype: torch.dtype, lacking: tuple[str, ...] = ()
+    source: Source, class_name: str, fields: Mapping[str, Any], dtype: torch.dtype, optional: tuple[str, ...]
 ) -> Any:
-    """The model in a checkpoint, by the class of transformers called `kind`, on the CPU.
+    """Open the model in a checkpoint by a class of transformers, on the CPU.
 
-    fields: of its config, whatever config.json says. lacking: patterns of the beginnings of tensors' names that a checkpoint may lack, or
-    have in other shapes. Raises InputError for a config of which no network can be made, and for what is missing, misshaped or no
-    finite number.
+    fields: of its config, in place of those of config.json. optional: patterns of the beginnings of the names of tensors that a
+    checkpoint may lack, or have in other shapes. Raises InputError for a config of which no network can be made, and for tensors
+    that are missing, misshaped or no finite numbers.
     """
     import transformers
     from transformers.distributed import DistributedConfig
     from transformers.quantizers import AutoHfQuantizer
 
-    made = getattr(transformers, kind)
+    model_class = getattr(transformers, class_name)
     check_sizes(source.config, source.path)
     left_out = ("dtype", "transformers_weights")  # the second names another file
-    given = {name: value for name, value in source.config.items() if name not in left_out} | dict(fields)
+    own_fields = {name: value for name, value in source.config.items() if name not in left_out}
+    quantised = source.config.get("quantization_config")
     with quiet():
-        config = made.config_class.from_dict(given)
+        config = model_class.config_class.from_dict(own_fields | dict(fields))
         with blank():
-            expected = sum(x.numel() for x in made(config).parameters())
-        quantised = source.config.get("quantization_config")
+            num_expected = sum(x.numel() for x in model_class(config).parameters())
         unknown = quantised and not AutoHfQuantizer.supports_quant_method(quantised)
-    held = sum(meta.numel() for meta in source.metas.values())
     if unknown:
         raise InputError(
             f"{source.path}: config.json: transformers knows no quantization_config such as {quantised}"
@@ -162,11 +172,11 @@ def opened(
                 f"{source.path}: {name} holds {str(meta.dtype).removeprefix('torch.')} where weights are expected, and "
                 "config.json names no quantization_config."
             )
-    # of quantised weights several lie in one number
-    most = 10.0 if quantised else 1.25
-    if expected > most * held + SPARE:
+    num_held = sum(meta.numel() for meta in source.metas.values())
+    max_ratio = 10.0 if quantised else 1.25  # as a number may hold several quantised weights
+    if num_expected > max_ratio * num_held + SPARE:
         raise InputError(
-            f"{source.path}: config.json asks for {expected:,} weights and the files hold {held:,}."
+            f"{source.path}: config.json asks for {num_expected:,} weights and the files hold {num_held:,}."
         )
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False, "weights_only": True}
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
@@ -177,44 +187,45 @@ def opened(
             options["generation_config"] = transformers.GenerationConfig.from_pretrained(source.folder)
     remedy = f"fetch it again, or {CORRECT}"
     with quiet(), wrong_file(f"{source.path} cannot be opened", remedy), ExitStack() as stack:
-        first = next((path for name in USUAL if (path := source.folder / name).is_file()), None)
-        place = source.folder if first and files(first) == source.files else None
-        if place is None:  # in its folder transformers would read another file
-            parts = [stack.enter_context(contents(file)) for file in source.files]
-            options["state_dict"] = {name: get(name) for names, get in parts for name in names}
-        model, found = made.from_pretrained(place, config=config, dtype=dtype, **options)
-    check_loaded(model, found, source.path, lacking)
+        default = next((path for name in WEIGHTS if (path := source.folder / name).is_file()), None)
+        folder = source.folder if default and files(default) == source.files else None
+        if folder is None:  # in its folder transformers would read another file
+            contents_of = [stack.enter_context(contents(file)) for file in source.files]
+            options["state_dict"] = {name: get(name) for names, get in contents_of for name in names}
+        model, loading_info = model_class.from_pretrained(folder, config=config, dtype=dtype, **options)
+    check_loaded(model, loading_info, source.path, optional)
     body = model.get_decoder()
-    inside = next(name for name, part in model.named_modules() if part is body)
-    numbers = (re.match(rf"{re.escape(inside)}\.layers\.(\d+)\.", name) for name in found["unexpected_keys"])
-    layers = 1 + max((int(number[1]) for number in numbers if number), default=-1)
-    if layers > len(body.layers):
+    prefix = next(name for name, module in model.named_modules() if module is body)
+    pattern = re.compile(rf"{re.escape(prefix)}\.layers\.(\d+)\.")
+    matches = [pattern.match(name) for name in loading_info["unexpected_keys"]]
+    num_layers = 1 + max((int(match[1]) for match in matches if match), default=-1)
+    if num_layers > len(body.layers):
         raise InputError(
-            f"{source.path}: config.json asks for {len(body.layers)} layers and the files hold {layers}."
+            f"{source.path}: config.json asks for {len(body.layers)} layers and the files hold {num_layers}."
         )
     return model.eval().requires_grad_(False)
 
 
 def check_loaded(
-    model: Any, found: Mapping[str, Any], where: str | Path, lacking: tuple[str, ...] = ()
+    model: Any, loading_info: Mapping[str, Any], path: str | Path, optional: tuple[str, ...] = ()
 ) -> None:
-    """InputError where a model lacks weights, has them in other shapes or as no finite numbers; found: transformers' loading info."""
-    wrong = {name: f"missing {name}" for name in sorted(found["missing_keys"])}
-    for name, theirs, ours in sorted(found["mismatched_keys"]):
-        wrong[name] = f"{name} is {tuple(theirs)} where {tuple(ours)} is expected"
-    faults = [
-        fault for name, fault in wrong.items() if not any(re.match(pattern, name) for pattern in lacking)
-    ]
-    if faults:
-        raise InputError(f"{where} does not fit {type(model).__name__}: {listed(faults)}.")
-    kept = model.state_dict()  # with buffers such as the moving averages of a norm
-    for name, weight in (*model.named_parameters(), *model.named_buffers()):
-        if name in kept and type(weight.data) is torch.Tensor:
-            check_finite(name, weight, where)
+    """Check by transformers' loading info that a model has all weights, in their shapes and finite; raise InputError otherwise."""
+    faults = {name: f"missing {name}" for name in sorted(loading_info["missing_keys"])}
+    for name, shape, expected in sorted(loading_info["mismatched_keys"]):
+        faults[name] = f"{name} is {tuple(shape)} where {tuple(expected)} is expected"
+    required = [name for name in faults if not any(re.match(pattern, name) for pattern in optional)]
+    if required:
+        raise InputError(
+            f"{path} does not fit {type(model).__name__}: {listed([faults[name] for name in required])}."
+        )
+    saved = model.state_dict()  # with buffers such as the moving averages of a norm
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name in saved and type(tensor.data) is torch.Tensor:
+            check_finite(name, tensor, path)
 
 
 def adapted(make: Callable[[Any], A], model: Any) -> A:
-    """An adapter on a model. InputError where the model's modules have other names than the adapter reads."""
+    """Make an adapter on a model; raise InputError where the model's modules have other names than the adapter reads."""
     try:
         return make(model)
     except AttributeError as error:
@@ -224,21 +235,21 @@ def adapted(make: Callable[[Any], A], model: Any) -> A:
         ) from error
 
 
-def check_sizes(config: Any, where: Path, name: str = "") -> None:
-    """InputError where a number of a config.json is beyond every model, as making the network would take for ever."""
+def check_sizes(config: Any, path: Path, name: str = "") -> None:
+    """Check that a network of a config.json can be made in a short time; raise InputError for a number beyond those of all models."""
     if isinstance(config, Mapping):
         for key, value in config.items():
             if key != "vocabulary_map":
-                check_sizes(value, where, str(key))
+                check_sizes(value, path, str(key))
     elif isinstance(config, list):
-        if len(config) > MOST_STAGES and name != "layer_types":
+        if len(config) > MAX_ENTRIES and name != "layer_types":
             raise InputError(
-                f"{where}: config.json: {name} has {len(config)} entries; at most {MOST_STAGES} are read"
+                f"{path}: config.json: {name} has {len(config)} entries; at most {MAX_ENTRIES} are read"
             )
         for value in config:
-            check_sizes(value, where, name)
+            check_sizes(value, path, name)
     elif isinstance(config, int | float):
         repeated = "layers" in name or "blocks" in name or name in ("depth", "num_experts")
-        most = MOST_LAYERS if repeated else MOST_SIZE
-        if not abs(config) <= most and not ("theta" in name or "base" == name):
-            raise InputError(f"{where}: config.json: {name} {config} is out of range; at most {most} is read")
+        limit = MAX_LAYERS if repeated else MAX_SIZE
+        if not abs(config) <= limit and not ("theta" in name or "base" == name):
+            raise InputError(f"{path}: config.json: {name} {config} is out of range; at most {limit} is read")

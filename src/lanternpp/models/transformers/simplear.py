@@ -28,7 +28,7 @@ NEGATIVE = (
 
 
 def fsq_points(levels: Sequence[int]) -> Tensor:
-    """[prod(levels), C] the codes of finite scalar quantisation (arXiv 2309.15505); the first number changes fastest."""
+    """Return the points [prod(levels), C] of finite scalar quantisation (arXiv 2309.15505); the first number changes fastest."""
     axes = [(torch.arange(n) - n // 2) / (n // 2) for n in reversed(levels)]
     return torch.cartesian_prod(*axes).view(-1, len(levels)).flip(1)
 
@@ -46,15 +46,15 @@ class SimpleAR(LanguageModel):
     vq_hint = "; docs/models.md says how to make it of Cosmos' decoder.jit"
 
     def tokenizer_in(self, source: Source, dtype: torch.dtype) -> VQGAN:
-        """The decoder of NVIDIA's weights, or of a folder of ours."""
+        """Read the decoder of NVIDIA's weights, or of a folder of ours."""
         return read_cosmos(source, fsq_points(self.levels), dtype)
 
     def conditional(self, text: str) -> list[int]:
-        """The prompt, and the words that precede every prompt."""
+        """Return the words that precede every prompt, and the prompt."""
         return self._request(REQUEST.format(prompt=text))
 
     def unconditional(self, text: str | None) -> list[int]:
-        """The negative prompt."""
+        """Return the negative prompt."""
         return self._request(NEGATIVE)
 
     def _request(self, words: str) -> list[int]:
@@ -62,5 +62,5 @@ class SimpleAR(LanguageModel):
 
     @cached_property
     def latents(self) -> Tensor:
-        """Points of the grid, in the order of the codes."""
+        """[codes, C] the points of the quantiser's grid, in the order of the codes."""
         return fsq_points(self.levels).to(self.device)

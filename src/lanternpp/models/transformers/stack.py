@@ -1,7 +1,7 @@
 """The decoder layers of a transformers model as a `Stack`, and its rotary embeddings as a table.
 
-A layer is known by its class: that says where its norms are and which channels rotation pairs. Everything else is read off its
-modules, and whatever changes what they compute (an adapter, a hook, a quantised weight) is rejected with the reason.
+The class of a layer says where its norms are and which channels rotation pairs. Everything else is read off its modules; a change
+of what the modules compute (an adapter, a hook, a quantised weight) is rejected with the reason.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ BOTH = {**BEFORE, "attention_out_norm": "post_self_attn_layernorm", "ffn_out_nor
 
 @dataclass(frozen=True)
 class _Form:
-    """Where a class of layers has its norms (field of `StackLayer`: module), and its differences from Llama."""
+    """Names of the norms in a class of layers, by the field of `StackLayer`, and the differences of the class from Llama."""
 
     norms: Mapping[str, str]
     interleaved: bool = False  # rotation pairs neighbouring channels
     norm_offset: float = 0.0  # added to the weights of norms
 
 
-PLAIN = _Form(BEFORE)
+# By the name of the layers' class, less `DecoderLayer`.
 FORMS: dict[str, _Form] = {
-    **dict.fromkeys(("Llama", "Mistral", "Qwen2", "Qwen3", "Emu3", "Chameleon"), PLAIN),
+    **dict.fromkeys(("Llama", "Mistral", "Qwen2", "Qwen3", "Emu3", "Chameleon"), _Form(BEFORE)),
     "ChameleonSwin": _Form(AFTER),
     "Gemma": _Form(BEFORE, norm_offset=1.0),
     "Glm": _Form(BEFORE, interleaved=True),
     "Glm4": _Form(BOTH, interleaved=True),
     "GlmImageText": _Form(BOTH),
 }
-"""By the name of the layers' class, less `DecoderLayer`."""
 GATES: dict[type, Literal["silu", "gelu_tanh"]] = {
     nn.SiLU: "silu",
     SiLUActivation: "silu",
     GELUTanh: "gelu_tanh",
 }
-ROPES = ("default", "linear", "yarn", "llama3")  # the same at any length
-CONFIGS = {
+ROPES = ("default", "linear", "yarn", "llama3")  # rotations that do not change with the length of a sequence
+# Why layers cannot be computed where this field of their config has a value.
+REASONS = {
     "sliding_window": "its attention sees a window of the last tokens alone",
     "attn_logit_softcapping": "it caps attention scores",
     "num_experts": "they are mixtures of experts",
@@ -56,7 +56,6 @@ CONFIGS = {
     "n_routed_experts": "they are mixtures of experts",
     "use_bidirectional_attention": "its attention is not causal",
 }
-"""Fields of a config that say why its layers cannot be computed, where they have a value."""
 MODULES = (
     "transformers.models.",
     "transformers.activations",
@@ -70,14 +69,14 @@ CHILDREN = {
 
 
 def stack_of(body: nn.Module) -> Stack:
-    """The layers and the final norm of a transformers model, with its weights where they are.
+    """Describe the layers and the final norm of a transformers model, without a copy of its weights.
 
-    body: the module that has `layers`, `norm`, `rotary_emb` and a config. Raises InputError with the reason where these are
-    not what a `Stack` describes, or weights are not plain tensors in the memory of the CPU.
+    body: the module that has `layers`, `norm`, `rotary_emb` and a config. Raises InputError with the reason where a `Stack`
+    cannot describe these, or weights are not plain tensors in the memory of the CPU.
     """
     config: Any = body.config
     layers: list[Any] = list(body.get_submodule("layers").children())
-    for field, reason in CONFIGS.items():
+    for field, reason in REASONS.items():
         if getattr(config, field, None):
             _reject(reason)
     if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
@@ -88,9 +87,9 @@ def stack_of(body: nn.Module) -> Stack:
             _check_module(name or "the model", module)
     if len(layers) != config.num_hidden_layers:
         _reject(f"there are {len(layers)} and its config says {config.num_hidden_layers}")
-    if len({_numbers(layer, form) for layer in layers}) > 1:
+    if len({_shape(layer, form) for layer in layers}) > 1:
         _reject("they differ in their sizes, their gates or the epsilon of their norms")
-    head_dim, hidden, scale, gate, eps = _numbers(layers[0], form)
+    head_dim, hidden, scale, gate, eps = _shape(layers[0], form)
     attention, norm = layers[0].self_attn, body.get_submodule("norm")
     qk_norm = getattr(attention, "q_norm", None)
     if gate not in GATES:
@@ -110,21 +109,23 @@ def stack_of(body: nn.Module) -> Stack:
         qk_eps=1e-5 if qk_norm is None else _eps(qk_norm),
         gate=GATES[gate],
         scale=None if scale == head_dim**-0.5 else scale,
-        qk_order=_order(head_dim, _rotated(body), form.interleaved),
+        qk_order=_qk_order(head_dim, _num_rotated(body), form.interleaved),
     )
 
 
 def rotary_table(body: nn.Module, head_dim: int, positions: Tensor) -> Tensor:
-    """The rotations of a model's `rotary_emb`, for `rotate`, [P, 2, head_dim] in float32.
+    """Return the rotations of a model's `rotary_emb`, for `rotate`, [P, 2, head_dim] in float32.
 
-    positions: `position_ids` of one row, [1, P], or [3, 1, P] where the model has three of them. Channels are in the
-    order of the stack's `qk_order`; those that the model does not rotate have cosine 1 and sine 0.
+    positions: `position_ids` of one row, [1, P], or [3, 1, P] where a token has three positions. Channels are in the
+    order of the stack's `qk_order`; channels that the model does not rotate have cosine 1 and sine 0.
     """
     cos, sin = body.get_submodule("rotary_emb")(torch.zeros(1, device=positions.device), positions)
-    half = cos.shape[-1] // 2  # the second half is the same
+    half = cos.shape[-1] // 2
+    # The second half of the channels repeats the first: [P, half].
     cos, sin = cos[0, :, :half].float(), sin[0, :, :half].float()
-    rest = (len(cos), head_dim // 2 - half)
-    cos, sin = torch.cat((cos, cos.new_ones(rest)), 1), torch.cat((sin, sin.new_zeros(rest)), 1)
+    unrotated = (len(cos), head_dim // 2 - half)
+    cos = torch.cat((cos, cos.new_ones(unrotated)), 1)  # [P, head_dim / 2]
+    sin = torch.cat((sin, sin.new_zeros(unrotated)), 1)
     return torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)), 1)
 
 
@@ -133,46 +134,42 @@ def _reject(reason: str) -> NoReturn:
 
 
 def _form(layers: list[Any]) -> _Form:
-    kinds = {type(layer) for layer in layers}
-    kind = kinds.pop() if len(kinds) == 1 else None
+    kind = type(layers[0]) if len({type(layer) for layer in layers}) == 1 else None
     if kind is None:
         _reject("they are of several classes")
     form = FORMS.get(kind.__name__.removesuffix("DecoderLayer"))
     if form is None or not kind.__module__.startswith("transformers.models."):
         _reject(f"{kind.__name__} is not known; known are those of {', '.join(FORMS)}")
-    known = {*CHILDREN, *form.norms.values(), "dropout"}
+    expected = {*CHILDREN, *form.norms.values(), "dropout"}
     for layer in layers:
-        added = layer._modules.keys() - known
+        unexpected = layer._modules.keys() - expected
         for name, children in CHILDREN.items():
-            added |= layer._modules[name]._modules.keys() - children
-        if added:
-            _reject(f"they have further modules: {', '.join(sorted(added))}")
+            unexpected |= layer._modules[name]._modules.keys() - children
+        if unexpected:
+            _reject(f"they have further modules: {', '.join(sorted(unexpected))}")
     return form
 
 
 def _check_module(name: str, module: nn.Module) -> None:
-    """Reject a module that computes something else than its class does, or whose weights are no plain tensors on the CPU."""
+    """Reject a module whose computation differs from its class's, or whose weights are no plain tensors on the CPU."""
     if module.training:
         _reject("it is in training mode; call model.eval()")
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    # transformers' own hooks record outputs for callers that ask for them
-    if "forward" in vars(module) or any(
-        not hook.__module__.startswith("transformers.utils.") for hook in hooks
-    ):
+    # Hooks of transformers itself only record outputs for callers that ask for them.
+    hooked = any(not hook.__module__.startswith("transformers.utils.") for hook in hooks)
+    if hooked or "forward" in vars(module):
         _reject(f"{name} has hooks or another forward, as of offloaded or distributed weights")
-    own = nn.Linear if name.endswith("_proj") else None
-    if not (type(module) is own or (own is None and type(module).__module__.startswith(MODULES))):
+    is_linear, from_library = type(module) is nn.Linear, type(module).__module__.startswith(MODULES)
+    if not (is_linear if name.endswith("_proj") else from_library):
         _reject(f"{name} is a {type(module).__name__}, as with adapters or quantised weights")
-    for weight in module._parameters.values():
-        if weight is None:
-            continue
+    for weight in module.parameters(recurse=False):
         if type(weight) is not nn.Parameter or type(weight.data) is not Tensor or weight.element_size() < 2:
             _reject(
                 f"the weight of {name} is a {type(weight.data).__name__} of {weight.dtype}, as quantised ones are"
             )
         if weight.device.type != "cpu":
-            place = "not in memory (offloaded)" if weight.is_meta else f"on {weight.device}"
-            _reject(f"weights are {place}")
+            location = "not in memory (offloaded)" if weight.is_meta else f"on {weight.device}"
+            _reject(f"weights are {location}")
 
 
 def _layer(layer: Any, form: _Form, head_dim: int) -> StackLayer:
@@ -183,8 +180,8 @@ def _layer(layer: Any, form: _Form, head_dim: int) -> StackLayer:
         out=attention.o_proj,
         gate_up=(mlp.gate_up_proj,) if fused else (mlp.gate_proj, mlp.up_proj),
         down=mlp.down_proj,
-        q_norm=_heads(attention, "q", head_dim),
-        k_norm=_heads(attention, "k", head_dim),
+        q_norm=_head_scale(attention, "q", head_dim),
+        k_norm=_head_scale(attention, "k", head_dim),
         **{field: _scale(norm, form) for field, norm in _norms(form, layer).items()},
     )
 
@@ -194,7 +191,7 @@ def _norms(form: _Form, layer: nn.Module) -> dict[str, nn.Module]:
 
 
 def _scale(norm: nn.Module, form: _Form) -> Tensor:
-    """The numbers that an RMSNorm multiplies with, [dim]."""
+    """Return the factors of an RMSNorm, [dim]."""
     weight: Tensor = norm.weight.detach()  # type: ignore[operator]
     return weight.float() + form.norm_offset if form.norm_offset else weight
 
@@ -203,8 +200,8 @@ def _eps(norm: Any) -> float:
     return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
 
 
-def _heads(attention: Any, part: str, head_dim: int) -> HeadScale | None:
-    """The norm of queries or keys, with a row for each head."""
+def _head_scale(attention: Any, part: str, head_dim: int) -> HeadScale | None:
+    """Return factors and offsets of the norm of queries ("q") or keys ("k"), [heads, d] each; None where there is no norm."""
     norm = getattr(attention, f"{part}_norm", None)
     if norm is None:
         return None
@@ -213,8 +210,8 @@ def _heads(attention: Any, part: str, head_dim: int) -> HeadScale | None:
     return weight.expand(heads, -1), None if bias is None else bias.detach().expand(heads, -1)
 
 
-def _numbers(layer: Any, form: _Form) -> tuple[int, int, float, type, float]:
-    """Channels of a head, hidden channels, scale of the scores, class of the gate, epsilon; nan where norms differ in that."""
+def _shape(layer: Any, form: _Form) -> tuple[int, int, float, type, float]:
+    """Return channels of a head, hidden channels, scale of the scores, class of the gate and epsilon, nan where norms differ."""
     attention, mlp = layer.self_attn, layer.mlp
     gate = type(mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn)
     epsilons = {_eps(norm) for norm in _norms(form, layer).values()}
@@ -222,18 +219,18 @@ def _numbers(layer: Any, form: _Form) -> tuple[int, int, float, type, float]:
     return int(attention.head_dim), int(mlp.down_proj.in_features), float(attention.scaling), gate, eps
 
 
-def _rotated(body: nn.Module) -> int:
-    """How many channels of a head are rotated, the first ones."""
+def _num_rotated(body: nn.Module) -> int:
+    """Return the number of rotated channels of a head, which are its first ones."""
     rotary: Any = body.get_submodule("rotary_emb")
     if rotary.rope_type not in ROPES:
         _reject(f"rotary embeddings of type {rotary.rope_type!r} change with the length of a sequence")
     return 2 * int(rotary.inv_freq.numel())
 
 
-def _order(head_dim: int, rotated: int, interleaved: bool) -> Tensor | None:
-    """`Stack.qk_order`: the pairs of rotation half against half, the channels that are not rotated after them."""
-    if rotated == head_dim and not interleaved:
+def _qk_order(head_dim: int, num_rotated: int, interleaved: bool) -> Tensor | None:
+    """Return `Stack.qk_order`, which pairs channels half against half: rotated channels first, then the others."""
+    if num_rotated == head_dim and not interleaved:
         return None
-    first, rest = torch.arange(rotated), torch.arange(rotated, head_dim).view(2, -1)
-    pairs = first.view(-1, 2).T if interleaved else first.view(2, -1)
-    return torch.cat((pairs, rest), 1).flatten()
+    rotated, unrotated = torch.arange(num_rotated), torch.arange(num_rotated, head_dim)
+    pairs = rotated.view(-1, 2).T if interleaved else rotated.view(2, -1)  # [2, pairs]
+    return torch.cat((pairs, unrotated.view(2, -1)), 1).flatten()
