@@ -156,10 +156,10 @@ def test_published_language_models_are_known_by_their_number_of_tokens() -> None
     small = {**LANGUAGE, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     liquid = GemmaForCausalLM(GemmaConfig(vocab_size=264_192, head_dim=4, **small))
     target: Any = adapter_of(liquid)
-    assert target.codes[0] == 256_000 and target.codes[-1] == 264_191 and target.count == 32 * 32
+    assert target.codes[0] == 256_000 and target.codes[-1] == 264_191 and target.num_square_codes == 32 * 32
     simplear = Qwen2ForCausalLM(Qwen2Config(vocab_size=215_672, **small))
     target = adapter_of(simplear)
-    assert target.codes[0] == 151_672 and target.codes[-1] == 215_671 and target.count == 64 * 64
+    assert target.codes[0] == 151_672 and target.codes[-1] == 215_671 and target.num_square_codes == 64 * 64
     assert target.codebook.shape == (64_000, 6)
     plain = Qwen2ForCausalLM(Qwen2Config(vocab_size=151_936, **small))
     rejects("Qwen2ForCausalLM of 151936 tokens has no 64000 codes", lanternpp.accelerate, plain)

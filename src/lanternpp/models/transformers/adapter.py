@@ -166,7 +166,7 @@ class TransformersTarget(Target):
         return {**self.recommended, "top_k": min(top_k, len(self.codes))} if top_k else self.recommended
 
     @property
-    def count(self) -> int:
+    def num_square_codes(self) -> int:
         """Codes of the square that generation_mode="image" draws; 0: calls say how large it is."""
         return self.sides[0] ** 2 if self.sides else 0
 
@@ -285,7 +285,7 @@ class TransformersTarget(Target):
         return self._code_ids[codes]
 
     def pixels(self, codes: Tensor) -> Tensor:
-        """Decode codes [B, length] to images [B, 3, H, W] in [-1, 1]; InputError where that is the model's or another's part."""
+        """Decode codes [B, length] to images [B, 3, H, W] in [-1, 1]; InputError where transformers or another program decodes them."""
         if not self.raster.length:
             raise InputError("pixels are made by the transformers model, from what generate returns")
         if self.without_pixels:
@@ -366,18 +366,18 @@ class TransformersTarget(Target):
         """Ask for a whole picture where these arguments of `generate`, not yet prepared by transformers, give no length."""
         sources = (arguments, vars(arguments.get("generation_config") or object))
         lengths = [options.get(name) for options in sources for name in ("max_length", "max_new_tokens")]
-        if self.count and all(length is None for length in lengths):
-            set_length(arguments, self.count)
+        if self.num_square_codes and all(length is None for length in lengths):
+            set_length(arguments, self.num_square_codes)
 
     def format(self, call: Call) -> Format:
         """Return the format of a call's pictures: what `prefix_allowed_tokens_fn` allows, or a square of codes."""
         if call.processors.allowed is not None:
             return call.probed(set(self.codes))
-        if not self.count:
+        if not self.num_square_codes:
             raise InputError(
                 f"{type(self).__name__} needs prefix_allowed_tokens_fn, which says where codes and row ends stand"
             )
-        return Format.plain(min(self.count, call.max_new_tokens))
+        return Format.plain(min(self.num_square_codes, call.max_new_tokens))
 
     def unconditional_rows(self, call: Call) -> list[list[int]]:
         """Return the unconditional rows of guidance: `negative_prompt_ids`, or the last token of each prompt. InputError."""

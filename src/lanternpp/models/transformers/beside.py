@@ -139,12 +139,9 @@ class LanguageModel(TokenizerBeside):
         num_codes, first_code = prod(self.levels), getattr(config, "first_code", None)
         start = vocab_size - num_codes if first_code is None else first_code
         # A model that the user opened has no tokenizer of texts: its number of tokens tells it from others of its class.
-        silent = first_code is None and not hasattr(config, "levels")
-        if (
-            (silent and start != self.text_tokens)
-            or min(self.levels) < 2
-            or not 0 <= start <= vocab_size - num_codes
-        ):
+        has_fields = first_code is not None or hasattr(config, "levels")
+        foreign = not has_fields and start != self.text_tokens
+        if foreign or min(self.levels) < 2 or not 0 <= start <= vocab_size - num_codes:
             raise InputError(
                 f"this {type(model).__name__} of {vocab_size} tokens has no {num_codes} codes; known is {self.about}"
             )

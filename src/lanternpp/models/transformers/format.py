@@ -15,7 +15,7 @@ from lanternpp.errors import InputError
 SMALL_SIDE = 16  # codes of a side of a square small picture
 NO_TOKEN = "{} allows no token at all at some place"
 Positions = tuple[tuple[int, int, int], ...]
-"""Three positions of every token (temporal, of the row, of the column), less the temporal one of the first place."""
+"""Three positions of every token (in time, of the row, of the column), relative to that of the first place in time."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,8 @@ class Format:
 
     sets: the different sets of tokens; kinds: the index of the set that holds at each place. Both are empty where every token
     of the target may stand everywhere. tail: tokens that must follow, each the only one allowed; they are not drawn.
-    positions: of the places; prompt_positions: of all prompt slots. Both are relative to the first place, and empty where the
-    position of a token is its slot.
+    positions: of the places. prompt_positions: of all prompt slots. Both are empty where the position of a token is its slot;
+    without prompt_positions the slots of a prompt follow one another.
     """
 
     length: int
@@ -152,7 +152,7 @@ class Format:
         return cls(length, side if side * side == length else length)
 
     def without(self, suppressed: frozenset[int], tokens: Iterable[int]) -> Format:
-        """Suppress some of the tokens of a format, unless it has sets, which lack them; InputError where no token remains."""
+        """Return the format less suppressed tokens, which formats with sets lack already; InputError where no token remains."""
         if self.kinds or not suppressed:
             return self
         allowed = frozenset(tokens) - suppressed

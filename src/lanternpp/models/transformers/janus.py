@@ -46,8 +46,8 @@ class Janus(TransformersTarget):
 
     def unconditional(self, text: str | None) -> list[int]:
         """Return padding tokens, which are attended to, in place of the turns; None: those of an empty prompt."""
-        first, *turn, last = self.conditional(text or "")
-        return [first, *[self.text.id(PAD)] * len(turn), last]
+        begin, *turn, draw = self.conditional(text or "")
+        return [begin, *[self.text.id(PAD)] * len(turn), draw]
 
     def embed(self, codes: Tensor) -> Tensor:
         """Embed codes [R, N] as [R, N, D]."""
@@ -78,11 +78,13 @@ class Janus(TransformersTarget):
 
     def adjust(self, arguments: dict[str, Any]) -> None:
         """Ask for a whole picture, whatever length the call gives."""
-        set_length(arguments, self.count)
+        set_length(arguments, self.num_square_codes)
 
     def format(self, call: Call) -> Format:
         """Return the format of a whole picture, or the one that `prefix_allowed_tokens_fn` allows."""
-        return super().format(call) if call.processors.allowed is not None else Format.plain(self.count)
+        if call.processors.allowed is not None:
+            return super().format(call)
+        return Format.plain(self.num_square_codes)
 
     def unconditional_rows(self, call: Call) -> list[list[int]]:
         """Return the prompts, with every token except the begins of text and image replaced by padding."""

@@ -56,7 +56,7 @@ REASONS = {
     "n_routed_experts": "they are mixtures of experts",
     "use_bidirectional_attention": "its attention is not causal",
 }
-MODULES = (
+LIBRARY_MODULES = (
     "transformers.models.",
     "transformers.activations",
     "torch.nn.modules.activation",
@@ -159,7 +159,7 @@ def _check_module(name: str, module: nn.Module) -> None:
     hooked = any(not hook.__module__.startswith("transformers.utils.") for hook in hooks)
     if hooked or "forward" in vars(module):
         _reject(f"{name} has hooks or another forward, as of offloaded or distributed weights")
-    is_linear, from_library = type(module) is nn.Linear, type(module).__module__.startswith(MODULES)
+    is_linear, from_library = type(module) is nn.Linear, type(module).__module__.startswith(LIBRARY_MODULES)
     if not (is_linear if name.endswith("_proj") else from_library):
         _reject(f"{name} is a {type(module).__name__}, as with adapters or quantised weights")
     for weight in module.parameters(recurse=False):
