@@ -15,9 +15,9 @@ BLOCK_N = 32  # outputs of a block of weights
 K_ALIGN = 64  # inputs are padded to a multiple of this
 LANES = 16  # floats of a vector; gate and up alternate by so many outputs
 
-# A structure, the kernel that takes it, and its fields in the order of C: `x` is an integer, `x:f` a float, `x:d` a double,
-# `x:Linear` a structure, `x*` a pointer to what is read, of a tensor a contiguous copy where it is not, and `x&` one to the
-# tensor itself, which is written, or read again in later calls; `x*:h` names the dtype that a tensor must have.
+# A structure, the kernel that takes it, and its fields in the order of C: `x` is an integer, `x:f` a float, `x:d` a double and
+# `x:Linear` a structure. `x*` is a pointer to an input, which is copied where it is a tensor that is not contiguous; `x&` is a
+# pointer to the tensor itself, as later calls read it again or C writes to it. `x*:h` names the dtype that the tensor must have.
 DECLARED = """
 Scratch: memory& bytes
 Linear: weight& scale&:f bias&:f inputs outputs
@@ -54,16 +54,16 @@ DTYPES = {
     "i": (torch.int64,),
     "b": (torch.bool, torch.uint8),
 }
-# Of each thread: scratch memory, and how many threads its kernels have; none or 0: as many as PyTorch.
+# Attributes of the calling thread: `scratch` memory, and `threads`, the number that its kernels use; 0: as many as PyTorch.
 own = threading.local()
 
 
 class Struct(Structure):
-    """A structure with fields by name; what a pointer points to is kept alive: a tensor, a structure or an array."""
+    """A structure whose fields are set by name; `alive` has the tensors, structures and arrays that its pointers point to."""
 
     _fields_: ClassVar[Any] = ()
     kernel: ClassVar[str] = ""
-    marks: ClassVar[dict[str, tuple[str, str]]] = {}  # of every field its mark, and what follows the colon
+    marks: ClassVar[dict[str, tuple[str, str]]] = {}  # the mark of every field, and the name after the colon
 
     def __init__(self, *values: Any, **fields: Any):
         super().__init__()
@@ -75,7 +75,7 @@ class Struct(Structure):
         mark, kind = self.marks[name]
         if isinstance(value, Tensor):
             value = value.contiguous() if mark == "*" else value
-            # the address of a subclass may be 0
+            # A subclass of Tensor may have the address 0.
             assert type(value) in (Tensor, nn.Parameter), (name, type(value))
             assert value.is_contiguous() and value.device.type == "cpu", name
             assert not kind or value.dtype in DTYPES[kind], (name, value.dtype)
@@ -87,35 +87,37 @@ class Struct(Structure):
         super().__setattr__(name, value)
 
     def run(self, library: CDLL) -> None:
-        """Call the kernel that takes this, with scratch memory of the calling thread, as much as it asks for."""
-        kernel, threads = getattr(library, self.kernel), getattr(own, "threads", 0) or torch.get_num_threads()
+        """Call the kernel of this structure; the kernel returns the bytes of scratch memory that it needs, 0 once it has run."""
+        kernel = getattr(library, self.kernel)
+        threads = getattr(own, "threads", 0) or torch.get_num_threads()
         scratch = getattr(own, "scratch", None) or structs.Scratch()
         while size := kernel(byref(self), byref(scratch), threads):
             scratch = own.scratch = structs.Scratch(memory=torch.empty(size, dtype=torch.uint8), bytes=size)
 
 
 def _declared() -> SimpleNamespace:
-    kinds: dict[str, Any] = {"": c_int64, "f": c_float, "d": c_double}
-    for name, kernel, fields in re.findall(r"^(\w+) ?(\w*):(.*(?:\n .*)*)", DECLARED, re.MULTILINE):
-        found = re.findall(r"(\w+)([*&]?)(?::(\w+))?", fields)
-        content = {
-            "_fields_": [(x, c_void_p if mark else kinds[kind]) for x, mark, kind in found],
-            "kernel": kernel,
-        }
-        kinds[name] = type(name, (Struct,), content | {"marks": {x: (mark, kind) for x, mark, kind in found}})
-    return SimpleNamespace(**{name: kind for name, kind in kinds.items() if len(name) > 1})
+    """Return the structures of `DECLARED`, each a class, by name."""
+    scalars: dict[str, Any] = {"": c_int64, "f": c_float, "d": c_double}
+    classes: dict[str, Any] = {}
+    for name, kernel, declared in re.findall(r"^(\w+) ?(\w*):(.*(?:\n .*)*)", DECLARED, re.MULTILINE):
+        types = scalars | classes
+        fields = re.findall(r"(\w+)([*&]?)(?::(\w+))?", declared)
+        c_fields = [(field, c_void_p if mark else types[kind]) for field, mark, kind in fields]
+        marks = {field: (mark, kind) for field, mark, kind in fields}
+        classes[name] = type(name, (Struct,), {"_fields_": c_fields, "kernel": kernel, "marks": marks})
+    return SimpleNamespace(**classes)
 
 
 structs = _declared()
 
 
 def bind(library: CDLL) -> None:
-    """Declare the functions of a library. AttributeError where one is missing, ValueError where a structure has another size."""
+    """Declare the functions of a library. AttributeError where a function is missing, ValueError where a structure's size differs."""
     library.number_of.argtypes, library.number_of.restype = [c_char_p], c_int64
     for name, struct in vars(structs).items():
-        there, here = library.number_of(name.encode()), sizeof(struct)
-        if there != here:
-            raise ValueError(f"its {name} has {there} bytes and not {here}")
+        size = library.number_of(name.encode())
+        if size != sizeof(struct):
+            raise ValueError(f"its {name} has {size} bytes and not {sizeof(struct)}")
         if struct.kernel:
             kernel = getattr(library, struct.kernel)
             kernel.argtypes, kernel.restype = [c_void_p, c_void_p, c_int64], c_int64

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Kind(NamedTuple):
-    """Kernels for the CPUs that have all of `needs`; options: of GCC and clang."""
+    """Kernels for the CPUs that have all features in `needs`; options: those of GCC and clang."""
 
     name: str
     needs: frozenset[str]
@@ -41,5 +41,5 @@ KINDS = (
 
 
 def choose(features: Set[str]) -> list[str]:
-    """The names of the kinds that a CPU with these features can run, best first."""
+    """Return the names of the kinds that a CPU with these features can run, best first."""
     return [kind.name for kind in KINDS if kind.needs <= features]

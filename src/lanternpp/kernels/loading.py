@@ -1,4 +1,4 @@
-"""The compiled kernels: which of the libraries in `lib/` suits this CPU, and whether it is intact.
+"""The compiled kernels: the library in `lib/` that suits this CPU, checked before it is loaded.
 
 `setup.py` compiles them when the package is built. Without them, or with LANTERNPP_KERNELS=0 in the environment, PyTorch
 computes everything; LANTERNPP_KERNELS=avx-vnni, say, takes the kernels for another kind of CPU than the best.
@@ -28,52 +28,56 @@ LIBRARIES = HERE / "lib"
 
 
 def kernels() -> ctypes.CDLL | None:
-    """The kernels that LANTERNPP_KERNELS asks for, the best by default; None where there are none, or it is 0."""
-    wanted = os.environ.get(SWITCH, "")
-    return None if wanted == "0" else library(None if wanted in ("", "1") else wanted)
+    """Return the kernels that LANTERNPP_KERNELS asks for, the best by default; None where it is 0 or there are no kernels."""
+    switch = os.environ.get(SWITCH, "")
+    if switch == "0":
+        return None
+    return library() if switch in ("", "1") else library(switch)
 
 
 @cache
 def library(kind: str | None = None) -> ctypes.CDLL | None:
-    """The kernels for a kind of CPU, by default the best that this CPU can run; None, with a warning, where that is impossible.
+    """Return the kernels for a kind of CPU, by default the best that this CPU can run; None, with a warning, where none can be loaded.
 
     InputError where this CPU or this installation does not have the kind, or where the library is of another version than
     this code.
     """
     try:
         files = installed()
-        able = [name for name in choose(features(_intact(files.pop("cpu")))) if name in files]
-        if kind is not None and kind not in able:
-            what = f"this CPU cannot run {kind!r}" if kind in files else f"there are no kernels for {kind!r}"
-            raise InputError(f"{SWITCH}: {what}: choose {', '.join([*able, '0'])}.")
-        if not able:
+        runnable = [name for name in choose(features(_intact(files.pop("cpu")))) if name in files]
+        if kind is not None and kind not in runnable:
+            reason = (
+                f"this CPU cannot run {kind!r}" if kind in files else f"there are no kernels for {kind!r}"
+            )
+            raise InputError(f"{SWITCH}: {reason}: choose {', '.join([*runnable, '0'])}.")
+        if not runnable:
             raise OSError(f"there are no kernels for this CPU, only for {', '.join(sorted(files))}")
-        return load(_intact(files[kind or able[0]]))
+        return load(_intact(files[kind or runnable[0]]))
     except OSError as error:
         warnings.warn(f"{error}, so that passes take several times as long", stacklevel=2)
         return None
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """A library of kernels. OSError where it cannot be loaded, InputError where its structures are not those of this code."""
-    # The kernels are linked with no library of OpenMP, as a second one has other threads: PyTorch's, whose name may have a
-    # digest, is made visible to them. On Linux alone, as elsewhere they have threads of their own.
+    """Load a library of kernels. OSError where that fails, InputError where its structures are not those of this code."""
+    # The kernels are not linked with a library of OpenMP, as a second library has other threads than PyTorch's. PyTorch's own,
+    # whose name may have a digest, is made visible to them on Linux; on other systems the kernels have threads of their own.
     if sys.platform == "linux" and not hasattr(ctypes.CDLL(None), "GOMP_parallel"):
-        own = sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))
-        with suppress(OSError):  # kernels that need it then say so
-            ctypes.CDLL(str(own[0]) if own else "libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
-    found = ctypes.CDLL(str(path))
+        bundled = sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))
+        with suppress(OSError):  # loading kernels that need OpenMP then raises the error
+            ctypes.CDLL(str(bundled[0]) if bundled else "libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
+    loaded = ctypes.CDLL(str(path))
     try:
-        bind(found)
+        bind(loaded)
     except (AttributeError, ValueError) as error:
         raise InputError(
             f"{path.name} was not compiled from this version ({error}): install lanternpp again, or set {SWITCH}=0."
         ) from None
-    return found
+    return loaded
 
 
 def installed() -> dict[str, str]:
-    """The libraries' files by kind, as `manifest.json` has them. OSError with a sentence."""
+    """Return the libraries' files by kind, as `manifest.json` has them. OSError where there are none or the manifest is damaged."""
     manifest = LIBRARIES / "manifest.json"
     if not manifest.is_file():
         raise OSError(
@@ -88,7 +92,7 @@ def installed() -> dict[str, str]:
         raise OSError(f"{manifest} is damaged: install lanternpp again") from None
     if not files:
         raise OSError(f"kernels were not compiled: {missing}")
-    code = sorted((HERE / "csrc").glob("*.[ch]"))  # in a checkout alone
+    code = sorted((HERE / "csrc").glob("*.[ch]"))  # only a checkout has sources
     if code and _digest(*code) != sources:
         warnings.warn(
             "kernels/csrc has changed since it was compiled: run python setup.py build_ext --inplace",
@@ -98,24 +102,24 @@ def installed() -> dict[str, str]:
 
 
 def features(path: Path) -> frozenset[str]:
-    """What this CPU has and its operating system allows, by the names of `kinds.py`; path: the compiled `cpu.c`."""
+    """Return the CPU's features that its operating system allows, by the names of `kinds.py`; path: the compiled `cpu.c`."""
     names = ctypes.CDLL(str(path)).cpu_features
     names.restype = ctypes.c_char_p
     return frozenset(names().decode().split())
 
 
 def _intact(name: str) -> Path:
-    """The path of a library that has the digest in its name: a truncated file would end the process. OSError."""
+    """Return the path of a library; OSError unless it has the digest in its name, as a truncated file would end the process."""
     path = LIBRARIES / name
     try:
-        found = _digest(path)
+        digest = _digest(path)
     except OSError as error:
         raise OSError(f"{path} cannot be read ({error.strerror}): install lanternpp again") from None
-    if found != path.stem.rpartition("-")[2]:
+    if digest != path.stem.rpartition("-")[2]:
         raise OSError(f"{path} is damaged: install lanternpp again")
     return path
 
 
 def _digest(*files: Path) -> str:
-    """As `digest` of setup.py."""
+    """Return the digest that `digest` of setup.py computes."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]

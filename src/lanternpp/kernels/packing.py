@@ -1,8 +1,8 @@
-"""Networks for inference on a CPU: passes of decoders (`csrc/decoder.c`) and of the layers around a parallel drafter's own
+"""Networks for inference on a CPU: decoders (`csrc/decoder.c`), a parallel drafter's layers before and after its decoder
 (`chain.c`, `step.c`), linear layers, convolutions with weights prepacked for oneDNN, group norms.
 
-oneDNN reorders a convolution's weights at every call, a third of the time of the tokenizer's decoder; here they are reordered once.
-The results of the group norms do not depend on the number of threads.
+oneDNN reorders a convolution's weights at every call, a third of the time of the tokenizer's decoder; a packed convolution reorders
+them once. The results of the group norms do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ from torch import Tensor, nn
 
 from lanternpp.errors import InputError
 from lanternpp.kernels.binding import BLOCK_N, K_ALIGN, LANES, own, structs
-from lanternpp.kernels.linear import PAGES, KernelLinear, packable, takes
+from lanternpp.kernels.linear import PAGES, KernelLinear, computable, packable
 from lanternpp.nn.checkpoints import quantised
 from lanternpp.nn.decoder import Block, Decoder, Stack, StackLayer
 from lanternpp.types import Draft, Nodes, Warping
 
 QK_KINDS, GATES = ("none", "rms", "layer"), ("silu", "gelu_tanh")
-SAME = ("dim", "heads", "kv_heads", "head_dim", "eps", "qk_eps")  # in `Stack` and `Shape`
-MAX_HEAD = 512
-AROUND = ("fc", "hint", "down")  # layers of a drafter before and after its decoder
-MOST_SERIAL = 1 << 20  # values of an input that one thread normalises; larger ones gain from more threads
+# Fields that Python and C have in common: of `Stack` and `Shape`, of `StackLayer` and `Layer`.
+SHAPE_FIELDS = ("dim", "heads", "kv_heads", "head_dim", "eps", "qk_eps")
+NORMS = ("attention_norm", "ffn_norm", "attention_out_norm", "ffn_out_norm")
+MAX_HEAD_DIM = 512
+DRAFTER_LAYERS = ("fc", "hint", "down")  # layers of a drafter before and after its decoder
+MAX_SERIAL = 1 << 20  # values of an input that one thread normalises; larger inputs gain from more threads
 
 
 class KernelDecoder:
-    """The passes of a stack. Its linear layers are packed, in 8 bits or in bfloat16; the stack's are not kept.
+    """The passes of a stack, with copies of its linear layers that are packed in 8 bits or in bfloat16.
 
     rotary_table: [positions, 2, head_dim], in the stack's `qk_order`. release: free the weights of every layer as soon as they
     are packed. `packed`: the four products of every layer, by their names in C.
@@ -39,8 +41,8 @@ class KernelDecoder:
     def __init__(self, stack: Stack, rotary_table: Tensor, library: CDLL, int8: bool, release: bool = False):
         self.library, self.int8, self.rotary_table = library, int8, rotary_table.float().contiguous()
         self.packed: list[dict[str, KernelLinear]] = []
-        self.embeddings: Tensor | None = None  # of all codes, once a step has read them
-        layers = []
+        self.embeddings: Tensor | None = None  # of all codes, [V, D], set by `fused_step`
+        self.layer_structs = []  # keep the tensors of every layer alive
         for layer in stack.layers:
             products = {
                 "wqkv": self._linear(layer.qkv, _heads_order(stack)),
@@ -48,76 +50,81 @@ class KernelDecoder:
                 "w13": self._linear(layer.gate_up, gate_up_order(stack.hidden)),
                 "w2": self._linear([layer.down]),
             }
-            norms = ("attention_norm", "ffn_norm", "attention_out_norm", "ffn_out_norm")
-            fields = {name: _norm(getattr(layer, name), stack.dim) for name in norms}
-            fields |= zip(("qk_norm", "qk_bias"), _head_scales(stack, layer), strict=True)
-            fields |= {name: product.struct for name, product in products.items()}
-            layers.append(structs.Layer(**fields))
+            struct = structs.Layer(**{name: product.struct for name, product in products.items()})
+            for name in NORMS:
+                setattr(struct, name, _norm(getattr(layer, name), stack.dim))
+            struct.qk_norm, struct.qk_bias = _head_scales(stack, layer)
+            self.layer_structs.append(struct)
             self.packed.append(products)
             for module in linear_layers(layer) if release else ():
                 module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)
-        self.layers, self._kept = (structs.Layer * len(layers))(*layers), layers
-        same = {name: getattr(stack, name) for name in SAME}
-        self.shape = structs.Shape(len(layers), **same, norm=_norm(stack.norm, stack.dim))
+        self.layers = (structs.Layer * len(self.layer_structs))(*self.layer_structs)
+        sizes = {name: getattr(stack, name) for name in SHAPE_FIELDS}
+        self.shape = structs.Shape(len(self.layers), **sizes, norm=_norm(stack.norm, stack.dim))
         self.shape.qk_kind, self.shape.gate_kind = QK_KINDS.index(stack.qk_norm), GATES.index(stack.gate)
         self.shape.scale = stack.head_dim**-0.5 if stack.scale is None else stack.scale
 
     def use_threads(self, count: int) -> None:
-        """Compute with so many threads from now on, in PyTorch too where they are its own, but in the calling thread alone."""
+        """Compute with `count` threads in the calling thread from now on, in PyTorch too where the kernels use its threads."""
         self.library.use_threads(count)
         own.threads = count if torch.get_num_threads() != count else 0
 
     def __call__(self, x: Tensor, nodes: Nodes, kv: Tensor, aux_layers: tuple[int, ...] = ()) -> Tensor:
-        """As `DecoderForward`, with keys and values [L, 2, R, Hkv, S, head_dim up to a multiple of 32].
+        """Run the layers, as `DecoderForward` does, with keys and values [L, 2, R, Hkv, S, head_dim rounded up to 32].
 
         InputError unless inputs, keys and values are bfloat16.
         """
-        if not (takes(x) and takes(kv)):
+        if not (computable(x) and computable(kv)):
             raise InputError(
                 f"the kernels compute in bfloat16, and this model's embeddings are {x.dtype}; use model.to(torch.bfloat16)"
             )
-        rows, count, parts = *x.shape[:2], 1 + len(aux_layers)
-        out = x.new_empty(rows, count, parts * self.shape.dim)
-        rotation = self.rotary_table[nodes.position.clamp(max=len(self.rotary_table) - 1)]
-        sizes = self.shape, self.layers, rows, count, kv.shape[4]
-        tensors = x, rotation, nodes.slot, nodes.mask, kv, out
-        structs.Pass(*sizes, *tensors, parts, self.part(aux_layers)).run(self.library)
+        rows, num_nodes, _ = x.shape
+        out = x.new_empty(rows, num_nodes, (1 + len(aux_layers)) * self.shape.dim)
+        call = structs.Pass(self.shape, self.layers, rows, num_nodes, kv.shape[4], x)
+        call.rotation = self.rotary_table[nodes.position.clamp(max=len(self.rotary_table) - 1)]
+        call.slot, call.mask, call.kv, call.out = nodes.slot, nodes.mask, kv, out
+        call.parts, call.part = 1 + len(aux_layers), self.part(aux_layers)
+        call.run(self.library)
         return out
 
     def part(self, aux_layers: tuple[int, ...]) -> Any:
-        """Of every layer the part of a pass's outputs that its output is; 0: none."""
-        count = self.shape.layers
-        return (c_int64 * count)(*(aux_layers.index(i) + 1 if i in aux_layers else 0 for i in range(count)))
+        """Return, for every layer, the number of the part of a pass's outputs that holds its output; 0: no part."""
+        part = (c_int64 * self.shape.layers)()
+        for number, layer in enumerate(aux_layers, 1):
+            part[layer] = number
+        return part
 
     def _linear(self, modules: Sequence[Any], order: Tensor | None = None) -> KernelLinear:
-        packed = modules[0] if isinstance(modules[0], KernelLinear) else None
-        return packed or KernelLinear(self.library, [(x.weight, x.bias) for x in modules], self.int8, order)
+        if isinstance(modules[0], KernelLinear):
+            return modules[0]
+        return KernelLinear(self.library, [(x.weight, x.bias) for x in modules], self.int8, order)
 
 
 def linear_layers(layer: StackLayer) -> tuple[Any, ...]:
-    """The modules of a layer's four products."""
+    """Return the modules of a layer's four products."""
     return *layer.qkv, layer.out, *layer.gate_up, layer.down
 
 
 def kernel_decoder(
     stack: Stack, rotary_table: Tensor, library: CDLL, int8: bool, release: bool = False
 ) -> KernelDecoder | None:
-    """As `KernelDecoder`; None where the kernels do not compute the stack."""
-    fits = stack.head_dim <= MAX_HEAD and stack.head_dim % 2 == 0
+    """Return a `KernelDecoder`, or None where the kernels do not compute the stack."""
+    if stack.head_dim > MAX_HEAD_DIM or stack.head_dim % 2:
+        return None
     linear = (module for layer in stack.layers for module in linear_layers(layer))
-    if not fits or not all(isinstance(x, KernelLinear) or packable(x.weight) for x in linear):
+    if not all(isinstance(x, KernelLinear) or packable(x.weight) for x in linear):
         return None
     return KernelDecoder(stack, rotary_table, library, int8, release)
 
 
 def gate_up_order(hidden: int) -> Tensor:
-    """The rows of gate and up [2 * hidden], alternating by LANES, -1 after the last of each."""
-    padded = F.pad(torch.arange(hidden), (0, -hidden % LANES), value=-1).view(-1, LANES)
-    return torch.stack((padded, torch.where(padded < 0, -1, padded + hidden)), 1).flatten()
+    """Return the rows of gate and up [2 * hidden], LANES of one and LANES of the other in turn; -1 after the last row of each."""
+    gate = F.pad(torch.arange(hidden), (0, -hidden % LANES), value=-1).view(-1, LANES)
+    return torch.stack((gate, torch.where(gate < 0, -1, gate + hidden)), 1).flatten()
 
 
 def _heads_order(stack: Stack) -> Tensor | None:
-    """The rows of queries, keys and values, with channels of a head in the stack's order; None: as they are."""
+    """Return the rows of queries, keys and values with the channels of a head in the stack's order; None: the same order."""
     if stack.qk_order is None:
         return None
     rotated = stack.heads + stack.kv_heads
@@ -126,40 +133,41 @@ def _heads_order(stack: Stack) -> Tensor | None:
 
 
 def _head_scales(stack: Stack, layer: StackLayer) -> Iterator[Tensor | None]:
-    """Weight and bias of the norms of queries and keys, [heads + kv_heads, d], in the stack's order."""
+    """Yield weight and bias of the norms of queries and keys, [heads + kv_heads, d], in the stack's order; None: no norm."""
     order = slice(None) if stack.qk_order is None else stack.qk_order
     for q, k in zip(layer.q_norm or (None, None), layer.k_norm or (None, None), strict=True):
-        yield None if q is None or k is None else PAGES.put(torch.cat((q, k)).detach().float()[:, order])
+        yield None if q is None or k is None else PAGES.copy(torch.cat((q, k)).detach().float()[:, order])
 
 
 def _norm(weight: Tensor | None, dim: int) -> Tensor | None:
-    """A norm's weight [dim], padded with zeros."""
-    return None if weight is None else PAGES.put(F.pad(weight.detach().float(), (0, -dim % K_ALIGN)))
+    """Return a norm's weight [dim], padded with zeros."""
+    return None if weight is None else PAGES.copy(F.pad(weight.detach().float(), (0, -dim % K_ALIGN)))
 
 
 class KernelDrafter:
-    """The layers of a `ParallelDrafter` besides its decoder; some are replaced by packed ones in 8 bits.
+    """The layers of a `ParallelDrafter` besides its decoder; packed layers in 8 bits replace `DRAFTER_LAYERS`.
 
-    head: of the target; None: it is not linear, and chains are not sampled here. The head's logits of `combine` are those of the
-    features, which are computed for all levels together, and `head_up`, the product of the head's weights with those of `up`, times
-    what is known of the code before.
+    head: the target's; None: the head is not linear, and C samples no chains. The logits of `combine` are a sum: the head's of the
+    features, computed for all levels together, and `head_up`, the product of the head's weights with those of `up`, of the hidden
+    values, which depend on the previous code.
     """
 
     def __init__(self, drafter: Any, head: KernelLinear | None, library: CDLL):
         self.library, self.head = library, head
-        for name in AROUND:
+        self.layers = layers = structs.DraftLayers(queries=drafter.queries.detach())
+        for name in DRAFTER_LAYERS:
             layer = getattr(drafter, name)
             if not isinstance(layer, KernelLinear):
-                setattr(drafter, name, KernelLinear(library, [(layer.weight, layer.bias)], int8=True))
-        count, dim = drafter.queries.shape
-        around = {name: getattr(drafter, name).struct for name in AROUND}
-        self.layers = layers = structs.DraftLayers(**around, queries=drafter.queries.detach())
-        layers.query_count, layers.dim, layers.aux = count, dim, drafter.fc.in_features // dim - 2
+                layer = KernelLinear(library, [(layer.weight, layer.bias)], int8=True)
+                setattr(drafter, name, layer)
+            setattr(layers, name, layer.struct)
+        layers.query_count, layers.dim = drafter.queries.shape
+        layers.aux = drafter.fc.in_features // layers.dim - 2
         layers.eps = drafter.config.decoder.norm_eps
         if head is None:
             return
-        up, bias = drafter.up.weight, drafter.up.bias[:, None]
-        # In 8 bits: a draft's rounding changes what is offered, not the distribution of pictures.
+        up, bias = drafter.up.weight, drafter.up.bias[:, None]  # [D, H] and [D, 1]
+        # 8 bits are enough: a draft's rounding changes the codes that are offered, not the distribution of pictures.
         head_up = product(head.weight, up)
         head_up.int8_weight = quantised(head_up, 8)  # type: ignore[attr-defined]
         self.head_up = KernelLinear(library, [(head_up, product(head.weight, bias)[:, 0])], int8=True)
@@ -171,24 +179,25 @@ class KernelDrafter:
     def inputs(
         self, next_embeds: Tensor, features: Tensor, queries: int, hints: Tensor | None
     ) -> Tensor | None:
-        """As `DrafterKernels.inputs`."""
-        if not takes(next_embeds):
+        """Compute the inputs of `DrafterKernels.inputs`."""
+        if not computable(next_embeds):
             return None
         batch, known, dim = next_embeds.shape
         out = next_embeds.new_empty(batch, known + queries, dim)
-        sizes = self.layers, batch, known, queries, known
-        structs.QueryInputs(*sizes, next_embeds, features, hints, out).run(self.library)
+        call = structs.QueryInputs(self.layers, batch, known, queries, stride=known, hints=hints, out=out)
+        call.next_embeds, call.features = next_embeds, features
+        call.run(self.library)
         return out
 
     def sample(self, draft: Draft, warp: Warping, min_survival: float = 0.0, **tensors: Any) -> bool:
-        """As `DrafterKernels.sample`."""
+        """Draw the codes of `DrafterKernels.sample`."""
         batch, levels, _ = tensors["features"].shape
-        if self.head is None or not takes(tensors["features"]):
+        if self.head is None or not computable(tensors["features"]):
             return False
-        sizes = self.layers, batch, levels, self.head.struct.outputs, structs.Sampling(*warp)
-        work = structs.Chain(*sizes, **tensors, min_survival=min_survival)
-        work.probs, work.drawn, work.survival = draft.probs, draft.codes, draft.survival
-        work.run(self.library)
+        call = structs.Chain(self.layers, batch, levels, self.head.struct.outputs, **tensors)
+        call.sampling, call.min_survival = structs.Sampling(*warp), min_survival
+        call.probs, call.drawn, call.survival = draft.probs, draft.codes, draft.survival
+        call.run(self.library)
         return True
 
 
@@ -199,19 +208,21 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def kernel_drafter(drafter: Any, head: KernelLinear | None, library: CDLL) -> KernelDrafter | None:
-    """As `KernelDrafter`; None where the weights do not allow it: they are to be bfloat16 on a CPU, in blocks."""
-    weights, (dim, hidden) = [getattr(drafter, x).weight for x in (*AROUND, "up")], drafter.up.weight.shape
-    odd = dim % BLOCK_N or hidden % LANES or not all(map(packable, weights))
-    return None if odd else KernelDrafter(drafter, head, library)
+    """Return a `KernelDrafter`, or None unless all weights are bfloat16 on a CPU and their sizes multiples of blocks."""
+    weights = [getattr(drafter, name).weight for name in (*DRAFTER_LAYERS, "up")]
+    dim, hidden = drafter.up.weight.shape
+    if dim % BLOCK_N or hidden % LANES or not all(map(packable, weights)):
+        return None
+    return KernelDrafter(drafter, head, library)
 
 
 class PackedConvolution(nn.Conv2d):
-    """x [B, in, H, W] -> [B, out, H', W'] on a CPU, for inference; weights are reordered for the size of the first x."""
+    """A convolution on a CPU, for inference; its weights are reordered for the size of its first input."""
 
     packed: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """The convolution."""
+        """x [B, in, H, W] -> [B, out, H', W']."""
         sizes = (*map(list, (self.padding, self.stride, self.dilation)), self.groups)
         if self.packed is None:
             reorder = torch.ops.mkldnn._reorder_convolution_weight
@@ -222,49 +233,53 @@ class PackedConvolution(nn.Conv2d):
 class SerialGroupNorm(nn.GroupNorm):
     """Group normalisation of x [B, C, H, W] by one thread, unless x is large.
 
-    Where channels come last, PyTorch adds up what each thread has summed, so that the result depends on how many there are.
-    `torch.set_num_threads` would also set the number of those threads that begin meanwhile. Kernels without OpenMP have
-    threads of their own, and then channels come first here.
+    Where channels come last, PyTorch adds up the sums of its threads, so that the result depends on their number. The C function
+    sets it for the calling thread; `torch.set_num_threads` would also set it for threads that begin meanwhile. Kernels without
+    OpenMP have threads of their own and cannot set PyTorch's number: then channels come first.
     """
 
     library: CDLL
 
     def forward(self, x: Tensor) -> Tensor:
-        """The normalised x."""
-        before = self.library.use_threads(1) if x.numel() <= MOST_SERIAL else -1
+        """Return the normalised x."""
+        # The number of threads before the call; 0: the kernels have threads of their own; -1: x is large.
+        num_threads = self.library.use_threads(1) if x.numel() <= MAX_SERIAL else -1
         try:
-            if before:
+            if num_threads:
                 return super().forward(x)
             return super().forward(x.contiguous()).contiguous(memory_format=torch.channels_last)
         finally:
-            if before > 0:
-                self.library.use_threads(before)
+            if num_threads > 0:
+                self.library.use_threads(num_threads)
 
 
-def supports(plain: nn.Conv2d) -> bool:
-    """Whether oneDNN has such a convolution with prepacked weights, in this dtype on this CPU."""
-    ops, dtype = torch.ops.mkldnn, plain.weight.dtype
-    there = torch.backends.mkldnn.is_available() and hasattr(ops, "_convolution_pointwise")
-    known = plain.padding_mode == "zeros" and not isinstance(plain.padding, str)
-    half = dtype == torch.bfloat16 and there and ops._is_mkldnn_bf16_supported()
-    return there and known and bool(half or dtype == torch.float32)
+def supports(convolution: nn.Conv2d) -> bool:
+    """Whether oneDNN has this convolution with prepacked weights, in the dtype of its weights on this CPU."""
+    ops, dtype = torch.ops.mkldnn, convolution.weight.dtype
+    if not torch.backends.mkldnn.is_available() or not hasattr(ops, "_convolution_pointwise"):
+        return False
+    if convolution.padding_mode != "zeros" or isinstance(convolution.padding, str):
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and ops._is_mkldnn_bf16_supported())
 
 
 def pack(module: nn.Module, library: CDLL | None, int8: bool = False) -> None:
-    """Make the linear layers, convolutions and group norms below `module` that can be packed ones; it is for inference from then on.
+    """Replace the linear layers, convolutions and group norms below `module` by packed ones where possible, for inference.
 
     int8: whether a decoder's linear layers have 8 bits. library None: convolutions alone.
     """
-    block, children = isinstance(module, Block), cast("Iterable[tuple[str, Any]]", module.named_children())
-    for name, child in children:
+    in_block = isinstance(module, Block)
+    for name, child in cast("Iterable[tuple[str, Any]]", module.named_children()):
         kind, weight = type(child), getattr(child, "weight", None)
-        host = isinstance(weight, Tensor) and weight.device.type == "cpu"
+        on_cpu = isinstance(weight, Tensor) and weight.device.type == "cpu"
         if kind is nn.Linear and library is not None and packable(child.weight):
-            order = gate_up_order(len(child.weight) // 2) if block and name == "w13" else None
-            setattr(module, name, KernelLinear(library, [(child.weight, child.bias)], int8 and block, order))
-        elif kind is nn.Conv2d and host and supports(child):
+            order = gate_up_order(len(child.weight) // 2) if in_block and name == "w13" else None
+            setattr(
+                module, name, KernelLinear(library, [(child.weight, child.bias)], int8 and in_block, order)
+            )
+        elif kind is nn.Conv2d and on_cpu and supports(child):
             child.__class__ = PackedConvolution
-        elif kind is nn.GroupNorm and host and library is not None:
+        elif kind is nn.GroupNorm and on_cpu and library is not None:
             child.__class__, child.library = SerialGroupNorm, library
         else:
             pack(child, library, int8)
