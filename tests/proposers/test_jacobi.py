@@ -40,8 +40,8 @@ def test_windows_at_the_next_rows_see_what_is_before_them_and_change_no_distribu
         for tensor in (engine.count, engine.passes, engine.proposer.count):
             tensor.fill_(1)
         engine.cache.used.fill_(target.slots)
-        engine.proposer.seen.fill_(-1), engine.proposer.held.fill_(-1)
-        engine.proposer.end.zero_(), engine.proposer.p[:, 0].fill_(0.5)
+        engine.proposer.p_place.fill_(-1), engine.proposer.code_place.fill_(-1)
+        engine.proposer.last_place.zero_(), engine.proposer.p[:, 0].fill_(0.5)
         while engine.done() != list(range(engine.batch)):
             engine.step()
         seen += (engine.codes[:, :9] * 2 ** torch.arange(9).flip(0)).sum(1).bincount(minlength=512)
@@ -65,9 +65,13 @@ def test_behind_refused_guesses_the_next_follows_what_is_behind_codes_that_look_
     proposer.observe(TargetOutput(draft, logits, logits, Verdict(path, kept, root, bonus)))
     ours = CHAIN.double()[0] if codebook else CHAIN.double()[:2].mean(0)
     place = torch.tensor([[2]] * 3)  # behind the code drawn
-    torch.testing.assert_close(proposer._at(proposer.p, place)[0, 0], ours)
+    torch.testing.assert_close(proposer._read(proposer.p, place)[0, 0], ours)
     assert proposer.count.tolist() == [2, 3, 3]
-    assert proposer._is_at(proposer.seen, proposer.count[:, None])[:, 0].tolist() == [True, False, False]
+    assert proposer._is_stored(proposer.p_place, proposer.count[:, None])[:, 0].tolist() == [
+        True,
+        False,
+        False,
+    ]
 
 
 def test_a_guess_of_the_next_row_is_redrawn_from_what_the_target_says_there():
@@ -93,7 +97,7 @@ def test_a_guess_of_the_next_row_is_redrawn_from_what_the_target_says_there():
     mask.fill_diagonal_(True)
     features = target.decoder.forward_sequence(x, position, mask[None, None])
     torch.testing.assert_close(output.logits, target.head(features[:, slots:]))
-    now = proposer._at(proposer.p, torch.tensor([[7]]))[0, 0]
+    now = proposer._read(proposer.p, torch.tensor([[7]]))[0, 0]
     torch.testing.assert_close(now, output.logits[0, 4].softmax(-1))
 
 
@@ -119,7 +123,7 @@ def test_a_guess_follows_the_newest_distribution_of_its_place(coupling):
     proposer.open(target, Sampling(), Guidance(), batch)
     seed = torch.arange(batch)
     old, new = CHAIN[0].double(), CHAIN[2].double()
-    proposer.seen[:, 1] = 1
+    proposer.p_place[:, 1] = 1
     proposer.p[:] = old
     before = proposer.propose(Noise(seed, torch.ones_like(seed))).codes[:, 1]
     proposer.p[:] = new
@@ -148,8 +152,8 @@ def test_a_fresh_guess_is_drawn_from_what_was_asked_for():
         for _ in range(6):
             count = int(engine.count[0])
             places = proposer._places_drafted()
-            known = proposer._is_at(proposer.seen, places)[..., None]
-            expected = proposer._at(proposer.p, places).where(known, proposer._initial(places))[0]
+            known = proposer._is_stored(proposer.p_place, places)[..., None]
+            expected = proposer._read(proposer.p, places).where(known, proposer._initial_q(places))[0]
             for i in range(5):
                 place = count + i
                 if place in seen and known[0, i]:

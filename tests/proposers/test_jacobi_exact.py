@@ -18,7 +18,8 @@ from lanternpp.engine.verify.tokenwise import without
 from lanternpp.proposers import jacobi
 from lanternpp.proposers.jacobi import Jacobi
 
-ENGINE, PROPOSER = ("codes", "count"), ("root", "count", "codes", "q", "p", "seen", "held", "end")  # state
+ENGINE = ("codes", "count")  # the state of an engine and of its proposer
+PROPOSER = ("root", "count", "codes", "q", "p", "p_place", "code_place", "last_place")
 ROWS = 60_000  # samples in an engine
 
 
@@ -126,13 +127,13 @@ def snapshot(engine: Engine) -> list[Tensor]:
     """The tensors of an engine's state, by sample, with what is never read again emptied."""
     jacobi, count = engine.proposer, engine.count[:, None]
     assert isinstance(jacobi, Jacobi)
-    past = jacobi.held < count
+    past = jacobi.code_place < count
     above = jacobi.width if jacobi.init in ("above", "mixed") else 0
-    last = torch.arange(jacobi.slots) == jacobi.end[:, None] % jacobi.slots
-    old = (jacobi.seen < count - above) & ~last
+    last = torch.arange(jacobi.slots) == jacobi.last_place[:, None] % jacobi.slots
+    old = (jacobi.p_place < count - above) & ~last
     for owner, gone, rings in (
-        (jacobi.held, past, (jacobi.codes, jacobi.q)),
-        (jacobi.seen, old, (jacobi.p,)),
+        (jacobi.code_place, past, (jacobi.codes, jacobi.q)),
+        (jacobi.p_place, old, (jacobi.p,)),
     ):
         owner.masked_fill_(gone, -1)
         for ring in rings:
@@ -206,7 +207,7 @@ def test_what_is_nearly_right_is_found_out(monkeypatch, wrong, alternatives, ver
 
 
 def test_a_waiting_guess_with_another_q_than_its_own_is_found_out(monkeypatch):
-    put = Jacobi._put
+    put = Jacobi._write
 
     def wrong(self, ring, place, value):
         if ring is self.q and place.shape[1] > self.window:
@@ -214,5 +215,5 @@ def test_a_waiting_guess_with_another_q_than_its_own_is_found_out(monkeypatch):
             value = torch.cat((value[:, : self.window], other / other.sum(-1, keepdim=True)), 1)
         put(self, ring, place, value)
 
-    monkeypatch.setattr(Jacobi, "_put", wrong)
+    monkeypatch.setattr(Jacobi, "_write", wrong)
     assert gap(monkeypatch, CHAIN, (1, "maximal", "above", 0, 2), "block", 5, 3) > 1e-4

@@ -13,39 +13,37 @@ from lanternpp.nn.decoder import AttentionCache
 from lanternpp.proposers.network import AutoregressiveProposer
 from lanternpp.types import Admission, Nodes
 
-# greatest relative distance (Frobenius norm) between two copies of a codebook, stored differently
-MAX_DISTANCE = 0.05
+MAX_DISTANCE = (
+    0.05  # relative (Frobenius norm), between copies of a codebook that are stored in different dtypes
+)
 
 
 class DraftModel(AutoregressiveProposer):
-    """Encodes the same prompt itself and drafts from its own distribution, with the target's guidance scale."""
+    """Drafts from the distribution of a smaller target, which encodes the prompt itself, with the target's guidance scale."""
 
     needs = "independent"
     drafter: Target
 
     def check(self, target: Target) -> None:
-        """InputError unless both have the same codebook and the same number of codes per image."""
+        """InputError unless both models have the same codebook and the same number of codes per image."""
         super().check(target)
-        ours, theirs = (self.drafter.vocab, self.drafter.length), (target.vocab, target.length)
-        if ours != theirs:
+        drafter = self.drafter
+        if (drafter.vocab, drafter.length) != (target.vocab, target.length):
             raise InputError(
-                f"the drafter draws {ours[1]} of {ours[0]} codes and the target {theirs[1]} of {theirs[0]}; "
+                f"the drafter draws {drafter.length} of {drafter.vocab} codes and the target {target.length} of {target.vocab}; "
                 "use a drafter of the target's own codes"
             )
-        mine, book = self.drafter.codebook, target.codebook
-        if mine is None or book is None:
+        if drafter.codebook is None or target.codebook is None:
             return
-        if (
-            mine.shape != book.shape
-            or (mine.float() - book.float()).norm() > MAX_DISTANCE * book.float().norm()
-        ):
+        codebook, expected = drafter.codebook.float(), target.codebook.float()
+        if codebook.shape != expected.shape or (codebook - expected).norm() > MAX_DISTANCE * expected.norm():
             raise InputError(
                 "the drafter's codebook is another than the target's, so that the same code has another meaning; "
                 "use a drafter trained on the codes of the target's own tokenizer"
             )
 
-    def drafter_forward(self, codes: Tensor, below: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
-        """As in the base class, without the parents' features."""
+    def drafter_forward(self, codes: Tensor, features: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
+        """Run the smaller target over codes [B, N] -> features [R, N, D]; it reads no features at their parents."""
         return self.drafter(self.guidance.rows(self.drafter.embed(codes)), nodes, cache)
 
     @property
@@ -61,7 +59,7 @@ class DraftModel(AutoregressiveProposer):
         except InputError as error:
             warnings.warn(f"the drafter drafts without the prompt: {error}", stacklevel=2)
             prompt = self.drafter.prompt([None], self.guidance.branches)
-        first = self.drafter.embed(new.root[:, None]).expand(len(new.rows), -1, -1)
-        embeds = torch.cat((prompt.embeds.to(first.dtype), first), 1)
+        root = self.drafter.embed(new.root[:, None]).expand(len(new.rows), -1, -1)
+        embeds = torch.cat((prompt.embeds.to(root.dtype), root), 1)
         prompt_cache = self.cache.rows(new.rows, prompt.start, embeds.shape[1])
         self.features[new.rows, 0] = prompt_cache.prefill(self.drafter, embeds)[:, -1]

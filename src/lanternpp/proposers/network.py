@@ -32,27 +32,27 @@ class NetworkProposer(Proposer):
     def __init__(self, drafter: Drafter | Target, builder: TreeBuilder):
         self.drafter, self.builder = drafter, builder
         self.size, self.depth = builder.size, builder.depth
-        nodes, children = builder.draws  # of the widest level
-        self.numbers_ahead = max(self.numbers_ahead, nodes * draws_of(children))
+        max_nodes, max_children = builder.draws
+        self.numbers_ahead = max(self.numbers_ahead, max_nodes * draws_of(max_children))
 
     @classmethod
     def build(cls, parts: Parts) -> Self:
-        """From a network and a tree builder; the class is the drafter's `proposer`, or this one if it derives from that."""
-        network = parts.network
-        kind = imported("proposer", network.proposer) if isinstance(network, Drafter) else cls
-        made: Self = (cls if issubclass(cls, kind) else kind)(network, parts.tree)
-        return made
+        """Build a proposer of the class that the drafter names, or of this class where it derives from that one."""
+        kind = cls
+        if isinstance(parts.network, Drafter):
+            kind = imported("proposer", parts.network.proposer)
+        return cls(parts.network, parts.tree) if issubclass(cls, kind) else kind(parts.network, parts.tree)
 
     @classmethod
     def draft_sampling(cls, parts: Parts) -> DraftSampling:
-        """As the tree builder samples; earlier drafts have an influence through the decided codes and features alone."""
+        """Return how the tree builder samples; earlier drafts have an influence through decided codes and features alone."""
         tree = parts.tree
         return DraftSampling(
             tree.chain, tree.drawn, "offers the likeliest codes instead of drawing them", tree.fixed
         )
 
     def grow(self, q: Tensor, extend: Extend, noise: Noise) -> Draft:
-        """q [B, V], the distribution of the root's children -> a draft."""
+        """Grow a draft from q [B, V], the distribution of the root's children."""
 
         def children(q: Tensor, count: int, level: int) -> Tensor:
             if not self.builder.drawn:
@@ -65,32 +65,30 @@ class NetworkProposer(Proposer):
 class AutoregressiveProposer(NetworkProposer):
     """Runs its network once per level of the tree.
 
-    The root is in the network's cache before a draft begins: the pass over the codes decided last gave the features
+    The root is in the network's cache before a draft begins: the pass over the last decided codes returned the features
     that propose its children.
     """
 
     @abstractmethod
-    def drafter_forward(self, codes: Tensor, below: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
-        """A pass over codes [B, N], with the features `below` [R, N, D] at their parents -> features [R, N, D]."""
+    def drafter_forward(self, codes: Tensor, features: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
+        """Run the network over codes [B, N], with features [R, N, D] at their parents -> features [R, N, D]."""
 
     @property
     def head(self) -> Target:
-        """The model whose head gives the logits of the codes' children, and whose prompts the drafter's cache has room for."""
+        """The model whose head returns the logits of codes, and whose prompts the drafter's cache has slots for."""
         return self.target
 
     def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
         """Allocate the drafter's cache and the features of the nodes of a draft."""
         super().open(target, sampling, guidance, batch)
         like, rows = next(self.drafter.parameters()), guidance.branches * batch
-        shape = self.drafter.decoder.config
-        room = self.head.slots + target.length + max(self.builder.scratch, self.depth + 1)
-        self.cache = Cache(shape, rows, room, like)
-        self.features = torch.zeros(
-            rows, self.builder.scratch, shape.dim, dtype=like.dtype, device=like.device
-        )
-        kept = torch.ones(self.depth + 1, self.depth + 1, dtype=torch.bool, device=like.device).tril()
-        self._kept_mask = kept.expand(rows, -1, -1)
-        self._kept_depth = torch.arange(self.depth + 1, device=like.device).expand(rows, -1)
+        config, scratch, max_path = self.drafter.decoder.config, self.builder.scratch, self.depth + 1
+        slots = self.head.slots + target.length + max(scratch, max_path)
+        self.cache = Cache(config, rows, slots, like)
+        self.features = torch.zeros(rows, scratch, config.dim, dtype=like.dtype, device=like.device)
+        causal = torch.ones(max_path, max_path, dtype=torch.bool, device=like.device).tril()
+        self._path_mask = causal.expand(rows, -1, -1)
+        self._path_depth = torch.arange(max_path, device=like.device).expand(rows, -1)
         self._row = torch.arange(rows, device=like.device)
 
     def propose(self, noise: Noise) -> Draft:
@@ -102,25 +100,25 @@ class AutoregressiveProposer(NetworkProposer):
         """Run the drafter over the decided codes, with the target's features in place of its own."""
         super().observe(output)
         rows = self.guidance.rows
-        path, kept = rows(output.verdict.path), rows(output.verdict.kept)
+        path, num_kept = rows(output.verdict.path), rows(output.verdict.kept)
         features = output.features.gather(1, path[..., None].expand(-1, -1, output.features.shape[-1]))
-        nodes = self.cache.nodes(self._kept_depth, self._kept_mask)
+        nodes = self.cache.nodes(self._path_depth, self._path_mask)
         out = self.drafter_forward(output.verdict.next_codes, features, nodes, self.cache)
-        self.features[:, 0] = out[self._row, (kept - 1).clamp(min=0)]
-        self.cache.used += kept
+        self.features[:, 0] = out[self._row, (num_kept - 1).clamp(min=0)]
+        self.cache.used += num_kept
 
-    def _extend(self, at: Frontier) -> Tensor:
-        """Expand nodes whose parents were expanded before -> the distributions of their children, [B, W, V]."""
+    def _extend(self, frontier: Frontier) -> Tensor:
+        """Expand nodes whose parents were expanded before; return the distributions of their children, [B, W, V]."""
         rows = self.guidance.rows
-        node, parent = rows(at.node), rows(at.parent)
-        nodes = self.cache.nodes(rows(at.depth) - 1, rows(at.mask), node)
-        below = self.features[self._row[:, None], parent]
-        out = self.drafter_forward(at.codes, below, nodes, self.cache)
+        node, parent = rows(frontier.node), rows(frontier.parent)
+        nodes = self.cache.nodes(rows(frontier.depth) - 1, rows(frontier.mask), node)
+        features = self.features[self._row[:, None], parent]
+        out = self.drafter_forward(frontier.codes, features, nodes, self.cache)
         self.features[self._row[:, None], node] = out
-        return self._probs(out, at.depth)
+        return self._probs(out, frontier.depth)
 
     def _probs(self, features: Tensor, depth: Tensor) -> Tensor:
-        """Features [R, W, D] of nodes at depth [B, W] -> the distributions of their children, [B, W, V]."""
+        """Return the distributions of the children of nodes at depth [B, W], [B, W, V], from their features [R, W, D]."""
         index = (self.count[:, None] + depth).clamp(max=self.target.length - 1)
         logits = self.guidance.logits(self.head, features)
         return self.sampling.probs(self.target.constrain(logits, index))

@@ -13,7 +13,7 @@ from lanternpp.types import Draft
 
 
 class NoDraft(Proposer):
-    """Proposes a draft of the root alone, so that every pass decides one code."""
+    """Proposes the root alone, so that every pass decides one code."""
 
     dials = frozenset()
     size = 1
@@ -21,11 +21,11 @@ class NoDraft(Proposer):
 
     @classmethod
     def build(cls, parts: Parts) -> Self:
-        """None of the parts is used."""
+        """Build the proposer, which needs none of the parts."""
         return cls()
 
     def check(self, target: Target) -> None:
-        """Any target will do."""
+        """Accept every target."""
 
     def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
         """Allocate the state of a batch."""
@@ -34,5 +34,5 @@ class NoDraft(Proposer):
         self.whole_steps = type(self) is NoDraft
 
     def propose(self, noise: Noise) -> Draft:
-        """The root."""
+        """Return a draft of the root."""
         return Draft(self._tree, self.root[:, None].clone(), None)

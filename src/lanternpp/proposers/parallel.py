@@ -26,13 +26,13 @@ class Parallel(NetworkProposer):
     """One drafter pass per draft, over the codes decided since the last draft and one query per level.
 
     Its cache has one row per sample and holds one position less than the target's, as EAGLE's does. The codes of the last
-    verdict are kept as `next_embeds`, with the target's guided features, until the next draft; `waiting` counts them.
+    verdict wait in `next_embeds`, with the target's guided features, until the next draft; `waiting` counts them.
 
-    min_survival: a chain ends before the first code that, with all before it, is kept with less than this probability, as
-    the drafter predicts it; it has one code at least. The prediction for a code reads the codes before it and nothing that
-    was drawn later. So the end of a chain is a stopping time, and the code drawn after the end is the target's, as after
-    any chain of that length: the distribution of the pictures is the same. The chains of a batch are as long as the
-    longest, and nodes after the end of another are no children. 0: chains have all codes, and nothing is predicted.
+    min_survival: a chain ends before the first code whose predicted probability to be kept, together with all codes before
+    it, is lower; it has one code at least. The prediction for a code reads the codes before it and none that is drawn
+    later. So the end of a chain is a stopping time, and the code drawn after the end is the target's, as after any chain of
+    this length: the distribution of the pictures is the same. All chains of a batch have the nodes of the longest chain;
+    nodes after the end of a shorter chain are no children. 0: chains have all codes, and nothing is predicted.
     """
 
     needs = "parallel"
@@ -42,44 +42,44 @@ class Parallel(NetworkProposer):
 
     @classmethod
     def build(cls, parts: Parts) -> Self:
-        """As in the base class; InputError where the drafter does not predict what `min_survival` needs."""
-        made = super().build(parts)
+        """Build the proposer; InputError where `min_survival` is set and the drafter predicts no probability to be kept."""
+        proposer = super().build(parts)
         if parts.min_survival:
-            if not isinstance(made, Parallel) or made.drafter.confidence is None:
+            if not isinstance(proposer, Parallel) or proposer.drafter.confidence is None:
                 raise InputError(
                     f"min_survival {parts.min_survival} needs a parallel drafter that predicts which codes are kept, and this one does "
                     "not; train it again with `lanternpp train --kind parallel`, or leave min_survival out"
                 )
-            made.min_survival = parts.min_survival
-        return made
+            proposer.min_survival = parts.min_survival
+        return proposer
 
     @property
     def aux_layers(self) -> tuple[int, ...]:  # type: ignore[override]
-        """Those of its drafter."""
+        """The layers of the target that its drafter reads."""
         return self.drafter.aux_layers
 
     def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
         """Allocate the drafter's cache and the inputs that the next draft starts with."""
         super().open(target, sampling, guidance, batch)
-        like, depth, dim = next(self.drafter.parameters()), self.depth, self.drafter.decoder.config.dim
-        span = 2 * depth  # waiting inputs, at most depth + 1, and depth - 1 queries
-        self.cache = Cache(self.drafter.decoder.config, batch, target.slots + target.length + span, like)
-        self.next_embeds = torch.zeros(batch, depth + 1, dim, dtype=like.dtype, device=like.device)
+        like, depth, config = next(self.drafter.parameters()), self.depth, self.drafter.decoder.config
+        max_inputs = 2 * depth  # waiting inputs, at most depth + 1, and depth - 1 queries
+        self.cache = Cache(config, batch, target.slots + target.length + max_inputs, like)
+        self.next_embeds = torch.zeros(batch, depth + 1, config.dim, dtype=like.dtype, device=like.device)
         self.features = self.next_embeds.repeat(1, 1, 1 + len(self.aux_layers))
         self.hints = torch.zeros_like(self.next_embeds[:, 1:])  # [B, depth, D] of the features of every level
         self.waiting = torch.zeros_like(self.root)
-        every = torch.arange(target.vocab, device=like.device)
-        # [V, H], what `combine` reads of every code
-        self.prev_code_table = self.drafter.before(target.embed(every).to(like.dtype))
+        codes = torch.arange(target.vocab, device=like.device)
+        # [V, H], the `prev_code` of `combine` for every code
+        self.prev_code_table = self.drafter.before(target.embed(codes).to(like.dtype))
         self._whole_chain = is_drawn_chain(self.builder)
         self.whole_steps = type(self) is Parallel and self._whole_chain and not self.min_survival
         if self._whole_chain:
             dtype = like.dtype if like.element_size() == 8 else torch.float32
             self.probs_of_nodes = torch.zeros(batch, depth + 1, target.vocab, dtype=dtype, device=like.device)
-            self._trees = {depth: chain_tree(batch, depth, like.device)}  # by their depth
+            self._trees = {depth: chain_tree(batch, depth, like.device)}  # by depth
         self._row = torch.arange(batch, device=like.device)
-        self._line = torch.arange(span, device=like.device)
-        self._layouts = {depth + 1: layout(depth + 1, depth + 1, self._line)}  # by how many inputs may wait
+        self._arange = torch.arange(max_inputs, device=like.device)
+        self._layouts = {depth + 1: layout(depth + 1, depth + 1, self._arange)}  # by `max_waiting`
 
     def begin(self, new: Admission) -> None:
         """Prefill with the prompt's guided features, each paired with the conditional input at the next position."""
@@ -87,91 +87,95 @@ class Parallel(NetworkProposer):
         like = self.next_embeds
         features = self.guidance.merge(new.features).to(like.dtype)
         root = self.target.embed(new.root[:, None]).to(like.dtype)
-        next_embeds = torch.cat(
-            (self.drafter.prompt_inputs(new.prompt.embeds[:1, 1:].to(like.dtype)), root), 1
-        )
+        prompt = self.drafter.prompt_inputs(new.prompt.embeds[:1, 1:].to(like.dtype))
+        next_embeds = torch.cat((prompt, root), 1)
         slot = self._row[new.slot : new.slot + 1]
         prompt_cache = self.cache.rows(slot, new.prompt.start[:1], features.shape[1])
         prompt_cache.prefill(self.drafter, next_embeds, features)
-        self.cache.used[slot] -= 1  # the last input is run again with the queries after it
+        self.cache.used[slot] -= 1  # the next pass runs the last input again, with the queries after it
         self.next_embeds[slot, 0], self.features[slot, 0] = next_embeds[:, -1], features[:, -1]
         self.hints[slot] = 0
         self.waiting[slot] = 1
 
     def propose(self, noise: Noise) -> Draft:
-        """One pass of the drafter, then a tree whose nodes cost one product with the head each."""
+        """Run the drafter once, then grow a tree, whose nodes cost one product with the head each."""
         levels = self._drafter_forward()  # [B, depth, D]
         query = self.drafter.down(levels)
-        native = self.drafter.native if self._whole_chain and on_host(levels) else None
-        if native is not None and (chain := self._sampled(native, levels, query, noise)) is not None:
-            return chain
+        if self._whole_chain and on_host(levels) and self.drafter.native is not None:
+            chain = self._sample_natively(self.drafter.native, levels, query, noise)
+            if chain is not None:
+                return chain
         index = self._index()
         if self.min_survival:
-            return self._chain(levels, query, index, noise)
+            return self._sample_chain(levels, query, index, noise)
 
-        def extend(at: Frontier) -> Tensor:
-            here, prev_code = slice(at.level, at.level + 1), self.prev_code_table[at.codes]
-            conditioned = self.drafter.combine(levels[:, here], query[:, here], prev_code)
-            return self._probs(conditioned, index[:, here])
+        def extend(frontier: Frontier) -> Tensor:
+            level = slice(frontier.level, frontier.level + 1)
+            prev_code = self.prev_code_table[frontier.codes]
+            conditioned = self.drafter.combine(levels[:, level], query[:, level], prev_code)
+            return self._probs(conditioned, index[:, level])
 
         q = self._probs(levels[:, :1], index[:, :1])[:, 0]
         return self.grow(q, extend, noise)
 
-    def _sampled(self, native: DrafterKernels, levels: Tensor, query: Tensor, noise: Noise) -> Draft | None:
-        """A chain sampled in one call, from levels [B, depth, D] and query [B, depth, H]; None where `native` does not do it."""
-        draft = self._empty()
-        bias = None
+    def _sample_natively(
+        self, native: DrafterKernels, levels: Tensor, query: Tensor, noise: Noise
+    ) -> Draft | None:
+        """Sample a chain in one call, from levels [B, depth, D] and query [B, depth, H]; None where `native` drew nothing."""
+        draft, bias = self._empty_chain(), None
         if type(self.target).constrain is not Target.constrain:
-            bias = torch.zeros_like(self.probs_of_nodes[:, 1:])
-            bias = self.target.constrain(bias, self._index())
+            bias = self.target.constrain(torch.zeros_like(self.probs_of_nodes[:, 1:]), self._index())
         u = noise.draft_uniform(self.depth)
         tensors = {"features": levels, "query": query, "prev": self.prev_code_table, "bias": bias, "u": u}
-        done = native.sample(draft, self.sampling.warp, self.min_survival, **tensors)
-        return self._ended(draft) if done else None
+        sampled = native.sample(draft, self.sampling.warp, self.min_survival, **tensors)
+        return self._ended(draft) if sampled else None
 
-    def _chain(self, levels: Tensor, query: Tensor, index: Tensor, noise: Noise) -> Draft:
-        """A chain that ends as `min_survival` says, from levels [B, depth, D], query [B, depth, H] and index [B, depth]."""
-        draft = self._empty()
+    def _sample_chain(self, levels: Tensor, query: Tensor, index: Tensor, noise: Noise) -> Draft:
+        """Sample a chain that `min_survival` ends, from levels [B, depth, D], query [B, depth, H] and index [B, depth]."""
+        draft = self._empty_chain()
         assert draft.probs is not None and draft.survival is not None and self.drafter.confidence is not None
+        survival = torch.ones_like(draft.survival[:, 0])
         for level in range(self.depth):
-            here = levels[:, level]
+            features = levels[:, level]
             if level:
                 prev_code = self.prev_code_table[draft.codes[:, level]]
-                here = self.drafter.combine(here, query[:, level], prev_code)
-            before = draft.survival[:, level - 1] if level else 1
-            kept = self.drafter.confidence(here)[:, 0].to(draft.survival.dtype).sigmoid() * before
-            if level and here.device.type == "cpu" and not (kept >= self.min_survival).any():
+                features = self.drafter.combine(features, query[:, level], prev_code)
+            confidence = self.drafter.confidence(features)[:, 0].to(survival.dtype).sigmoid()
+            survival = confidence * survival
+            if level and features.device.type == "cpu" and not (survival >= self.min_survival).any():
                 break
-            draft.survival[:, level] = kept
-            q = self._probs(here[:, None], index[:, level, None])
+            draft.survival[:, level] = survival
+            q = self._probs(features[:, None], index[:, level, None])
             draft.probs[:, level] = q[:, 0]
             draft.codes[:, level + 1] = self.sampling.children(q, 1, noise, Noise.DRAFT + level)[:, 0, 0]
         return self._ended(draft)
 
-    def _empty(self) -> Draft:
-        """A chain of all levels without its codes."""
+    def _empty_chain(self) -> Draft:
+        """Return a chain of all levels, with the root as the code of every node."""
         survival = self.probs_of_nodes.new_zeros(len(self.root), self.depth) if self.min_survival else None
         codes = self.root[:, None].expand(-1, self.size).contiguous()
         return Draft(self._trees[self.depth], codes, self.probs_of_nodes, survival)
 
     def _ended(self, draft: Draft) -> Draft:
-        """A chain without the nodes after its end; chains of a batch, as long as the longest."""
+        """Return the chains of a batch without the nodes after the end of the longest chain."""
         if draft.survival is None:
             return draft
-        room = (self.target.length - 1 - self.count).clamp(min=1)  # codes that the picture has room for
-        lengths = (1 + (draft.survival[:, 1:] >= self.min_survival).sum(1)).minimum(room)
-        longest = int(lengths.max())
-        if longest not in self._trees:
-            self._trees[longest] = chain_tree(len(lengths), longest, lengths.device)
-        tree, nodes = self._trees[longest], longest + 1
+        missing = (self.target.length - 1 - self.count).clamp(
+            min=1
+        )  # codes that the picture lacks after the root
+        lengths = (1 + (draft.survival[:, 1:] >= self.min_survival).sum(1)).minimum(missing)
+        depth = int(lengths.max())
+        if depth not in self._trees:
+            self._trees[depth] = chain_tree(len(lengths), depth, lengths.device)
+        tree, nodes = self._trees[depth], depth + 1
         if len(lengths) > 1:
-            tree = _masked(tree, lengths, self._line[:nodes])
+            tree = _masked(tree, lengths, self._arange[:nodes])
         assert draft.probs is not None
         return replace(draft, tree=tree, codes=draft.codes[:, :nodes], probs=draft.probs[:, :nodes])
 
     def _index(self) -> Tensor:
-        """The code of the image that each level drafts, [B, depth]."""
-        index = self.count[:, None] + self._line[: self.depth]
+        """Return the index in the image of the code that each level drafts, [B, depth]."""
+        index = self.count[:, None] + self._arange[: self.depth]
         return index.clamp_(max=self.target.length - 1)
 
     def observe(self, output: TargetOutput) -> None:
@@ -179,7 +183,7 @@ class Parallel(NetworkProposer):
         super().observe(output)
         verdict = output.verdict
         features = self.guidance.merge(output.features)
-        if output.draft.tree.chain:  # nothing reads the nodes after the kept ones
+        if output.draft.tree.chain:  # kept nodes come first, and nothing reads the nodes after them
             self.features[:, : features.shape[1]].copy_(features)
         else:
             path = verdict.path[..., None].expand(-1, -1, features.shape[-1])
@@ -189,74 +193,78 @@ class Parallel(NetworkProposer):
         self.hints.copy_(rejected_features(output, features[..., : self.hints.shape[-1]]))
 
     def _drafter_forward(self) -> Tensor:
-        """The drafter's pass over the waiting inputs and the queries -> features of every level, [B, depth, D]."""
-        known = self.next_embeds.shape[1]
-        most = max(int(self.waiting.max()), 1) if on_host(self.waiting) else known
-        if most not in self._layouts:
-            self._layouts[most] = layout(known, most, self._line)
-        *by_waiting, scratch = self._layouts[most]
-        place, mask, last = (each[self.waiting] for each in by_waiting)
-        nodes = self.cache.nodes(place, mask, scratch)
-        hints = torch.cat((self.hints[:, :1] * last, self.hints[:, 1:]), 1)
-        out = self.drafter(self.next_embeds[:, :most], self.features[:, :most], nodes, self.cache, hints)
+        """Run the drafter over the waiting inputs and the queries; return the features of every level, [B, depth, D]."""
+        capacity = max_waiting = self.next_embeds.shape[1]
+        if on_host(self.waiting):
+            max_waiting = max(int(self.waiting.max()), 1)
+        if max_waiting not in self._layouts:
+            self._layouts[max_waiting] = layout(capacity, max_waiting, self._arange)
+        *tables, scratch = self._layouts[max_waiting]
+        position, mask, is_last = (table[self.waiting] for table in tables)
+        nodes = self.cache.nodes(position, mask, scratch)
+        hints = torch.cat((self.hints[:, :1] * is_last, self.hints[:, 1:]), 1)
+        next_embeds, features = self.next_embeds[:, :max_waiting], self.features[:, :max_waiting]
+        out = self.drafter(next_embeds, features, nodes, self.cache, hints)
         self.cache.used += self.waiting
-        first = out[self._row, (self.waiting - 1).clamp(min=0)]
-        return torch.cat((first[:, None], out[:, most:]), 1)
+        first_level = out[self._row, (self.waiting - 1).clamp(min=0)]
+        return torch.cat((first_level[:, None], out[:, max_waiting:]), 1)
 
     def _probs(self, features: Tensor, index: Tensor) -> Tensor:
-        """Features [B, W, D] of codes index [B, 1] of the image -> their distributions, [B, W, V]."""
+        """Return the distributions [B, W, V] of the codes with index [B, 1] in the image, from their features [B, W, D]."""
         logits = self.target.head(features)
         logits = logits if logits.element_size() == 8 else logits.float()
         return self.sampling.probs(self.target.constrain(logits, index))
 
 
 def why_not_shortened(min_survival: float, tree: TreeBuilder, compiled: bool) -> str | None:
-    """Why chains cannot end early, in a sentence; None where they can."""
+    """Return the reason why chains cannot end early, in a sentence; None where they can."""
     if not is_drawn_chain(tree):
-        what = "is no chain of the library's" if tree.chain else "branches"
-        return f"min_survival {min_survival} ends chains early, and the tree {what}; use a chain such as chain-6, or leave min_survival out"
+        fault = "is no chain of the library's" if tree.chain else "branches"
+        return f"min_survival {min_survival} ends chains early, and the tree {fault}; use a chain such as chain-6, or leave min_survival out"
     if compiled:
         return f"min_survival {min_survival} makes passes of several lengths, and --compile needs passes of one; use one of the two"
     return None
 
 
-def layout(known: int, most: int, line: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The drafter's inputs when up to `most` wait, of which there may be `known`; the others of line [M] are queries.
+def layout(capacity: int, max_waiting: int, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Lay out the inputs in scratch slots [M]: the first `capacity` are for waiting inputs, the following ones for queries.
 
-    N = M - known + most, W = known + 1. By how many wait: their places after the decided codes, [W, N]; the scratch slots that
-    each attends to, [W, N, M]; and the last that waits, whose hint is that of the root, [W, most, 1]. And their own scratch slots,
-    [1, N], which do not depend on `most`, as sums over slots are rounded in their order.
+    Up to `max_waiting` inputs wait: N = M - capacity + max_waiting inputs are run. Return, for each of W = capacity + 1 numbers of
+    waiting inputs, the positions of inputs after the decided codes, [W, N], the slots that each input attends to, [W, N, M], and
+    whether an input is the last that waits, which has the root's hint, [W, max_waiting, 1]; and the slots of inputs, [1, N], which
+    do not depend on `max_waiting`, as sums over slots are rounded in their order.
 
-    With depth 2, known = most = 3 and M = 4: where one input waits, slots 1 and 2 are unused, and the query in slot 3 has place 1
-    and attends to slots 0 and 3; where two wait, it has place 2 and attends to slots 0, 1 and 3.
+    With depth 2, capacity = max_waiting = 3 and M = 4: where one input waits, slots 1 and 2 are unused, and the query in slot 3 has
+    position 1 and attends to slots 0 and 3; where two wait, the query has position 2 and attends to slots 0, 1 and 3.
     """
-    waiting = torch.arange(known + 1, device=line.device)[:, None]
-    query = line >= known
-    there = query | (line < waiting)
-    place = torch.where(query, waiting + line - known, line)
-    mask = (line[:, None] >= line) & there[:, None] | (line[:, None] == line)
-    own = torch.cat((line[:most], line[known:]))
-    return place[:, own], mask[:, own], (line[:most] == waiting - 1)[..., None], own[None]
+    num_waiting = torch.arange(capacity + 1, device=slots.device)[:, None]  # [W, 1]
+    is_query = slots >= capacity
+    in_use = is_query | (slots < num_waiting)  # [W, M]
+    position = torch.where(is_query, num_waiting + slots - capacity, slots)
+    mask = (slots[:, None] >= slots) & in_use[:, None] | (slots[:, None] == slots)  # [W, M, M]
+    is_last = (slots[:max_waiting] == num_waiting - 1)[..., None]
+    slot = torch.cat((slots[:max_waiting], slots[capacity:]))
+    return position[:, slot], mask[:, slot], is_last, slot[None]
 
 
-def _masked(tree: Tree, lengths: Tensor, line: Tensor) -> Tree:
-    """Chains of N nodes, each without its nodes after the first 1 + lengths [B]: they are no children; line [N] counts nodes."""
-    children = tree.children.where((line < lengths[:, None])[..., None], -1)
-    return replace(tree, children=children, depth=tree.depth.where(line <= lengths[:, None], 0))
+def _masked(tree: Tree, lengths: Tensor, nodes: Tensor) -> Tree:
+    """Return chains of nodes [N] whose nodes after the first 1 + lengths [B] are no children."""
+    children = tree.children.where((nodes < lengths[:, None])[..., None], -1)
+    return replace(tree, children=children, depth=tree.depth.where(nodes <= lengths[:, None], 0))
 
 
 def rejected_features(output: TargetOutput, features: Tensor) -> Tensor:
-    """The target's features at rejected nodes, as hints for the next draft, [B, depth, D]; guided features [B, N, D].
+    """Return the guided features [B, N, D] at rejected nodes, as hints for the next draft, [B, depth, D].
 
-    Entry i is the feature of the draft's first node at depth kept + i; 0 where the draft has none that deep.
+    Entry i is the feature of the draft's first node at depth kept + i; 0 where the draft has no node at this depth.
     """
-    tree, kept = output.draft.tree, output.verdict.kept
+    tree, num_kept = output.draft.tree, output.verdict.kept
     depth = output.verdict.path.shape[1] - 1
-    level = kept[:, None] + torch.arange(depth, device=kept.device)
+    level = num_kept[:, None] + torch.arange(depth, device=num_kept.device)
     if tree.chain:
-        first = level.clamp(max=tree.depth.shape[1] - 1)
-        there = tree.depth.gather(1, first) == level
+        node = level.clamp(max=tree.depth.shape[1] - 1)
+        exists = tree.depth.gather(1, node) == level
     else:
-        at = tree.depth[:, None] == level[..., None]  # [B, depth, N]
-        first, there = at.byte().argmax(-1), at.any(-1)
-    return features.gather(1, first[..., None].expand(-1, -1, features.shape[-1])) * there[..., None]
+        at_level = tree.depth[:, None] == level[..., None]  # [B, depth, N]
+        node, exists = at_level.byte().argmax(-1), at_level.any(-1)
+    return features.gather(1, node[..., None].expand(-1, -1, features.shape[-1])) * exists[..., None]

@@ -23,23 +23,21 @@ class TrajectoryProposer(TreeProposer):
     sampling: DiffusionSampling
 
     def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
-        """Allocate the state of a batch; the drafter's own head draws."""
+        """Allocate the state of a batch, and draw by the drafter's own head."""
         super().open(target, sampling, guidance, batch)
         assert isinstance(sampling, DiffusionSampling)
         self.sampling = replace(sampling, denoiser=self.drafter.denoiser)
 
     def grow(self, q: Tensor, extend: Callable[[Frontier], Tensor], noise: Noise) -> Draft:
-        """q [B, branches D], the features of the root's child -> a draft; every trajectory is computed once."""
+        """Grow a draft from q [B, branches D], the features of the root's child; every trajectory is computed once."""
         sampling = self.sampling
-        every = [sampling.noise(noise, Noise.DRAFT + level, 1) for level in range(self.depth)]
-
-        def last_step(features: Tensor, level: int) -> Tensor:
-            return sampling.last_step(features, every[level])
+        level_noise = [sampling.noise(noise, Noise.DRAFT + level, 1) for level in range(self.depth)]
 
         def children(q: Tensor, count: int, level: int) -> Tensor:
-            return sampling.end(q, every[level])[:, :, None]
+            return sampling.end(q, level_noise[level])[:, :, None]
 
-        def below(at: Frontier) -> Tensor:
-            return last_step(extend(at), at.level)
+        def extend_latents(frontier: Frontier) -> Tensor:
+            return sampling.last_step(extend(frontier), level_noise[frontier.level])
 
-        return self.builder.grow(self.root, last_step(q[:, None], 0)[:, 0], below, children)
+        root_q = sampling.last_step(q[:, None], level_noise[0])[:, 0]
+        return self.builder.grow(self.root, root_q, extend_latents, children)

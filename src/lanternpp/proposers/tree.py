@@ -18,29 +18,28 @@ from lanternpp.types import Admission, Nodes
 class TreeProposer(AutoregressiveProposer):
     """Feeds the drafter the target's features for decided codes and the drafter's own features within a draft.
 
-    The drafter's input at a position is the feature there and the embedding of the code at the next position, so that
-    its cache holds one position less than the target's: the root takes the place of the prompt's first slot.
+    The drafter's input at a position is its feature and the embedding of the code at the next position, so that the
+    drafter's cache holds one position less than the target's: the root takes the place of the prompt's first slot.
     """
 
     needs = "drafter"
     drafter: Drafter
 
     def check(self, target: Target) -> None:
-        """InputError where it drafts latents and not in a chain, or the drafter's head is not like the target's."""
+        """InputError where the target predicts latents and the tree is no drawn chain, or where the heads differ in kind."""
         if target.channels and not (self.builder.chain and self.builder.drawn):
             raise InputError(LATENTS)
         check_heads(target, self.drafter)
 
-    def drafter_forward(self, codes: Tensor, below: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
-        """As in the base class; codes are embedded by the target."""
-        return self.drafter(self.guidance.rows(self.target.embed(codes)), below, nodes, cache)
+    def drafter_forward(self, codes: Tensor, features: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
+        """Run the drafter over codes [B, N], embedded by the target, with features [R, N, D] at their parents."""
+        return self.drafter(self.guidance.rows(self.target.embed(codes)), features, nodes, cache)
 
     def begin(self, new: Admission) -> None:
         """Prefill the drafter with the prompt's features, each paired with the input at the next position."""
         super().begin(new)
-        first = self.target.embed(new.root[:, None]).expand(len(new.rows), -1, -1)
-        next_embeds = torch.cat(
-            (self.drafter.prompt_inputs(new.prompt.embeds[:, 1:].to(first.dtype)), first), 1
-        )
+        root = self.target.embed(new.root[:, None]).expand(len(new.rows), -1, -1)
+        prompt = self.drafter.prompt_inputs(new.prompt.embeds[:, 1:].to(root.dtype))
+        next_embeds = torch.cat((prompt, root), 1)
         prompt_cache = self.cache.rows(new.rows, new.prompt.start, new.features.shape[1])
         self.features[new.rows, 0] = prompt_cache.prefill(self.drafter, next_embeds, new.features)[:, -1]
