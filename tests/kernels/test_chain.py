@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,9 +22,10 @@ from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Exact
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify.joint import chain_tails, node_weights
+from lanternpp.kernels import Kernels
 from lanternpp.kernels import loading as native
 from lanternpp.kernels.linear import KernelLinear
-from lanternpp.kernels.packing import KernelDrafter, kernel_drafter
+from lanternpp.kernels.packing import KernelDrafter
 from lanternpp.trees.chain import chain_tree
 from lanternpp.types import Draft
 
@@ -151,14 +153,16 @@ def test_what_it_does_not_know_is_left_to_pytorch() -> None:
     library = native.library()
     assert library is not None
     turn, head = Turn(40, 17), KernelLinear(library, [(torch.randn(40, DIM).to(HALF), None)])
-    made, headless = (kernel_drafter(turn.drafter, each, library) for each in (head, None))
+    kernels = Kernels(library)
+    linear, other = (SimpleNamespace(native_head=x, head_linear=None) for x in (head.logits, None))
+    made, headless = (kernels.drafter(turn.drafter, target) for target in (linear, other))
     assert made is not None and headless is not None
     inputs = {name: getattr(turn, name) for name in ("features", "query", "u", "prev")} | {"bias": None}
     for each, drawn in ((made, True), (headless, False)):
         assert each.sample(empty_chain(17, LEVELS, 40), (1.0, 0, 1.0), **inputs) == drawn
     assert made.inputs(torch.zeros(1, 1, DIM), torch.zeros(1, 1, DIM), 1, None) is None
-    assert kernel_drafter(drafter_of(DIM, HIDDEN).float(), head, library) is None
-    assert kernel_drafter(drafter_of(DIM, 24), head, library) is None, "an odd width"
+    assert kernels.drafter(drafter_of(DIM, HIDDEN).float(), linear) is None
+    assert kernels.drafter(drafter_of(DIM, 24), linear) is None, "an odd width"
 
 
 def test_what_a_drafter_reads_is_joined_as_by_pytorch(library: object) -> None:

@@ -1,8 +1,4 @@
-"""Drafters, named by the `kind` in their config.
-
-Each is a `Drafter` with `claims(source)`, which recognises published checkpoints, and
-`read(source, target, dtype)`, which makes one for a target, on the CPU.
-"""
+"""Drafters, named by the `kind` in their config: classes of `Drafter`, which recognise checkpoints (`claims`) and `read` them."""
 
 from __future__ import annotations
 

@@ -23,59 +23,68 @@ from lanternpp.nn.sources import SAME, Source, blank
 from lanternpp.types import Nodes
 from lanternpp.util.jsonfile import Between
 
-ALIKE = 0.98  # least cosine of a target's probe with that of the target a drafter was trained for
+MIN_COSINE = 0.98  # between the probes of a target and of the target that a drafter was trained for
 
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """The shape of a drafter: its decoder, and in a subclass what else it has.
+    """The shape of a drafter: that of its decoder, and the fields of a subclass.
 
-    config.json holds all of it in one flat object; of the decoder, the fields `shared` and `chosen`.
+    config.json has the fields of a subclass and the decoder's fields `shared` and `chosen` in one flat object.
     """
 
     decoder: DecoderConfig
 
-    shared: ClassVar[tuple[str, ...]] = (  # fields of the decoder that a new drafter takes from its target
-        *("dim", "heads", "hidden", "kv_heads", "norm_eps", "qk_norm", "head_dim"),
+    # Fields of the decoder: those that a new drafter takes from its target, and others with their defaults.
+    shared: ClassVar[tuple[str, ...]] = (
+        "dim",
+        "heads",
+        "hidden",
+        "kv_heads",
+        "norm_eps",
+        "qk_norm",
+        "head_dim",
     )
-    chosen: ClassVar[dict[str, Any]] = {"layers": 1}  # other fields and their defaults
+    chosen: ClassVar[dict[str, Any]] = {"layers": 1}
 
     @classmethod
-    def like(cls, shape: DecoderConfig, layers: int = 1, **own: Any) -> Self:
-        """A drafter for a target of this shape; `own`: the fields of the subclass."""
-        same = {name: getattr(shape, name) for name in cls.shared}
-        return cls(DecoderConfig(**(same | cls.chosen | {"layers": layers})), **own)
+    def like(cls, shape: DecoderConfig, layers: int = 1, **fields: Any) -> Self:
+        """Return the shape of a new drafter for a target of this shape; fields: those of the subclass."""
+        shared = {name: getattr(shape, name) for name in cls.shared}
+        return cls(DecoderConfig(**(shared | cls.chosen | {"layers": layers})), **fields)
 
     @classmethod
     def of(cls, config: Mapping[str, Any], source: Path) -> Self:
-        """From config.json, read from `source`. InputError where it cannot be used."""
-        given = {name: config.get(name) for name in (*cls.shared, *cls.chosen)}
-        fields = cls.chosen | {name: value for name, value in given.items() if value is not None}
-        return config_as(cls, {**config, "decoder": config_as(DecoderConfig, fields, source)}, source)
+        """Return the shape that config.json, read from `source`, describes. InputError where it cannot be used."""
+        names = (*cls.shared, *cls.chosen)
+        decoder = cls.chosen | {name: config[name] for name in names if config.get(name) is not None}
+        return config_as(cls, {**config, "decoder": config_as(DecoderConfig, decoder, source)}, source)
 
     def flat(self) -> dict[str, Any]:
-        """What config.json holds."""
-        own = asdict(self)
-        decoder = own.pop("decoder")
-        return {name: decoder[name] for name in (*self.shared, *self.chosen)} | own
+        """Return the content of config.json."""
+        fields = asdict(self)
+        decoder = fields.pop("decoder")
+        return {name: decoder[name] for name in (*self.shared, *self.chosen)} | fields
 
 
 class Drafter(nn.Module, ABC):
-    """Predicts the target's feature at the next position from the feature here and the code at the next position."""
+    """Predicts the target's feature at the next position from a position's feature and the code at the next position."""
 
     decoder: Decoder
     config_class: ClassVar[type[DrafterConfig]] = DrafterConfig
-    about: ClassVar[str] = ""  # the checkpoints it reads, for the message about an unknown one
-    proposer: ClassVar[str] = "lanternpp.proposers.tree:TreeProposer"  # what drafts with it: (drafter, tree)
+    about: ClassVar[str] = ""  # the checkpoints that `read` takes, for the message about an unknown one
+    proposer: ClassVar[str] = (
+        "lanternpp.proposers.tree:TreeProposer"  # the class that drafts with it: (drafter, tree)
+    )
 
     @classmethod
     def claims(cls, source: Source) -> bool:
-        """Whether a checkpoint without our own `kind` is one of these, by its config, its names and shapes."""
+        """Whether a checkpoint without our own `kind` is of this class, by its config, its names and shapes."""
         return False
 
     @classmethod
     def read(cls, source: Source, target: Target, dtype: torch.dtype) -> Self:
-        """The drafter in `source` for this target, on the CPU; InputError where it is another target's."""
+        """Read the drafter in `source` for a target, on the CPU; InputError where it has another target's sizes."""
         config = cls.config_class.of(source.config, source.path)
         check_fit(source, config.decoder.dim, target)
         with blank(source.path):
@@ -84,7 +93,7 @@ class Drafter(nn.Module, ABC):
         return drafter
 
     def prompt_inputs(self, prompt: Tensor) -> Tensor:
-        """The drafter's inputs for a prompt [R, T - 1, D], the target's shifted by one position; the same shape."""
+        """Return the drafter's inputs for a prompt [R, T - 1, D], the target's shifted by one position; the same shape."""
         return prompt
 
     def pack(self, target: Target) -> None:
@@ -93,7 +102,7 @@ class Drafter(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, next_embeds: Tensor, features: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
-        """next_embeds [R, N, D], embeddings of the codes at the next positions, and features [R, N, D] -> features there."""
+        """next_embeds [R, N, D] of the codes at the next positions, features [R, N, D] -> features at the next positions."""
 
 
 class DrafterWarning(UserWarning):
@@ -101,7 +110,7 @@ class DrafterWarning(UserWarning):
 
 
 @dataclass(frozen=True)
-class Mark:
+class TargetEntry:
     """The target's entry in a drafter's config, as `mark` writes it."""
 
     vocab: Annotated[int, Between(0, 1 << 20)]
@@ -109,44 +118,44 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Trained:
-    """Which target a drafter was trained for, where its config says."""
+class TrainedFor:
+    """The target that a drafter was trained for; None: its config does not say."""
 
-    target: Mark | None = None
+    target: TargetEntry | None = None
 
 
 def mark(target: Target) -> dict[str, Any]:
-    """The target's entry in a drafter's config: its sizes, and a fingerprint of its embeddings."""
+    """Return the target's entry in a drafter's config: its sizes, and a fingerprint of its embeddings."""
     return {"vocab": target.vocab, "dim": target.decoder.config.dim, "probe": probe(target).tolist()}
 
 
 @torch.no_grad()
 def probe(target: Target) -> Tensor:
-    """The embeddings of some codes, each channel group's mean: at most 8 x 8 numbers, [n]."""
+    """Return the means of at most 8 groups of channels of the embeddings of at most 8 codes, [codes * groups]."""
     rows = target.embed(target.examples(8)[None])[0].float().cpu()
-    return torch.stack([part.mean(1) for part in rows.chunk(8, 1)], 1).flatten()
+    return torch.stack([group.mean(1) for group in rows.chunk(8, 1)], 1).flatten()
 
 
 def check_fit(source: Source, dim: int, target: Target) -> None:
-    """InputError where the drafter in `source`, `dim` wide, has other sizes than this target needs.
+    """Check that the drafter in `source`, `dim` wide, has the sizes that a target needs; raise InputError otherwise.
 
-    A warning where it was trained for another target of the same sizes: it drafts, and little is kept.
+    Warn where the drafter was trained for another target of the same sizes: few of its codes are kept.
     """
     if dim != target.decoder.config.dim:
         raise InputError(
             f"drafter {source.path} is {dim} wide and the target {target.decoder.config.dim}; "
             "use a drafter trained for this target"
         )
-    known = config_as(Trained, source.config, source.path).target
-    if known is None:
+    trained_for = config_as(TrainedFor, source.config, source.path).target
+    if trained_for is None:
         return
-    if known.vocab != target.vocab:
+    if trained_for.vocab != target.vocab:
         raise InputError(
-            f"drafter {source.path} was trained for a target of {known.vocab} codes and this one has "
+            f"drafter {source.path} was trained for a target of {trained_for.vocab} codes and this one has "
             f"{target.vocab}; use a drafter trained for this target"
         )
-    ours, theirs = probe(target), torch.tensor(known.probe)
-    if ours.shape != theirs.shape or F.cosine_similarity(ours, theirs, 0) < ALIKE:
+    target_probe, expected = probe(target), torch.tensor(trained_for.probe)
+    if target_probe.shape != expected.shape or F.cosine_similarity(target_probe, expected, 0) < MIN_COSINE:
         warnings.warn(
             f"drafter {source.path} was trained for another target than this one: little of what it drafts "
             "will be kept; train one for this target",

@@ -1,6 +1,6 @@
 """EAGLE (arXiv 2401.15077): one decoder layer over [embedding of the next code ; target feature].
 
-Of continuous latents it has a diffusion head of its own (arXiv 2411.11925).
+A drafter of continuous latents has a diffusion head of its own (arXiv 2411.11925).
 """
 
 from __future__ import annotations
@@ -49,12 +49,14 @@ class EagleDrafter(Drafter):
 
     @torch.no_grad()
     def inherit(self, target: Target) -> None:
-        """Initialise from the target's last blocks, and `fc` to pass the feature on. InputError where it has too few blocks."""
-        blocks, own = list(target.decoder.blocks), self.decoder.blocks
-        if len(own) > len(blocks):
-            raise InputError(f"a drafter of {len(own)} layers cannot begin as the last of {len(blocks)}.")
-        for mine, other in zip(own, blocks[-len(own) :], strict=True):
-            mine.load_state_dict(other.state_dict())
+        """Initialise the blocks as the target's last, and `fc` to pass features on. InputError where the target has fewer blocks."""
+        target_blocks, blocks = list(target.decoder.blocks), self.decoder.blocks
+        if len(blocks) > len(target_blocks):
+            raise InputError(
+                f"a drafter of {len(blocks)} layers cannot begin as the last of {len(target_blocks)}."
+            )
+        for block, target_block in zip(blocks, target_blocks[-len(blocks) :], strict=True):
+            block.load_state_dict(target_block.state_dict())
         self.fc.weight[:, self.config.decoder.dim :] += torch.eye(self.config.decoder.dim)
 
     def forward(self, next_embeds: Tensor, features: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
@@ -62,7 +64,7 @@ class EagleDrafter(Drafter):
         return self.decoder(self.fc(torch.cat((next_embeds, features), -1)), nodes, cache)
 
     def forward_sequence(self, next_embeds: Tensor, features: Tensor, seen: Tensor | None = None) -> Tensor:
-        """The same over a whole sequence: [B, T, D] twice -> [B, T, D]; causal, or seen [B, 1, T, T]."""
+        """next_embeds [B, T, D], features [B, T, D] -> features of a sequence, [B, T, D]; seen [B, 1, T, T]: the mask; None: causal."""
         return self.decoder.forward_sequence(self.fc(torch.cat((next_embeds, features), -1)), seen=seen)
 
 
@@ -90,23 +92,23 @@ class DiffusionDrafter(EagleDrafter):
 
     @classmethod
     def read(cls, source: Source, target: Target, dtype: torch.dtype) -> Self:
-        """As the base class reads it, the head as the target's. InputError where that has none, or other latents."""
+        """Read the drafter, its head in float32 or more. InputError where the target has no such head, or other latents."""
         drafter = super().read(source, target, dtype)
         check_heads(target, drafter, source.path)
         drafter.denoiser.to(torch.promote_types(dtype, torch.float32))
         return drafter
 
 
-def check_heads(target: Target, drafter: Any, named: Path | str = "the drafter") -> None:
-    """InputError unless both a target and its drafter have diffusion heads, over latents of the same size, or neither."""
-    heads = hasattr(target, "denoiser"), hasattr(drafter, "denoiser")
-    if heads[0] != heads[1]:
-        having = "has a diffusion head, which this model has not" if heads[1] else "has no diffusion head"
+def check_heads(target: Target, drafter: Any, name: Path | str = "the drafter") -> None:
+    """Check that a target and its drafter both have diffusion heads, over latents of the same size, or neither; raise InputError otherwise."""
+    has_head = hasattr(drafter, "denoiser")
+    if has_head != hasattr(target, "denoiser"):
+        fault = "has a diffusion head, which this model has not" if has_head else "has no diffusion head"
         raise InputError(
-            f"{named} {having}; use one that `lanternpp train --kind eagle` trained for this model"
+            f"{name} {fault}; use one that `lanternpp train --kind eagle` trained for this model"
         )
-    if all(heads) and drafter.config.channels != target.channels:
+    if has_head and drafter.config.channels != target.channels:
         raise InputError(
-            f"{named} draws latents of {drafter.config.channels} channels and the target of {target.channels}; use a "
+            f"{name} draws latents of {drafter.config.channels} channels and the target of {target.channels}; use a "
             "drafter trained for this target"
         )

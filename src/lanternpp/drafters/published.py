@@ -16,16 +16,16 @@ from lanternpp.models.base import Target
 from lanternpp.nn.checkpoints import Epsilon, Heads, config_as
 from lanternpp.nn.sources import Rename, Source, blank, llama_rules
 
-MARKS = {"embed_tokens.weight", "fc.weight", "layers.0.self_attn.q_proj.weight"}
-# `input_type` of drafters whose rotary pairs are neighbouring channels, as LlamaGen's are
+REQUIRED_TENSORS = {"embed_tokens.weight", "fc.weight", "layers.0.self_attn.q_proj.weight"}
+# The `input_type` of drafters whose rotary pairs are neighbouring channels, as LlamaGen's are.
 PAIRED = ("t2i", "t2i2")
-NORM = "layers.0.self_attn.q_norm.weight"
-ALIKE = 0.9  # least cosine of a code's embedding with the target's
+Q_NORM, K_NORM = "layers.0.self_attn.q_norm.weight", "layers.0.self_attn.k_norm.weight"
+MIN_COSINE = 0.9  # between the drafter's and the target's embedding of code 0
 
 
 @dataclass(frozen=True)
 class Published:
-    """What the config.json beside a published drafter may say."""
+    """The fields that are read from the config.json beside a published drafter."""
 
     num_attention_heads: Heads | None = None
     rms_norm_eps: Epsilon = 1e-6
@@ -34,8 +34,8 @@ class Published:
 class PublishedDrafter(EagleDrafter):
     """An EAGLE drafter whose input at prompt positions is the embedding of its vocabulary's entry 0.
 
-    Its authors trained it so, and its accept lengths are reproduced only if it is used so. Of the prompt it has the
-    target's features alone.
+    Its authors trained it with this input, and its accept lengths are reproduced only with it. Of the prompt the drafter
+    reads the target's features alone.
     """
 
     about = "config.json and pytorch_model.bin as EAGLE's code writes them"
@@ -46,19 +46,22 @@ class PublishedDrafter(EagleDrafter):
 
     @classmethod
     def claims(cls, source: Source) -> bool:
-        """By its own embedding beside `fc` and a Llama layer."""
-        return source.metas.keys() >= MARKS
+        """Whether a checkpoint has an embedding of its own beside `fc` and a Llama layer."""
+        return source.metas.keys() >= REQUIRED_TENSORS
 
     @classmethod
     def read(cls, source: Source, target: Target, dtype: torch.dtype) -> Self:
-        """The drafter in `source` for this target."""
+        """Read the drafter in `source` for a target."""
         config = shape_of(source, target)
         check_fit(source, config.decoder.dim, target)
         with blank(source.path):
             drafter = cls(config, target.decoder.rotary_table)
-        shape, paired = drafter.decoder.config, source.config.get("input_type") in PAIRED
+        norm_rows = None
+        if Q_NORM in source.metas:  # drafters of Chameleon
+            norm_rows = source.shape(Q_NORM, 2)[0], source.shape(K_NORM, 2)[0]
+        paired = source.config.get("input_type") in PAIRED
         rules = [
-            *llama_rules(shape, r"layers\.(\d+)", r"decoder.blocks.\1", paired, norm_rows(source)),
+            *llama_rules(config.decoder, r"layers\.(\d+)", r"decoder.blocks.\1", paired, norm_rows),
             Rename(r"fc\.(weight|bias)", r"fc.\1"),
             Rename(r"norm\.weight", "decoder.norm.weight"),
             Rename(r"embed_tokens\.weight", "entry", rows=(0, 1)),
@@ -69,29 +72,22 @@ class PublishedDrafter(EagleDrafter):
         return drafter
 
     def check(self, target: Target, source: Source) -> None:
-        """InputError where the embedding of code 0 is not the target's, of which the drafter has a copy."""
-        zero = torch.zeros(1, 1, dtype=torch.int64, device=target.decoder.rotary_table.device)
-        theirs = target.embed(zero)[0].detach().to("cpu", torch.float32)
-        if F.cosine_similarity(self.entry.detach().cpu().float(), theirs).item() < ALIKE:
+        """Check that the drafter has a copy of the target's embedding of code 0; raise InputError otherwise."""
+        code = torch.zeros(1, 1, dtype=torch.int64, device=target.decoder.rotary_table.device)
+        expected = target.embed(code)[0].detach().to("cpu", torch.float32)
+        if F.cosine_similarity(self.entry.detach().cpu().float(), expected).item() < MIN_COSINE:
             raise InputError(
                 f"drafter {source.path} was trained for another target: its embeddings are not this target's"
             )
 
     def prompt_inputs(self, prompt: Tensor) -> Tensor:
-        """prompt [R, T - 1, D] -> entry 0 at every position."""
+        """Return entry 0 at every position of a prompt [R, T - 1, D]; the same shape."""
         return self.entry.to(prompt.dtype).expand_as(prompt)
 
 
-def norm_rows(source: Source) -> tuple[int, int] | None:
-    """Rows of the norms of queries and keys, where a drafter of Chameleon's has them."""
-    if NORM not in source.metas:
-        return None
-    return source.shape(NORM, 2)[0], source.shape(NORM.replace("q_norm", "k_norm"), 2)[0]
-
-
 def shape_of(source: Source, target: Target) -> EagleConfig:
-    """The shape of a published drafter: from its tensors, and what they do not say from config.json or the target."""
-    there, published = source.metas, config_as(Published, source.config, source.path)
+    """Return the shape of a published drafter, from its tensors, its config.json and the target."""
+    published = config_as(Published, source.config, source.path)
     dim = source.shape("fc.weight", 2)[0]
     heads = published.num_attention_heads or target.decoder.config.heads
     config = {
@@ -99,11 +95,11 @@ def shape_of(source: Source, target: Target) -> EagleConfig:
         "heads": heads,
         "hidden": source.shape("layers.0.mlp.up_proj.weight", 2)[0],
         "layers": source.layers(),
-        "bias": "fc.bias" in there,
-        "first_norm": "layers.0.input_layernorm.weight" in there,
-        "final_norm": "norm.weight" in there,
+        "bias": "fc.bias" in source.metas,
+        "first_norm": "layers.0.input_layernorm.weight" in source.metas,
+        "final_norm": "norm.weight" in source.metas,
         "kv_heads": source.shape("layers.0.self_attn.k_proj.weight", 2)[0] * heads // dim,
         "norm_eps": published.rms_norm_eps,
-        "qk_norm": NORM in there,
+        "qk_norm": Q_NORM in source.metas,
     }
     return EagleConfig.of(config, source.path)

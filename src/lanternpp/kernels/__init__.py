@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
-from lanternpp.kernels.binding import structs
+from lanternpp.kernels.binding import BLOCK_N, LANES, structs
 from lanternpp.kernels.linear import KernelLinear, computable, packable
 from lanternpp.kernels.loading import kernels
-from lanternpp.kernels.packing import KernelDecoder, KernelDrafter, kernel_decoder, kernel_drafter, pack
+from lanternpp.kernels.packing import DRAFTER_LAYERS, KernelDecoder, KernelDrafter, kernel_decoder, pack
 from lanternpp.kernels.step import KernelStep, fused_step, verification
 from lanternpp.nn.backend import Backend, HeadLogits
 from lanternpp.nn.decoder import Stack
@@ -62,9 +62,13 @@ class Kernels(Backend):
         return layer.logits if isinstance(layer, KernelLinear) else None
 
     def drafter(self, drafter: Any, target: Any) -> KernelDrafter | None:
-        """Return the layers of a parallel drafter besides its decoder, with weights in bfloat16."""
+        """Return the layers of a parallel drafter besides its decoder, with weights in bfloat16 and sizes in blocks."""
+        dim, hidden = drafter.up.weight.shape
+        weights = [getattr(drafter, name).weight for name in (*DRAFTER_LAYERS, "up")]
+        if dim % BLOCK_N or hidden % LANES or not all(map(packable, weights)):
+            return None
         logits: Any = target.native_head or self.head(target.head_linear)  # a method of a `KernelLinear`
-        return kernel_drafter(drafter, None if logits is None else logits.__self__, self.library)
+        return KernelDrafter(drafter, None if logits is None else logits.__self__, self.library)
 
     def step(self, engine: Any, verify: str) -> KernelStep | None:
         """Return the steps of plain decoding or of chains of a parallel drafter, as `fused_step` does."""

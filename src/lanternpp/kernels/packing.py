@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
-from lanternpp.kernels.binding import BLOCK_N, K_ALIGN, LANES, own, structs
+from lanternpp.kernels.binding import K_ALIGN, LANES, own, structs
 from lanternpp.kernels.linear import PAGES, KernelLinear, computable, packable
 from lanternpp.nn.checkpoints import quantised
 from lanternpp.nn.decoder import Block, Decoder, Stack, StackLayer
@@ -205,15 +205,6 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     """a [n, k] times b [k, m] in float32, of sums in float64: their rounding does not depend on the number of threads."""
     b = b.detach().double()
     return torch.cat([(rows.double() @ b).float() for rows in a.detach().split(4096)])
-
-
-def kernel_drafter(drafter: Any, head: KernelLinear | None, library: CDLL) -> KernelDrafter | None:
-    """Return a `KernelDrafter`, or None unless all weights are bfloat16 on a CPU and their sizes multiples of blocks."""
-    weights = [getattr(drafter, name).weight for name in (*DRAFTER_LAYERS, "up")]
-    dim, hidden = drafter.up.weight.shape
-    if dim % BLOCK_N or hidden % LANES or not all(map(packable, weights)):
-        return None
-    return KernelDrafter(drafter, head, library)
 
 
 class PackedConvolution(nn.Conv2d):

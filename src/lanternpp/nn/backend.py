@@ -1,6 +1,6 @@
-"""What computes for PyTorch where it can: one interface, and one line that names what implements it.
+"""The interface of a backend, which computes in place of PyTorch where it can; one line names the implementation.
 
-Everything that a backend does not compute is computed by PyTorch's own operations, which the callers have.
+Callers have PyTorch's own operations for everything that a backend does not compute.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from lanternpp.types import Draft, NeighbourBudget, Nodes, Verdict, Warping
 from lanternpp.util.registry import imported
 
-# what returns the backend; "lanternpp.nn.backend:Backend" is PyTorch alone
-BACKEND = "lanternpp.kernels:in_use"
+BACKEND = "lanternpp.kernels:in_use"  # a function that returns the backend; "lanternpp.nn.backend:Backend" is PyTorch alone
 
 
 class DecoderForward(Protocol):
@@ -42,11 +41,11 @@ class DrafterKernels(Protocol):
         ...
 
     def sample(self, draft: Draft, warp: Warping, min_survival: float, **tensors: Tensor | None) -> bool:
-        """Draw the codes of a chain, each from the head of `ParallelDrafter.combine` after the code before; False: it drew nothing.
+        """Draw the codes of a chain, each from the head of `ParallelDrafter.combine` after the previous code; False: none is drawn.
 
-        tensors: features [B, levels, D], query [B, levels, H], prev [V, H] of every code before, bias [B, levels, V] float32
-        added to the logits or None, u [B, levels] float64 uniform. The codes and their probs go to the draft. min_survival:
-        above 0, survival is written too, and drawing ends where it is below this for all B; the first code is always drawn.
+        tensors: features [B, levels, D], query [B, levels, H], prev [V, H] of every previous code, bias [B, levels, V] float32
+        added to the logits or None, u [B, levels] float64 uniform. Codes and their probs are written to the draft. min_survival:
+        above 0, survival is written too, and drawing ends where it is lower for all B; the first code is always drawn.
         """
         ...
 
@@ -55,17 +54,17 @@ class Step(Protocol):
     """The steps of an engine, complete or in stages: draft, pass, verify, commit."""
 
     def run(self, first: int = 0, last: int = 3) -> None:
-        """Stages `first` to `last` of a step."""
+        """Run stages `first` to `last` of a step."""
         ...
 
 
 class Backend:
-    """The interface, and the backend that leaves everything to PyTorch. None: PyTorch is to compute it."""
+    """The interface, and the backend that leaves everything to PyTorch: its methods return None."""
 
     name = "none"  # of the compiled variant; measured speeds hold for one name
 
     def gemm_dtype(self, like: Tensor) -> torch.dtype:
-        """The dtype that products of tensors like this are fastest in."""
+        """Return the dtype in which products of tensors with the dtype and device of `like` are fastest."""
         return like.dtype
 
     def packs(self, like: Tensor) -> bool:
@@ -73,47 +72,48 @@ class Backend:
         return False
 
     def pack(self, module: nn.Module, int8: bool = False) -> None:
-        """Prepack the weights below `module`; it is for inference from then on. A `Decoder` gets its `native` forward.
+        """Prepack the weights below `module`, for inference; a `Decoder` gets its `native` forward.
 
-        int8: those of a decoder's linear layers may be stored in 8 bits.
+        int8: the weights of a decoder's linear layers may be stored in 8 bits.
         """
 
     def decoder(
         self, stack: Any, rotary_table: Tensor, dtype: str, release: bool = False
     ) -> DecoderForward | None:
-        """The passes of a `Stack`, from a copy of its weights in `dtype`: "bfloat16", or "int8" with a scale for each output.
+        """Return the passes of a `Stack`, with copies of its weights in `dtype`: "bfloat16", or "int8" with a scale for each output.
 
-        release: free the weights of every layer as soon as they are copied. rotary_table [positions, 2, head_dim] float32, in the order of the stack's `qk_order`.
+        release: free the weights of every layer as soon as they are copied. rotary_table [positions, 2, head_dim] float32, in the
+        order of the stack's `qk_order`.
         """
         return None
 
     def head(self, layer: nn.Module | None) -> HeadLogits | None:
-        """The logits of a linear head; layer None: it is another function."""
+        """Return the logits of a linear head; layer None: the head is another function."""
         return None
 
     def drafter(self, drafter: Any, target: Any) -> DrafterKernels | None:
-        """The layers of a `ParallelDrafter` besides its decoder, for the head of a target; it may repack some of them."""
+        """Return the layers of a `ParallelDrafter` besides its decoder, for the head of a target; some may be repacked."""
         return None
 
     def probs(self, logits: Tensor, warp: Warping) -> Tensor | None:
-        """As `Sampling.probs`: logits [..., V] -> probabilities [..., V]."""
+        """Compute `Sampling.probs`: logits [..., V] -> probabilities [..., V]."""
         return None
 
     def children(self, q: Tensor, u: Tensor | None, count: int) -> Tensor | None:
-        """q [..., V] -> the first `count` different codes drawn at u [..., M] uniform; without u the likeliest, [..., count]."""
+        """q [..., V] -> the first `count` different codes drawn at u [..., M] uniform, or the likeliest without u, [..., count]."""
         return None
 
     def verify(
         self, draft: Draft, logits: Tensor, warp: Warping, budget: NeighbourBudget, u: Tensor, last: Tensor
     ) -> Verdict | None:
-        """The verdict on a draft with logits [B, N, V], by `u` and `last` [B, 1] uniform.
+        """Return the verdict on a draft with logits [B, N, V], by `u` and `last` [B, 1] uniform.
 
         u [B, levels, K]: token by token; u [B, 1]: jointly, as block and traversal verification.
         """
         return None
 
     def step(self, engine: Any, verify: str) -> Step | None:
-        """Complete steps of a new `Engine`, the same bits as by parts; verify: the name of its verifier."""
+        """Return complete steps of a new `Engine`, with the same bits as its parts; verify: the name of its verifier."""
         return None
 
 
@@ -122,8 +122,8 @@ CPU = torch.device("cpu")
 
 
 def backend(device: torch.device = CPU) -> Backend:
-    """The backend for a device: PyTorch on all but CPUs."""
+    """Return the backend for a device: PyTorch on all but CPUs."""
     if device.type != "cpu":
         return PYTORCH
-    found: Backend = imported("backend", BACKEND)()
-    return found
+    on_cpu: Backend = imported("backend", BACKEND)()
+    return on_cpu

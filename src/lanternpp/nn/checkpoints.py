@@ -1,8 +1,8 @@
 """Model folders: `config.json` beside `model.safetensors`, replaced as a whole, read without trust; weights of 8 or 6 bits on disk.
 
-`x.scale` stands beside a quantised `x`: a scale for each output channel. A config's fields are a frozen dataclass, whose
-annotations are the schema (`lanternpp.util.jsonfile`). Their ranges are far beyond any published model, and small enough that a bad
-file cannot exhaust the machine.
+A quantised tensor `x` has a scale for each output channel in the tensor `x.scale`. The fields of a config are a frozen dataclass,
+whose annotations are the schema (`lanternpp.util.jsonfile`). Their ranges are far beyond any published model, and small enough that
+a bad file cannot exhaust the machine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Store = Literal["float32", "bfloat16", "int8", "int6"]
 STORES: tuple[str, ...] = get_args(Store)
 SCALE = ".scale"  # suffix of the tensor with the scales of a quantised tensor
 SHRINK = [1 - 0.04 * i for i in range(12)]  # shares of a row's range that are tried for 6 bits
-OFFSET = 32  # makes 6 bits unsigned
+OFFSET = 32  # added to signed numbers of 6 bits, which are stored unsigned
 T = TypeVar("T")
 
 Width = Annotated[int, Between(1, 1 << 16)]  # channels
@@ -58,11 +58,11 @@ def save(
     store: Store = "float32",
     keep: Collection[str] = (),
 ) -> None:
-    """Write a model folder; a kill at any moment leaves the old model, the new one, or no `config.json`.
+    """Write a model folder; a kill at any moment leaves the old model, the new model, or no `config.json`.
 
-    `store` is how floating-point tensors lie on disk. int8 and int6 are symmetric with one scale per output channel
-    (dimension 0) for tensors of two or more dimensions; the rest, and the names in `keep`, stay float32. Where the
-    channels are no multiple of four int6 is int8.
+    store: the format of floating-point tensors on disk. int8 and int6 are symmetric with one scale per output channel
+    (dimension 0) for tensors of two or more dimensions; other tensors, and those named in `keep`, stay float32. A tensor
+    whose number of channels is no multiple of four has 8 bits in int6.
     """
     if store not in STORES:
         raise InputError(f"store {store!r} is unknown: choose {', '.join(STORES)}.")
@@ -71,22 +71,22 @@ def save(
     packed = pack(tensors, store, keep)
     target = folder / CONFIG
     if target.exists() and target.read_text(encoding="utf-8") != text:
-        target.unlink()  # never new weights under an old config
+        target.unlink()  # A kill must not leave new weights beside an old config.
     with replacing(folder / WEIGHTS) as temporary:
-        # one entry, as safetensors writes several in any order
+        # The metadata has one entry, as safetensors writes several entries in any order.
         save_file(packed, temporary, metadata={"format": "pt"})
-        temporary.chmod(0o666 & ~umask())  # safetensors writes for the owner alone
+        temporary.chmod(0o666 & ~umask())  # safetensors makes files that only their owner can read.
     write_text(target, text)
 
 
 def load(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The config and the tensors of a model folder, on the CPU, dequantised to float32."""
+    """Read the config and the tensors of a model folder, on the CPU, dequantised to float32."""
     folder = Path(folder)
     return load_config(folder), read_safetensors(folder / WEIGHTS)
 
 
 def load_config(folder: str | Path) -> dict[str, Any]:
-    """`config.json` of a model folder."""
+    """Read `config.json` of a model folder."""
     path = Path(folder) / CONFIG
     if not path.is_file():
         raise InputError(f"{path} is missing: {folder} is no model folder, or its training never ended.")
@@ -94,7 +94,7 @@ def load_config(folder: str | Path) -> dict[str, Any]:
 
 
 def config_as(kind: type[T], config: Mapping[str, Any], source: Path) -> T:
-    """`config` (as read from `source`) as a `kind`; keys it does not have are left alone.
+    """Return `config`, read from `source`, as a dataclass `kind`; keys that are no fields of `kind` are left out.
 
     Raises InputError where a field without a default is missing or a value cannot be used.
     """
@@ -105,21 +105,21 @@ def config_as(kind: type[T], config: Mapping[str, Any], source: Path) -> T:
 
 
 def read_safetensors(path: str | Path) -> dict[str, Tensor]:
-    """Every tensor of a safetensors file, on the CPU, dequantised to float32."""
+    """Read every tensor of a safetensors file, on the CPU, dequantised to float32."""
     path = Path(path)
-    # of features of text, the names are texts
-    found = dequantised_metas(metas(path, any_names=True), path)
-    return {name: tensor for name, tensor, _ in read_tensors(path, found)}
+    # Features of texts are named by the texts, so any name is taken.
+    names = dequantised_metas(metas(path, any_names=True), path)
+    return {name: tensor for name, tensor, _ in read_tensors(path, names)}
 
 
 def write_pt(path: str | Path, content: Mapping[str, Any]) -> None:
-    """A `.pt` of tensors and plain containers, replaced as a whole."""
+    """Write a `.pt` of tensors and plain containers, replaced as a whole."""
     with replacing(Path(path)) as temporary, temporary.open("wb") as file:
         torch.save(dict(content), file)
 
 
 def checksum(tensor: Tensor) -> str:
-    """First 16 hexadecimal digits of the SHA-256 of a tensor's shape, dtype and bytes."""
+    """Return the first 16 hexadecimal digits of the SHA-256 of a tensor's shape, dtype and bytes."""
     tensor = tensor.detach().cpu().contiguous()
     digest = hashlib.sha256(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
     digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
@@ -127,14 +127,14 @@ def checksum(tensor: Tensor) -> str:
 
 
 def pack(tensors: Mapping[str, Tensor], store: Store, keep: Collection[str] = ()) -> dict[str, Tensor]:
-    """Tensors as they lie on disk; `x.scale` stands beside a quantised `x`. Those named in `keep` stay float32."""
+    """Return tensors in the format of `store`, with the scales of quantised tensors; tensors named in `keep` stay float32."""
     packed: dict[str, Tensor] = {}
-    seen: set[int] = set()
+    addresses: set[int] = set()
     for name, tensor in tensors.items():
         tensor = tensor.detach().to("cpu").contiguous()
-        if tensor.untyped_storage().nbytes() != tensor.nbytes or tensor.data_ptr() in seen:
-            tensor = tensor.clone()  # a part of another, or another's double: safetensors wants neither
-        seen.add(tensor.data_ptr())
+        if tensor.untyped_storage().nbytes() != tensor.nbytes or tensor.data_ptr() in addresses:
+            tensor = tensor.clone()  # safetensors takes no tensors that share memory.
+        addresses.add(tensor.data_ptr())
         if not tensor.is_floating_point():
             packed[name] = tensor
         elif store == "bfloat16" and name not in keep:
@@ -151,14 +151,14 @@ def pack(tensors: Mapping[str, Tensor], store: Store, keep: Collection[str] = ()
 def read_tensors(
     path: Path, names: Iterable[str]
 ) -> Iterator[tuple[str, Tensor, tuple[Tensor, Tensor] | None]]:
-    """The named tensors of a file, one at a time, dequantised to float32, with [out, ...] int8 and scale [out] beside them.
+    """Read the named tensors of a file, one at a time: the name, the tensor, dequantised to float32, and its bits and scale.
 
-    InputError where one holds NaN or infinity.
+    Bits [out, ...] int8 and scale [out] are those of quantised tensors. InputError where a tensor holds NaN or infinity.
     """
-    with opened(path) as (there, get):
+    with opened(path) as (stored_names, get):
         for name in names:
             tensor, int8 = get(name), None
-            if tensor.dtype in (torch.int8, torch.uint8) and name + SCALE in there:
+            if tensor.dtype in (torch.int8, torch.uint8) and name + SCALE in stored_names:
                 int8 = unpack_int6(tensor) if tensor.dtype == torch.uint8 else tensor, get(name + SCALE)
                 tensor = dequantised(*int8)
             check_finite(name, tensor, path)
@@ -166,23 +166,23 @@ def read_tensors(
 
 
 def is_quantised(name: str, tensors: Mapping[str, Tensor]) -> bool:
-    """Whether a tensor is quantised: its scale stands beside it."""
+    """Whether a tensor is quantised: it has whole numbers and a scale."""
     return name in tensors and tensors[name].dtype in (torch.int8, torch.uint8) and name + SCALE in tensors
 
 
 def dequantised_metas(metas: Mapping[str, Tensor], source: Path) -> dict[str, Tensor]:
-    """Tensors on the meta device; a quantised one and its scale are one of float32.
+    """Return tensors on the meta device, where a quantised tensor and its scale are one tensor of float32.
 
     InputError where the shape of a scale does not fit its tensor; values are not checked.
     """
-    quantised = {name for name in metas if is_quantised(name, metas)}
-    scales = {name + SCALE for name in quantised}
-    found = {name: meta for name, meta in metas.items() if name not in scales}
-    for name in sorted(quantised):
+    quantised_names = sorted(name for name in metas if is_quantised(name, metas))
+    scales = {name + SCALE for name in quantised_names}
+    float_metas = {name: meta for name, meta in metas.items() if name not in scales}
+    for name in quantised_names:
         meta, scale = metas[name], metas[name + SCALE]
         shape = list(meta.shape)
         if meta.dtype == torch.uint8:
-            # three bytes hold the numbers of four rows
+            # Three bytes hold the numbers of four rows.
             shape = [4 * shape[1], *shape[2:]] if len(shape) > 1 and shape[0] == 3 else [0]
         fits = len(meta.shape) > 1 and shape[0] > 0 and list(scale.shape) == shape[:1]
         if not fits or not scale.is_floating_point():
@@ -190,42 +190,42 @@ def dequantised_metas(metas: Mapping[str, Tensor], source: Path) -> dict[str, Te
                 f"{source}: {name} is {tuple(meta.shape)} and its scale {tuple(scale.shape)}, which do not go together: "
                 "fetch it again."
             )
-        found[name] = torch.empty(shape, dtype=torch.float32, device="meta")
-    return found
+        float_metas[name] = torch.empty(shape, dtype=torch.float32, device="meta")
+    return float_metas
 
 
 def dequantised(tensor: Tensor, scale: Tensor) -> Tensor:
-    """A quantised tensor as float32."""
+    """Return a quantised tensor as float32."""
     numbers = unpack_int6(tensor) if tensor.dtype == torch.uint8 else tensor
     return numbers.float() * scale.view(-1, *[1] * (numbers.ndim - 1))
 
 
 def quantised(tensor: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """([C, ...] int8, scale [C]): symmetric, a scale for each of dimension 0.
+    """Quantise a tensor [C, ...] symmetrically; return [C, ...] int8 and scale [C].
 
-    8 bits span a row's whole range. 6 bits span the share of it with the least squared error; values beyond are clamped.
+    8 bits span a row's whole range. 6 bits span the share with the least squared error; values outside are clamped.
     """
-    rows, most = tensor.flatten(1), 2 ** (bits - 1) - 1
-    scale = rows.abs().amax(1).clamp_min(1e-12) / most
+    rows, max_number = tensor.flatten(1), 2 ** (bits - 1) - 1
+    scale = rows.abs().amax(1).clamp_min(1e-12) / max_number
 
     def nearest(scale: Tensor) -> Tensor:
-        return (rows / scale[:, None]).round().clamp(-most, most)
+        return (rows / scale[:, None]).round().clamp(-max_number, max_number)
 
     if bits < 8:
-        tried = [scale * share for share in SHRINK]
-        errors = [(nearest(one) * one[:, None] - rows).square().sum(1) for one in tried]
+        candidates = [scale * share for share in SHRINK]
+        errors = [(nearest(s) * s[:, None] - rows).square().sum(1) for s in candidates]
         scale = scale * torch.tensor(SHRINK)[torch.stack(errors).argmin(0)]
     return nearest(scale).to(torch.int8).view(tensor.shape), scale
 
 
 def pack_int6(numbers: Tensor) -> Tensor:
-    """Numbers of 6 bits [4 C, ...] int8 -> four of them in three bytes: [3, C, ...] uint8."""
+    """Pack numbers of 6 bits [4 C, ...] int8, four numbers in three bytes: [3, C, ...] uint8."""
     a, b, c, d = (numbers.int() + OFFSET).unflatten(0, (-1, 4)).unbind(1)
     return torch.stack([a << 2 | b >> 4, (b & 15) << 4 | c >> 2, (c & 3) << 6 | d]).to(torch.uint8)
 
 
 def unpack_int6(packed: Tensor) -> Tensor:
-    """The inverse of `pack_int6`."""
+    """Unpack the bytes [3, C, ...] of `pack_int6` to numbers [4 C, ...] int8."""
     x, y, z = packed.int().unbind(0)
-    four = [x >> 2, (x & 3) << 4 | y >> 4, (y & 15) << 2 | z >> 6, z & 63]
-    return (torch.stack(four, 1) - OFFSET).flatten(0, 1).to(torch.int8)
+    numbers = [x >> 2, (x & 3) << 4 | y >> 4, (y & 15) << 2 | z >> 6, z & 63]
+    return (torch.stack(numbers, 1) - OFFSET).flatten(0, 1).to(torch.int8)

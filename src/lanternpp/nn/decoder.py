@@ -1,8 +1,8 @@
-"""The network of our own models and the drafters: a pre-norm transformer decoder; and what fast passes are packed from.
+"""The network of our own models and the drafters, a pre-norm transformer decoder, and `Stack`, the description of any decoder.
 
-A `Stack` is the layers of a decoder as linear modules, norms and numbers, whoever made the model. Rotary position embeddings (RoFormer,
-arXiv 2104.09864) are tables of cosines and sines, and channel i of a head is rotated with channel i + d / 2; checkpoints that pair
-neighbouring channels are permuted when they are read.
+A `Stack` has the layers of a decoder as linear modules, norms and numbers; fast passes are packed from it. Rotary position embeddings
+(RoFormer, arXiv 2104.09864) are tables of cosines and sines, and channel i of a head is rotated with channel i + d / 2; checkpoints
+that pair neighbouring channels are permuted when they are read.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class AttentionCache(Protocol):
-    """The interface of a KV cache: store keys and values, and attend over all that are stored."""
+    """The interface of a KV cache, which stores keys and values and attends over all stored ones."""
 
     def computed(self, run: Callable[[Tensor], Tensor]) -> Tensor:
-        """The result of `run`, which reads and writes keys and values [L, 2, R, Hkv, S, d] of the S slots that masks are over."""
+        """Return the result of `run`, which reads and writes keys and values [L, 2, R, Hkv, S, d] of the S slots of masks."""
         ...
 
     def attend(self, layer: int, nodes: Nodes, mask: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [R, N, H, d], k and v [R, N, Hkv, d] -> [R, N, H, d]."""
+        """Store k and v [R, N, Hkv, d]; attend with q [R, N, H, d] -> [R, N, H, d]."""
         ...
 
 
@@ -74,12 +74,12 @@ HeadScale = tuple[Tensor, Tensor | None]
 class StackLayer:
     """One layer: x += out_norm(attention(norm(x))), then x += out_norm(down(gate(..) * up(..))) of the normalised x.
 
-    Norms are RMSNorms, given by the numbers that the unit vector is multiplied with ([dim]; Gemma's are 1 + weight); None: no norm.
+    Norms are RMSNorms, given by the scales [dim] of the unit vector (Gemma's are 1 + weight); None: no norm.
     """
 
-    qkv: Sequence[nn.Linear]  # one with the outputs queries, keys, values, or the three
+    qkv: Sequence[nn.Linear]  # one module with the outputs queries, keys, values, or three modules
     out: nn.Linear
-    gate_up: Sequence[nn.Linear]  # one with the outputs gate, up, or the two
+    gate_up: Sequence[nn.Linear]  # one module with the outputs gate, up, or two modules
     down: nn.Linear
     attention_norm: Tensor | None = None
     ffn_norm: Tensor | None = None
@@ -105,45 +105,46 @@ class Stack:
     qk_eps: float = 1e-5
     gate: Literal["silu", "gelu_tanh"] = "silu"
     scale: float | None = None  # of the scores; None: head_dim ** -0.5
-    # [head_dim]: the order in which channels of queries and keys are put, so that rotation pairs them as above; None: as they are
+    # [head_dim]: the order of the channels of queries and keys in which rotation pairs them as above; None: the model's own
     qk_order: Tensor | None = None
 
 
 def grid_table(prefix: int, grid: int, head_dim: int, base: float = 10000.0) -> Tensor:
-    """2-D table over a grid of codes, [prefix + grid * grid, 2, head_dim], for `rotate`.
+    """Return a 2-D table over a grid of codes, [prefix + grid * grid, 2, head_dim], for `rotate`; on the CPU, as `line_table`.
 
-    The first half of the frequencies encodes the row, the second the column. Prefix slots have angle 0, which is no
-    rotation. On the CPU, as `line_table`.
+    The first half of the frequencies encodes the row, the second the column. Prefix slots have angle 0, which is no rotation.
     """
     quarter = head_dim // 4
-    freq = base ** -(torch.arange(quarter, dtype=torch.float64, device="cpu") / quarter)
-    line = torch.arange(grid, dtype=torch.float64, device="cpu")[:, None] * freq  # [grid, quarter]
-    row = line[:, None].expand(grid, grid, quarter)
-    column = line[None].expand(grid, grid, quarter)
+    angle = _angles(grid, quarter, base)  # [grid, quarter]
+    row = angle[:, None].expand(grid, grid, quarter)
+    column = angle[None].expand(grid, grid, quarter)
     angle = torch.cat((row, column), -1).reshape(grid * grid, 2 * quarter)
-    angle = torch.cat((torch.zeros(prefix, 2 * quarter, dtype=torch.float64, device="cpu"), angle))
-    return angle_table(angle)
+    return angle_table(torch.cat((angle.new_zeros(prefix, 2 * quarter), angle)))
 
 
 def line_table(positions: int, head_dim: int, base: float = 10000.0) -> Tensor:
-    """1-D table, [positions, 2, head_dim], for `rotate` (RoFormer, arXiv 2104.09864, section 3.2.2).
+    """Return a 1-D table, [positions, 2, head_dim], for `rotate` (RoFormer, arXiv 2104.09864, section 3.2.2).
 
-    On the CPU, whatever the default device: a module that is made on the meta device keeps its table.
+    It is on the CPU, whatever the default device: a module that is made on the meta device keeps its table.
     """
-    half = head_dim // 2
-    freq = base ** -(torch.arange(half, dtype=torch.float64, device="cpu") / half)
-    return angle_table(torch.arange(positions, dtype=torch.float64, device="cpu")[:, None] * freq)
+    return angle_table(_angles(positions, head_dim // 2, base))
+
+
+def _angles(positions: int, count: int, base: float) -> Tensor:
+    """Return the angles of `count` frequencies at every position, [positions, count] float64, on the CPU."""
+    freq = base ** -(torch.arange(count, dtype=torch.float64, device="cpu") / count)
+    return torch.arange(positions, dtype=torch.float64, device="cpu")[:, None] * freq
 
 
 def angle_table(angle: Tensor) -> Tensor:
-    """Angles [positions, head_dim / 2] -> cosines and signed sines for `rotate`, [positions, 2, head_dim]."""
+    """Return the cosines and signed sines of angles [positions, head_dim / 2] for `rotate`, [positions, 2, head_dim]."""
     cos, sin = angle.cos(), angle.sin()
     return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """x [R, N, H, d] rotated by rows [R, N, 2, 1, d] of a table -> the same shape."""
-    if torch.compiler.is_compiling():  # the gradient of `roll` is compiled to slow code on a CPU
+    """Rotate x [R, N, H, d] by rows [R, N, 2, 1, d] of a table -> the same shape."""
+    if torch.compiler.is_compiling():  # The gradient of `roll` is compiled to slow code on a CPU.
         half = x.shape[-1] // 2
         first, second = x.chunk(2, -1)
         cos, sin = rotation[:, :, 0, :, :half], rotation[:, :, 1, :, half:]
@@ -152,17 +153,17 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 
 
 def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask that is True where attended to -> 0 there and -inf elsewhere, to be added to the scores."""
+    """Return a mask to be added to the scores: 0 where `mask` is True, -inf elsewhere."""
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
 
 
 def causal_mask(length: int, like: Tensor) -> Tensor:
-    """The additive mask [T, T] of T places that attend to themselves and to earlier ones, with the dtype and device of `like`."""
+    """Return the additive causal mask [T, T] of T positions, with the dtype and device of `like`."""
     return additive_mask(torch.ones(length, length, dtype=torch.bool, device=like.device).tril(), like.dtype)
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """q [B, H, N, d], k and v [B, H, S, d] and an additive mask -> [B, H, N, d], by two products: compiled on a CPU, a training is faster so."""
+    """q [B, H, N, d], k and v [B, H, S, d], additive mask -> [B, H, N, d], by two products: the faster way to train, compiled on a CPU."""
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2) + mask
     return scores.softmax(-1).to(q.dtype) @ v
 
@@ -229,18 +230,18 @@ class Block(nn.Module):
         return x + self._drop(self.w2(F.silu(gate) * up))
 
     def stack_layer(self) -> StackLayer:
-        """The same layer for fast passes; it shares the weights."""
+        """Return the same layer for fast passes; it shares the weights."""
         q_norm = k_norm = None
         if isinstance(self.qk_norm, HeadNorm):
-            parts = self.heads, self.kv_heads
-            weights = (x.detach().split(parts) for x in (self.qk_norm.weight, self.qk_norm.bias))
-            q_norm, k_norm = zip(*weights, strict=True)
+            weight, bias = self.qk_norm.weight.detach(), self.qk_norm.bias.detach()
+            q_norm = weight[: self.heads], bias[: self.heads]
+            k_norm = weight[self.heads :], bias[self.heads :]
         return StackLayer(
             qkv=(self.wqkv,),
             out=self.wo,
             gate_up=(self.w13,),
             down=self.w2,
-            # an Identity has no weight
+            # An Identity has no weight.
             attention_norm=getattr(self.attention_norm, "weight", None),
             ffn_norm=self.ffn_norm.weight,
             q_norm=q_norm,
@@ -258,7 +259,7 @@ class Decoder(nn.Module):
     native: DecoderForward | None = None  # set by `Backend.pack`
     ranks = 1  # processes that heads of attention are divided among, by tensor parallelism
     causal: Tensor | None = None
-    """[T, T], set before compiling: a mask that is computed in the graph is slower."""
+    """The additive mask [T, T], set before compiling: a mask that is computed in the graph is slower."""
 
     def __init__(self, config: DecoderConfig, rotary_table: Tensor):
         super().__init__()
@@ -273,7 +274,7 @@ class Decoder(nn.Module):
         self.register_buffer("rotary_table", rotary_table, persistent=False)  # [positions, 2, d]
 
     def stack(self) -> Stack:
-        """The layers and the final norm for fast passes; a stack shares the weights, and rotates by `rotary_table`."""
+        """Return the layers and the final norm for fast passes, which share the weights and rotate by `rotary_table`."""
         config, blocks = self.config, cast("list[Block]", list(self.blocks))
         return Stack(
             layers=[block.stack_layer() for block in blocks],
@@ -312,9 +313,9 @@ class Decoder(nn.Module):
         seen: Tensor | None = None,
         aux_layers: tuple[int, ...] = (),
     ) -> Tensor:
-        """x [B, T, D] -> features [B, T, D], without a cache; with aux_layers as in `forward`.
+        """x [B, T, D] -> features [B, T, D], without a cache; aux_layers as in `forward`.
 
-        At positions 0..T-1 or positions [b, T]. The mask is causal, or seen [b, 1, T, T], True where attended to; b is B or 1.
+        positions [b, T]; None: 0..T-1. seen [b, 1, T, T]: the mask, True where attended to; None: causal. b is B or 1.
         """
 
         def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -335,7 +336,7 @@ class Decoder(nn.Module):
         attend: Callable[[int, Tensor, Tensor, Tensor], Tensor],
         aux_layers: tuple[int, ...],
     ) -> Tensor:
-        """The layers and the final norm, at positions [b, N] or 0..N-1; attend gets the layer's number too."""
+        """Run the layers and the final norm at positions [b, N] or 0..N-1; attend takes the layer's number first."""
         table = self.rotary_table
         rows = table[None, : x.shape[1]] if positions is None else table[positions.clamp(max=len(table) - 1)]
         rotation = rows[:, :, :, None].to(x.dtype)

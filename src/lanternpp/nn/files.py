@@ -1,8 +1,8 @@
-"""Files of named tensors: which files a checkpoint has, and their tensors over a mapping, whose pages are freed when it ends.
+"""The files of a checkpoint, and their named tensors over a memory mapping, whose pages are freed when it ends.
 
-Torch checkpoints hold tensors and plain containers; a pickle that would run code is rejected. What torch reads with `weights_only`
-runs no code, but it may still take hours or all memory, so the pickle's size is bounded: it names and places tensors, a few hundred
-bytes each, and the tensors lie beside it.
+Torch checkpoints hold tensors and plain containers; a pickle that would run code is rejected. A pickle that torch reads with
+`weights_only` runs no code, but may still take hours or all memory, so its size is bounded: it has a few hundred bytes for each
+tensor, and the tensors themselves lie beside it.
 """
 
 from __future__ import annotations
@@ -28,21 +28,23 @@ from lanternpp.util.jsonfile import read_json
 SAFE = ".safetensors"
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 INDEX = ".index.json"
-MOST, LONGEST = 100_000, 500  # tensors of a file, characters of a tensor's name
-DEEPEST = 4  # dicts in each other around the weights of a training script's checkpoint
-INSIDE = ("model", "module", "state_dict", "ema")  # where a training script's checkpoint keeps its weights
-NEIGHBOURS = "neighbours-"  # tables that lie beside a model's weights; their names begin with it
+MAX_TENSORS, MAX_NAME_CHARS = 100_000, 500  # of a file
+MAX_DEPTH = 4  # nested dicts around the weights of a training script's checkpoint
+WEIGHT_KEYS = ("model", "module", "state_dict", "ema")  # of the weights in a training script's checkpoint
+NEIGHBOURS = "neighbours-"  # how the names of tables begin that lie beside a model's weights
 NOT_WEIGHTS = {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth"}
-MOST_PICKLE = 1 << 21  # bytes of a pickle: about 10,000 tensors
-PLAIN: list[Any] = [argparse.Namespace]  # of a training script, which may lie beside its weights
-SPREAD = 1 << 24  # bytes of a tensor that may repeat fewer bytes of its file
+MAX_PICKLE_BYTES = 1 << 21  # about 10,000 tensors
+SAFE_CLASSES: list[Any] = [
+    argparse.Namespace
+]  # a training script's options, which may lie beside its weights
+MAX_EXPANDED_BYTES = 1 << 24  # of a tensor that repeats fewer bytes of its file
 
 Get = Callable[[str], Tensor]
 
 
 @contextmanager
 def wrong_file(sentence: str, remedy: str = "fetch it again") -> Iterator[None]:
-    """Whatever a library raises in this block about a wrong file becomes InputError: the sentence, the reason, the remedy."""
+    """Turn errors of a library in this block into InputError: the sentence, the reason, the remedy."""
     try:
         yield
     except InputError:
@@ -54,17 +56,17 @@ def wrong_file(sentence: str, remedy: str = "fetch it again") -> Iterator[None]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[list[str], Get]]:
-    """The names of a file's tensors, and a function from a name to its tensor, over a mapping that ends with the context.
+    """Return the names of a file's tensors, and a function from a name to its tensor, over a mapping that ends with the context.
 
-    A torch checkpoint is read with `weights_only`; of nested ones, the dict that holds the weights. Raises InputError.
+    A torch checkpoint is read with `weights_only`; of nested dicts, the dict of the weights is taken. Raises InputError.
     """
     if not path.is_file():
         raise InputError(f"{path} is missing: fetch it again.")
     if path.suffix != SAFE:
-        found = weights_of(read_pt(path, mmap=True))
-        if not found:
-            raise InputError(f"{path} holds no named tensors, at the top or under {', '.join(INSIDE)}.")
-        yield list(found), found.__getitem__
+        weights = weights_of(read_pt(path, mmap=True))
+        if not weights:
+            raise InputError(f"{path} holds no named tensors, at the top or under {', '.join(WEIGHT_KEYS)}.")
+        yield list(weights), weights.__getitem__
         return
     with ExitStack() as stack:
         with wrong_file(f"{path} is truncated or no safetensors file"):
@@ -79,39 +81,38 @@ def opened(path: Path) -> Iterator[tuple[list[str], Get]]:
 
 
 def metas(path: Path, any_names: bool = False) -> dict[str, Tensor]:
-    """Every tensor's shape and dtype, on the meta device; no data is read.
+    """Return every tensor on the meta device, with its shape and dtype; no data is read.
 
-    any_names: names that no model has, too many or too long, are taken as well. Raises InputError.
+    any_names: take any number of names of any length. Raises InputError.
     """
     with opened(path) as (names, get):
         longest = max(map(len, names), default=0)
-        if not any_names and (len(names) > MOST or longest > LONGEST):
+        if not any_names and (len(names) > MAX_TENSORS or longest > MAX_NAME_CHARS):
             raise InputError(
-                f"{path} holds {len(names)} tensors with names of up to {longest} characters; at most {MOST} of {LONGEST} are read."
+                f"{path} holds {len(names)} tensors with names of up to {longest} characters; "
+                f"at most {MAX_TENSORS} of {MAX_NAME_CHARS} are read."
             )
         return {name: plain(name, get(name), path).to("meta") for name in names}
 
 
 def plain(name: str, tensor: Tensor, path: Path) -> Tensor:
-    """The same tensor. InputError where it is none of numbers in memory, or has more of them than its file."""
-    odd = (
-        type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta
-    )
-    if odd or tensor.is_complex():
+    """Return the same tensor; InputError unless it has real numbers in memory, and no more bytes than its file."""
+    strided = type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_meta
+    if not strided or tensor.is_quantized or tensor.is_complex():
         raise InputError(f"{path}: {name} is no plain tensor of real numbers; convert it to one.")
-    if tensor.nbytes > max(tensor.untyped_storage().nbytes(), SPREAD):
+    if tensor.nbytes > max(tensor.untyped_storage().nbytes(), MAX_EXPANDED_BYTES):
         raise InputError(f"{path}: {name} has a shape of more bytes than the file holds: fetch it again.")
     return tensor
 
 
 class TooLongError(Exception):
-    """A pickle is longer than `MOST_PICKLE` bytes."""
+    """A pickle is longer than `MAX_PICKLE_BYTES`."""
 
 
 def read_pt(path: str | Path, mmap: bool = False) -> dict[str, Any]:
-    """The dict in a torch checkpoint. mmap: tensors lie over a mapping of the file, where its format allows that.
+    """Read the dict in a torch checkpoint. mmap: its tensors lie over a mapping of the file, where the format allows one.
 
-    Raises InputError; torch's own words, which may advise to let the file run code, are not repeated.
+    Raises InputError without torch's message, which may advise to let the file run code.
     """
     path = Path(path)
     if not path.is_file():
@@ -124,12 +125,14 @@ def read_pt(path: str | Path, mmap: bool = False) -> dict[str, Any]:
         ) from None
     except TooLongError:
         raise InputError(
-            f"{path} holds more than {MOST_PICKLE >> 20} MiB of pickle or compressed parts, which torch does not write: "
+            f"{path} holds more than {MAX_PICKLE_BYTES >> 20} MiB of pickle or compressed parts, which torch does not write: "
             "convert it to safetensors."
         ) from None
     except MemoryError:
         raise InputError(f"{path} asks for more memory than there is: convert it to safetensors.") from None
-    except Exception as error:  # a damaged file makes torch raise anything; the cure is the same
+    except (
+        Exception
+    ) as error:  # A damaged file makes torch raise errors of any class, all with the same remedy.
         raise InputError(f"{path} is truncated or no torch checkpoint: fetch it again.") from error
     if not isinstance(content, dict):
         raise InputError(f"{path} holds a {type(content).__name__}, where a dict of tensors is expected.")
@@ -137,51 +140,52 @@ def read_pt(path: str | Path, mmap: bool = False) -> dict[str, Any]:
 
 
 def _load(path: Path, mmap: bool) -> Any:
-    """The content, of any type. Raises whatever torch raises."""
-    with torch.serialization.safe_globals(PLAIN), warnings.catch_warnings():
+    """Return the content, of any type. Raises errors of torch, and TooLongError."""
+    with torch.serialization.safe_globals(SAFE_CLASSES), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with _Counted(io.FileIO(path)) as file:
-            # a zip archive, since torch 1.6, can be mapped
+        with _BoundedReader(io.FileIO(path)) as file:
+            # Torch writes zip archives since version 1.6; only these can be mapped.
             if file.peek(4)[:4] != b"PK\x03\x04":
                 return torch.load(file, map_location="cpu", weights_only=True)
         with zipfile.ZipFile(path) as archive:
             for part in archive.infolist():
-                long = part.filename.endswith(".pkl") and part.file_size > MOST_PICKLE
-                if long or part.compress_type != zipfile.ZIP_STORED:
+                too_long = part.filename.endswith(".pkl") and part.file_size > MAX_PICKLE_BYTES
+                if too_long or part.compress_type != zipfile.ZIP_STORED:
                     raise TooLongError
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
 
 
-class _Counted(io.BufferedReader):
-    """A file with a limit on the bytes that are read as pickle; torch reads tensors past it, from the descriptor."""
+class _BoundedReader(io.BufferedReader):
+    """A file of which at most `MAX_PICKLE_BYTES` are read as pickle; torch reads tensors from the descriptor instead."""
 
-    left = MOST_PICKLE
+    remaining = MAX_PICKLE_BYTES
 
     def read(self, size: int | None = -1, /) -> bytes:
-        return self._counted(super().read(size if size is None or size < 0 else min(size, self.left + 1)))
+        size = size if size is None or size < 0 else min(size, self.remaining + 1)
+        return self._counted(super().read(size))
 
     def readline(self, size: int | None = -1, /) -> bytes:
-        return self._counted(super().readline(self.left + 1))
+        return self._counted(super().readline(self.remaining + 1))
 
     def _counted(self, content: bytes) -> bytes:
-        self.left -= len(content)
-        if self.left < 0:
+        self.remaining -= len(content)
+        if self.remaining < 0:
             raise TooLongError
         return content
 
 
-def weights_of(content: Mapping[str, Any], deepest: int = DEEPEST) -> dict[str, Tensor]:
-    """The named tensors of a checkpoint, at the top or under a usual name."""
-    for key in INSIDE if deepest else ():
-        inner = content.get(key)
-        if isinstance(inner, Mapping) and (found := weights_of(inner, deepest - 1)):
-            return found
-    named = ((name, value) for name, value in content.items() if isinstance(name, str))
-    return {name: value.detach() for name, value in named if isinstance(value, Tensor)}
+def weights_of(content: Mapping[str, Any], max_depth: int = MAX_DEPTH) -> dict[str, Tensor]:
+    """Return the named tensors of a checkpoint, at the top or under one of `WEIGHT_KEYS`."""
+    for key in WEIGHT_KEYS if max_depth else ():
+        nested = content.get(key)
+        if isinstance(nested, Mapping) and (weights := weights_of(nested, max_depth - 1)):
+            return weights
+    tensors = ((name, value) for name, value in content.items() if isinstance(value, Tensor))
+    return {name: tensor.detach() for name, tensor in tensors if isinstance(name, str)}
 
 
 def files(path: Path) -> list[Path]:
-    """The files of one checkpoint: a file, the shards of an index, or the ones in a folder."""
+    """Return the files of one checkpoint: a file, the shards of an index, or those of a folder."""
     if path.is_file():
         if path.name.endswith(INDEX):
             return indexed(path)
@@ -190,50 +194,52 @@ def files(path: Path) -> list[Path]:
         raise InputError(f"{path} is no checkpoint: its name should end in {', '.join((SAFE, *PICKLED))}.")
     if not path.is_dir():
         raise InputError(f"{path} is missing: name a checkpoint file, or the folder that holds one.")
-    there = sorted(p for p in path.iterdir() if p.is_file() and not p.name.startswith((".", NEIGHBOURS)))
+    paths = sorted(p for p in path.iterdir() if p.is_file() and not p.name.startswith((".", NEIGHBOURS)))
     formats = []
     for suffixes in ((SAFE,), PICKLED):
-        held = [p for p in there if p.suffix in suffixes and p.name not in NOT_WEIGHTS]
-        index = [p for p in there if p.name.endswith(INDEX) and any(s in p.name for s in suffixes)]
-        formats.append((held, index))
-    # a model in .bin may have its image tokenizer beside it in safetensors
-    for held, index in sorted(formats, key=lambda format: not (format[1] or usual(format[0]))):
-        if index:
-            return indexed(only(path, index))
-        if any("-of-" in p.name for p in held):
-            raise InputError(f"{path} holds shards such as {held[0].name} without their {INDEX[1:]}.")
-        if held:
-            return [only(path, held)]
+        weights = [p for p in paths if p.suffix in suffixes and p.name not in NOT_WEIGHTS]
+        indices = [p for p in paths if p.name.endswith(INDEX) and any(s in p.name for s in suffixes)]
+        formats.append((weights, indices))
+    # A model in .bin may have its image tokenizer beside it in safetensors, so the format of the model's usual names is first.
+    for weights, indices in sorted(formats, key=lambda format: not (format[1] or model_named(format[0]))):
+        if indices:
+            return indexed(only(path, indices))
+        if any("-of-" in p.name for p in weights):
+            raise InputError(f"{path} holds shards such as {weights[0].name} without their {INDEX[1:]}.")
+        if weights:
+            return [only(path, weights)]
     raise InputError(f"{path} holds no checkpoint: no file ends in {', '.join((SAFE, *PICKLED))}.")
 
 
-def usual(found: list[Path]) -> list[Path]:
-    """The files with a name that most models' files have."""
-    return [p for p in found if p.name.split(".")[0] in ("model", "pytorch_model")]
+def model_named(paths: list[Path]) -> list[Path]:
+    """Return the files with the name that most models' files have."""
+    return [p for p in paths if p.name.split(".")[0] in ("model", "pytorch_model")]
 
 
-def only(folder: Path, found: list[Path]) -> Path:
-    """The one file, or the one with the usual name; InputError naming them all where neither exists."""
-    named = usual(found)
-    chosen = named if len(named) == 1 else found
-    if len(chosen) > 1:
-        names = ", ".join(p.name for p in found[:10])
-        raise InputError(f"{folder} holds {len(found)} checkpoints ({names}): name one of them.")
-    return chosen[0]
+def only(folder: Path, paths: list[Path]) -> Path:
+    """Return the only file, or the only one with the name of most models' files; InputError that lists the files otherwise."""
+    candidates = model_named(paths)
+    if len(candidates) != 1:
+        candidates = paths
+    if len(candidates) > 1:
+        names = ", ".join(p.name for p in paths[:10])
+        raise InputError(f"{folder} holds {len(paths)} checkpoints ({names}): name one of them.")
+    return candidates[0]
 
 
-def listed(things: Sequence[str]) -> str:
-    """The first ten, and how many more there are."""
-    more = f", and {len(things) - 10} more" if len(things) > 10 else ""
-    return ", ".join(things[:10]) + more
+def listed(items: Sequence[str]) -> str:
+    """Return the first ten items, and the number of further ones, as text."""
+    ending = f", and {len(items) - 10} more" if len(items) > 10 else ""
+    return ", ".join(items[:10]) + ending
 
 
 def indexed(index: Path) -> list[Path]:
-    """The shards that an index lists; InputError where one is missing."""
+    """Return the shards that an index lists; InputError where a shard is missing."""
     content = read_json(index)
     table = content.get("weight_map") if isinstance(content, dict) else None
     shards = list(table.values()) if isinstance(table, dict) else []
-    if not shards or not all(isinstance(name, str) and 0 < len(name) <= LONGEST // 2 for name in shards):
+    max_chars = MAX_NAME_CHARS // 2
+    if not shards or not all(isinstance(name, str) and 0 < len(name) <= max_chars for name in shards):
         raise InputError(f"{index} is no index of shards: restore it from its source.")
     names = sorted(set(shards))
     outside = [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]
@@ -241,18 +247,18 @@ def indexed(index: Path) -> list[Path]:
         raise InputError(
             f"{index} lists {outside[0]!r}, which is not in its folder: restore it from its source."
         )
-    gone = [name for name in names if not (index.parent / name).is_file()]
-    if gone:
-        raise InputError(f"{index} lists shards that are missing: {listed(gone)}; fetch them again.")
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise InputError(f"{index} lists shards that are missing: {listed(missing)}; fetch them again.")
     return [index.parent / name for name in names]
 
 
 def check_finite(name: str, tensor: Tensor, source: str | Path) -> None:
-    """InputError where a tensor of weights holds NaN or infinity; one pass, cheaper than the copy that follows."""
+    """Raise InputError where a tensor of weights holds NaN or infinity; one pass, cheaper than a copy of the tensor."""
     if not tensor.is_floating_point() or not tensor.numel():
         return
-    ends = torch.aminmax(tensor.float() if tensor.element_size() == 1 else tensor)
-    if not all(map(math.isfinite, (ends.min.item(), ends.max.item()))):
+    extremes = torch.aminmax(tensor.float() if tensor.element_size() == 1 else tensor)
+    if not math.isfinite(extremes.min.item()) or not math.isfinite(extremes.max.item()):
         raise InputError(
             f"{source}: {name} holds NaN or infinity, so nothing can be drawn with it: fetch it again."
         )

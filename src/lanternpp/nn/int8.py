@@ -1,15 +1,13 @@
 """8-bit weights with torchao: half the memory of bfloat16, at the cost of rounding, whose effect is measured.
 
-Symmetric, one scale per output channel, activations as they are (weight-only). Only the decoder's linear layers
-are stored so: embeddings and the head, where rounding would move the logits most directly, keep their dtype.
+Weights are symmetric with one scale per output channel; activations keep their dtype (weight-only). The decoder's linear layers alone
+have 8 bits: embeddings and the head, where rounding would move the logits most directly, keep their dtype.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -24,12 +22,12 @@ class Effect:
 
     max_logit_difference: float
     mean_logit_difference: float
-    total_variation: float  # mean over places, of the probabilities at temperature 1
-    bytes_before: int  # of the layers stored so
+    total_variation: float  # of the probabilities at temperature 1, mean over positions
+    bytes_before: int  # of the linear layers' weights
     bytes_after: int
 
     def __str__(self) -> str:
-        """One line for users."""
+        """Return one line for users."""
         return (
             f"logits move by {self.mean_logit_difference:.2g} in the mean and {self.max_logit_difference:.2g} at most, "
             f"probabilities by {self.total_variation:.2g} (total variation); "
@@ -38,16 +36,23 @@ class Effect:
 
 
 def quantise(module: nn.Module) -> None:
-    """Store the weight of every linear layer below `module` in 8 bits; it is for inference from then on. InputError."""
+    """Store the weight of every linear layer below `module` in 8 bits, for inference. InputError unless torchao is installed."""
     require()
-    with hushed():
-        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    # torchao logs notes on kernels for other machines.
+    disabled_level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-        quantize_(module, Int8WeightOnlyConfig(version=2))
+            quantize_(module, Int8WeightOnlyConfig(version=2))
+    finally:
+        logging.disable(disabled_level)
 
 
 def require() -> None:
-    """InputError unless torchao is installed; it is not imported, which takes seconds."""
+    """Raise InputError unless torchao is installed, without an import, which takes seconds."""
     if find_spec("torchao") is None:
         raise InputError(
             "dtype int8 needs torchao, which is not installed; pip install 'lanternpp[int8]', or use another dtype"
@@ -55,36 +60,23 @@ def require() -> None:
 
 
 def int8_parts(weight: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The 8 bits of a weight, of its checkpoint or by `quantise`: [out, in] int8 and a scale [out]; None of others."""
-    kept: tuple[Tensor, Tensor] | None = getattr(weight, "int8_weight", None)
+    """Return the bits [out, in] int8 and scale [out] of a weight, from its checkpoint or from `quantise`; None: it has none."""
+    parts: tuple[Tensor, Tensor] | None = getattr(weight, "int8_weight", None)
     scale: Tensor | None = getattr(weight, "scale", None)
-    if kept is not None or scale is None:
-        return kept
+    if parts is not None or scale is None:
+        return parts
     return weight.qdata, scale.flatten()  # type: ignore[attr-defined]
 
 
 def compared(before: Tensor, after: Tensor, weights: tuple[int, int]) -> Effect:
-    """logits [..., V] of the same places before and after; bytes of the weights before and after."""
+    """Compare logits [..., V] of the same positions before and after; weights: the bytes of weights before and after."""
     before, after = before.float(), after.float()
-    moved = (before - after).abs()
+    difference = (before - after).abs()
     distance = (before.softmax(-1) - after.softmax(-1)).abs().sum(-1) / 2
-    return Effect(moved.max().item(), moved.mean().item(), distance.mean().item(), *weights)
+    return Effect(difference.max().item(), difference.mean().item(), distance.mean().item(), *weights)
 
 
 def weight_bytes(module: nn.Module) -> int:
-    """Bytes of the weights of linear layers, as they are stored."""
+    """Return the bytes of the weights of linear layers, as they are stored."""
     weights = [child.weight for child in module.modules() if isinstance(child, nn.Linear)]
     return sum(part.nbytes for weight in weights for part in int8_parts(weight) or (weight,))
-
-
-@contextmanager
-def hushed() -> Iterator[None]:
-    """Without torchao's notes on kernels that this machine has no use for."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)

@@ -1,8 +1,8 @@
 """A checkpoint as its authors published it, streamed into one of our modules.
 
-How names map is data: a family's rules, one `Rename` a line. Nothing is read until `fill`, and then one
-tensor at a time, straight into its place in the target dtype, so that loading takes little more memory than
-what is loaded. Make the module without weights: `with blank(): module = ...`.
+A family's rules, one `Rename` a line, map its names to ours. Tensors are read by `fill`, one at a time, straight into
+the module's tensors in their dtype, so that loading takes little more memory than the loaded weights. The module is
+made without weights: `with blank(): module = ...`.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from lanternpp.nn.checkpoints import CONFIG, dequantised_metas, load_config, rea
 from lanternpp.nn.decoder import Block, DecoderConfig
 from lanternpp.nn.files import files, listed, metas
 
-CHUNK = 1 << 26  # bytes read before a file is opened anew, which frees the pages that were read
+CHUNK = 1 << 26  # bytes of tensors after which a file is opened again, which frees the pages that were read
 
 
 @dataclass(frozen=True)
 class Rename:
-    """How a tensor of a checkpoint maps into one of ours; every rule that matches a name applies.
+    """A rule that maps a tensor of a checkpoint into one of ours; every rule that matches a name applies.
 
-    pattern: a regular expression that matches the upstream name from end to end; name: ours, with \\1, \\2.
-    rows: which rows of the upstream tensor are taken, (first, last), last excluded, or a list of them;
-    part: which rows of ours they fill, (first, last); halves: channels of a head whose rotary pairs are neighbours, or 0.
+    pattern: a regular expression that matches the upstream name from end to end; name: our name, with \\1, \\2.
+    rows: the rows of the upstream tensor that are taken, (first, last), last excluded, or their indices; part: the rows of our
+    tensor that they fill, (first, last). halves: channels of a head whose rotary pairs are neighbours, or 0.
     """
 
     pattern: str
@@ -45,12 +45,12 @@ class Rename:
     halves: int = 0
 
     def match(self, upstream: str) -> str:
-        """Our name for an upstream one; empty where it does not match."""
-        found = re.fullmatch(self.pattern, upstream)
-        return found.expand(self.name) if found else ""
+        """Return our name for an upstream one; empty where the pattern does not match."""
+        match = re.fullmatch(self.pattern, upstream)
+        return match.expand(self.name) if match else ""
 
     def apply(self, tensor: Tensor) -> Tensor:
-        """The selected rows."""
+        """Return the rows that are taken, in our order of channels."""
         if isinstance(self.rows, Tensor):
             tensor = tensor[self.rows.to(tensor.device)]
         elif self.rows is not None:
@@ -60,28 +60,28 @@ class Rename:
             tensor = pairs.transpose(1, 2).reshape(tensor.shape)
         return tensor
 
-    def place(self, own: Tensor) -> Tensor:
-        """The rows of our tensor that are filled."""
-        return own if self.part is None else own[self.part[0] : self.part[1]]
+    def filled(self, tensor: Tensor) -> Tensor:
+        """Return the rows of our tensor that are filled."""
+        return tensor if self.part is None else tensor[self.part[0] : self.part[1]]
 
-    def mismatch(self, upstream: str, meta: Tensor, own: Tensor) -> str:
-        """The fault in the shape or the dtype of a tensor for its place; empty where there is none."""
+    def mismatch(self, upstream: str, meta: Tensor, tensor: Tensor) -> str:
+        """Return the fault in shape or dtype of an upstream tensor for our tensor; empty where there is none."""
         try:
-            given, place = self.apply(meta), self.place(own.to("meta"))
+            shape, expected_shape = self.apply(meta).shape, self.filled(tensor.to("meta")).shape
         except (RuntimeError, IndexError):
             return f"{upstream} is {tuple(meta.shape)}, which has no rows of complete heads"
-        if given.shape != place.shape:
-            gives = "" if given.shape == meta.shape else f", which gives {tuple(given.shape)}"
-            return f"{upstream} is {tuple(meta.shape)}{gives} where {tuple(place.shape)} is expected"
-        if meta.is_floating_point() == own.is_floating_point():
+        if shape != expected_shape:
+            selection = "" if shape == meta.shape else f", which gives {tuple(shape)}"
+            return f"{upstream} is {tuple(meta.shape)}{selection} where {tuple(expected_shape)} is expected"
+        if meta.is_floating_point() == tensor.is_floating_point():
             return ""
-        expected = "weights" if own.is_floating_point() else "whole numbers"
+        expected = "weights" if tensor.is_floating_point() else "whole numbers"
         return f"{upstream} holds {str(meta.dtype).removeprefix('torch.')} where {expected} are expected"
 
 
 SAME = Rename(r"(.+)", r"\1")
 Pieces = Mapping[str, Sequence[tuple[str, Rename]]]
-"""Upstream names -> the tensors of ours that they fill, and how."""
+"""Upstream names -> the names of our tensors that they fill, each with its rule."""
 
 
 def llama_rules(
@@ -91,37 +91,39 @@ def llama_rules(
     paired: bool = False,
     norm_rows: tuple[int, int] | None = None,
 ) -> list[Rename]:
-    """The layout of transformers' Llama, which LlamaGen's copies and published drafters have.
+    """Return the rules for the layout of transformers' Llama, which LlamaGen's copies and published drafters have.
 
-    `layer`, a regular expression with the layer's number as its one group, into `block`. paired: rotary pairs are neighbouring
-    channels there, not half against half. norm_rows: how many rows the checkpoint's norms of queries and of keys have, each for as
-    many neighbouring heads; default: one a head.
+    layer: a regular expression whose one group is the layer's number; block: our name, with \\1. paired: rotary pairs are neighbouring
+    channels in the checkpoint, not half against half. norm_rows: the numbers of rows of its norms of queries and of keys, each row for
+    as many neighbouring heads; default: one row a head.
     """
-    queries, keys, half = shape.heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.hidden
+    heads, kv_heads, hidden = shape.heads, shape.num_kv_heads, shape.hidden
+    k_start, v_start = heads * shape.head_dim, (heads + kv_heads) * shape.head_dim
+    v_end = v_start + kv_heads * shape.head_dim
     halves = shape.head_dim if paired else 0
-    both, every, what = queries + keys, queries + 2 * keys, r"\.weight"
     wqkv, w13 = f"{block}.wqkv.weight", f"{block}.w13.weight"
-    norms, heads = [], (shape.heads, shape.num_kv_heads)
-    for name, count, first, given in zip("qk", heads, (0, shape.heads), norm_rows or heads, strict=True):
-        rows = None if given == count else torch.arange(count) * given // count
+    norms = []
+    q_rows, k_rows = norm_rows or (heads, kv_heads)
+    for name, start, num_heads, num_rows in (("q", 0, heads, q_rows), ("k", heads, kv_heads, k_rows)):
+        rows = None if num_rows == num_heads else torch.arange(num_heads) * num_rows // num_heads
         pattern = rf"{layer}\.self_attn\.{name}_norm\.(weight|bias)"
-        norms.append(Rename(pattern, rf"{block}.qk_norm.\2", rows, (first, first + count)))
+        norms.append(Rename(pattern, rf"{block}.qk_norm.\2", rows, (start, start + num_heads)))
     return [
-        Rename(rf"{layer}\.self_attn\.q_proj{what}", wqkv, part=(0, queries), halves=halves),
-        Rename(rf"{layer}\.self_attn\.k_proj{what}", wqkv, part=(queries, both), halves=halves),
-        Rename(rf"{layer}\.self_attn\.v_proj{what}", wqkv, part=(both, every)),
-        Rename(rf"{layer}\.self_attn\.o_proj{what}", f"{block}.wo.weight"),
+        Rename(rf"{layer}\.self_attn\.q_proj\.weight", wqkv, part=(0, k_start), halves=halves),
+        Rename(rf"{layer}\.self_attn\.k_proj\.weight", wqkv, part=(k_start, v_start), halves=halves),
+        Rename(rf"{layer}\.self_attn\.v_proj\.weight", wqkv, part=(v_start, v_end)),
+        Rename(rf"{layer}\.self_attn\.o_proj\.weight", f"{block}.wo.weight"),
         *norms,
-        Rename(rf"{layer}\.mlp\.gate_proj{what}", w13, part=(0, half)),
-        Rename(rf"{layer}\.mlp\.up_proj{what}", w13, part=(half, 2 * half)),
-        Rename(rf"{layer}\.mlp\.down_proj{what}", f"{block}.w2.weight"),
+        Rename(rf"{layer}\.mlp\.gate_proj\.weight", w13, part=(0, hidden)),
+        Rename(rf"{layer}\.mlp\.up_proj\.weight", w13, part=(hidden, 2 * hidden)),
+        Rename(rf"{layer}\.mlp\.down_proj\.weight", f"{block}.w2.weight"),
         Rename(rf"{layer}\.input_layernorm\.weight", f"{block}.attention_norm.weight"),
         Rename(rf"{layer}\.post_attention_layernorm\.weight", f"{block}.ffn_norm.weight"),
     ]
 
 
 class SkipInit(TorchFunctionMode):
-    """Skips initialisers: on the meta device they have no effect and would import torch's compiler."""
+    """Skips initialisers, which have no effect on the meta device and would import torch's compiler."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -133,10 +135,10 @@ class SkipInit(TorchFunctionMode):
 
 
 @contextmanager
-def blank(config_of: Path | None = None) -> Iterator[None]:
-    """Modules made in this block have shapes and no weights, for `Source.fill`.
+def blank(path: Path | None = None) -> Iterator[None]:
+    """Make modules with shapes and without weights in this block, for `Source.fill`.
 
-    config_of: where their config was read; InputError names it where no network can be made of it.
+    path: the checkpoint with their config; InputError names it where no network can be made of the config.
     """
     try:
         with torch.device("meta"), SkipInit():
@@ -144,17 +146,18 @@ def blank(config_of: Path | None = None) -> Iterator[None]:
     except InputError:
         raise
     except (ValueError, RuntimeError, ArithmeticError) as error:
-        if config_of is None:
+        if path is None:
             raise
         reason = str(error).splitlines()[0]
-        raise InputError(f"{config_of}: no network has the sizes of its config.json: {reason}") from error
+        raise InputError(f"{path}: no network has the sizes of its config.json: {reason}") from error
 
 
 class Source:
     """One checkpoint: a folder or a file.
 
     pack: called with every `Block` as soon as it is read, to replace its layers by packed ones, so that the weights of one block alone
-    are there twice; None: blocks stay as they are. packing: the dtype that it packs weights in, "bfloat16" or "int8". int8: whether weights that lie on disk in 8 or 6 bits keep these beside them.
+    are in memory twice; None: blocks stay as they are. packing: the dtype of packed weights, "bfloat16" or "int8".
+    int8: whether weights that lie on disk in 8 or 6 bits keep these bits too, for `int8_parts`.
     """
 
     pack: Callable[[nn.Module], None] | None = None
@@ -163,11 +166,13 @@ class Source:
 
     def __init__(self, path: Path, files: Sequence[Path], given: Mapping[str, Any] | None = None):
         self.path, self.files = path, files
-        self.given = dict(given or {})  # given by the user instead of found beside it: tokenizer, text, size
+        self.given = dict(
+            given or {}
+        )  # the user's `tokenizer`, `text` and `size`, in place of those beside the checkpoint
 
     @classmethod
     def open(cls, path: Path, given: Mapping[str, Any] | None = None) -> Source:
-        """A .safetensors, .pt, .pth or .bin file, a folder with one, or an index of shards and its folder."""
+        """Open a .safetensors, .pt, .pth or .bin file, a folder with one, or an index of shards."""
         return cls(path, files(path), given)
 
     @cached_property
@@ -177,15 +182,17 @@ class Source:
 
     @property
     def folder(self) -> Path:
-        """The folder that it is or lies in."""
+        """The folder of the checkpoint."""
         return self.path if self.path.is_dir() else self.path.parent
 
     @property
     def kinds(self) -> set[str]:
         """The names that the config gives the model: our `kind`, transformers' `model_type` and `architectures`."""
-        named = [self.config.get("kind"), self.config.get("model_type")]
-        listed = self.config.get("architectures")
-        return {str(name) for name in [*named, *(listed if isinstance(listed, list) else [])] if name}
+        kinds = [self.config.get("kind"), self.config.get("model_type")]
+        architectures = self.config.get("architectures")
+        if isinstance(architectures, list):
+            kinds += architectures
+        return {str(kind) for kind in kinds if kind}
 
     @cached_property
     def _contents(self) -> dict[Path, dict[str, Tensor]]:
@@ -194,30 +201,31 @@ class Source:
 
     @cached_property
     def metas(self) -> dict[str, Tensor]:
-        """Every tensor's shape and dtype on the meta device; a quantised one and its scale are one of float32."""
-        return dequantised_metas(
-            {k: v for held in self._contents.values() for k, v in held.items()}, self.path
-        )
+        """Every tensor on the meta device; a quantised tensor and its scale are one tensor of float32."""
+        stored: dict[str, Tensor] = {}
+        for content in self._contents.values():
+            stored |= content
+        return dequantised_metas(stored, self.path)
 
     def shape(self, name: str, dims: int) -> tuple[int, ...]:
-        """The shape of a tensor that must be there, of so many dimensions, none of them empty. InputError."""
+        """Return the shape of a tensor; InputError unless it exists and has `dims` dimensions, none of them empty."""
         if name not in self.metas:
             raise InputError(f"{self.path} lacks {name}: it is another model's, or a part of one.")
-        found = tuple(self.metas[name].shape)
-        if len(found) != dims or 0 in found:
-            raise InputError(f"{self.path}: {name} is {found} where {dims} dimensions are expected.")
-        return found
+        shape = tuple(self.metas[name].shape)
+        if len(shape) != dims or 0 in shape:
+            raise InputError(f"{self.path}: {name} is {shape} where {dims} dimensions are expected.")
+        return shape
 
     def tensors(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of these names, one at a time."""
-        for file, found in self._contents.items():
-            for name, tensor, _ in read_tensors(file, found.keys() & set(names)):
+        """Read the tensors of these names, one at a time."""
+        for file, content in self._contents.items():
+            for name, tensor, _ in read_tensors(file, content.keys() & set(names)):
                 yield name, tensor
 
     def layers(self, prefix: str = r"layers\.") -> int:
-        """How many layers there are, by the highest number after `prefix`, a regular expression."""
-        numbers = (re.match(rf"{prefix}(\d{{1,6}})\.", name) for name in self.metas)
-        return 1 + max((int(found[1]) for found in numbers if found), default=-1)
+        """Return the number of layers, by the highest number after `prefix`, a regular expression."""
+        matches = (re.match(rf"{prefix}(\d{{1,6}})\.", name) for name in self.metas)
+        return 1 + max((int(match[1]) for match in matches if match), default=-1)
 
     def fill(
         self,
@@ -227,87 +235,90 @@ class Source:
         skip: Sequence[str] = (),
         device: torch.device | str = "cpu",
     ) -> None:
-        """Put the checkpoint into `module`: parameters in `dtype`, buffers in their own, on `device`.
+        """Put the checkpoint into `module`: parameters in `dtype`, buffers in their own dtype, on `device`.
 
-        skip: patterns of upstream names that have no place in ours. Raises InputError that lists what is missing, unexpected,
-        misshaped or of the wrong kind of number, at most ten of them, and names a tensor with a value that is no finite number.
+        skip: patterns of upstream names that `module` has no tensors for. Raises InputError that lists at most ten tensors which
+        are missing, unexpected, misshaped or of the wrong kind of number, or names a tensor with NaN or infinity.
         """
-        ours = module.state_dict()
+        tensors = module.state_dict()
         buffers = {name for name, _ in module.named_buffers()}
-        pieces, faults = self._plan(ours, rules, skip)
+        pieces, faults = self._plan(tensors, rules, skip)
         if faults:
             raise InputError(f"{self.path} does not fit {type(module).__name__}: {listed(faults)}.")
-        pack = self.pack
-        blocks = {f"{name}.": part for name, part in module.named_modules() if isinstance(part, Block)}
-        block_of = {name: next(filter(name.startswith, blocks if pack else ()), "") for name in ours}
-        pending = Counter(block_of[name] for found in pieces.values() for name, _ in found)
+        blocks: dict[str, nn.Module] = {}
+        if self.pack is not None:
+            blocks = {f"{name}.": child for name, child in module.named_modules() if isinstance(child, Block)}
+        block_of = {name: next(filter(name.startswith, blocks), "") for name in tensors}
+        num_pending = Counter(block_of[name] for destinations in pieces.values() for name, _ in destinations)
         filled: dict[str, Tensor] = {}
         int8: dict[str, tuple[Tensor, Tensor]] = {}
-        for upstream, tensor, bits in self._read(pieces, block_of):
+        for upstream, upstream_tensor, bits in self._read(pieces, block_of):
             for name, rule in pieces[upstream]:
-                own, block = ours[name], block_of[name]
+                tensor, block = tensors[name], block_of[name]
+                is_weight = name not in buffers and tensor.is_floating_point()
                 if name not in filled:
-                    kind = own.dtype if name in buffers or not own.is_floating_point() else dtype
-                    filled[name] = torch.empty(own.shape, dtype=kind, device=device)
-                rule.place(filled[name]).copy_(rule.apply(tensor))
+                    weight_dtype = dtype if is_weight else tensor.dtype
+                    filled[name] = torch.empty(tensor.shape, dtype=weight_dtype, device=device)
+                rule.filled(filled[name]).copy_(rule.apply(upstream_tensor))
                 unchanged = rule.rows is None and rule.part is None and not rule.halves
-                if self.int8 and bits is not None and unchanged and name not in buffers:
+                if self.int8 and bits is not None and unchanged and is_weight:
                     int8[name] = bits
-                pending[block] -= 1
-                if pack is not None and block and not pending[block]:
+                num_pending[block] -= 1
+                if self.pack is not None and block and not num_pending[block]:
                     complete = [name for name in filled if block_of[name] == block]
                     assign(module, {name: filled.pop(name) for name in complete}, int8)
-                    pack(blocks[block])
+                    self.pack(blocks[block])
         assign(module, filled, int8)
-        every = [*module.named_parameters(), *module.named_buffers()]
-        left = [name for name, tensor in every if tensor.is_meta]
-        if left:
-            raise RuntimeError(f"{type(module).__name__} was made without {', '.join(left)}")
+        assigned = [*module.named_parameters(), *module.named_buffers()]
+        empty = [name for name, tensor in assigned if tensor.is_meta]
+        if empty:
+            raise RuntimeError(f"{type(module).__name__} was made without {', '.join(empty)}")
 
     def _plan(
-        self, ours: Mapping[str, Tensor], rules: Sequence[Rename], skip: Sequence[str]
+        self, tensors: Mapping[str, Tensor], rules: Sequence[Rename], skip: Sequence[str]
     ) -> tuple[Pieces, list[str]]:
-        """Where every upstream tensor goes, by its name, and the list of faults."""
+        """Return the pieces of our `tensors`, by name, and a list of faults."""
         pieces: dict[str, list[tuple[str, Rename]]] = {}
-        wrong, covered = list[str](), Counter[str]()
+        faults = list[str]()
+        num_filled = Counter[str]()
         for upstream, meta in self.metas.items():
             if any(re.fullmatch(pattern, upstream) for pattern in skip):
                 continue
-            named = ((rule.match(upstream), rule) for rule in rules)
-            pieces[upstream] = found = [(name, rule) for name, rule in named if name in ours]
-            wrong += [] if found else [f"unexpected {upstream}"]
-            for name, rule in found:
-                wrong += filter(None, [rule.mismatch(upstream, meta, ours[name])])
-                covered[name] += rule.place(ours[name]).numel()
-        missing = [
-            f"{name} is given {covered[name]} of {own.numel()} numbers"
-            if covered[name]
-            else f"missing {name}"
-            for name, own in ours.items()
-            if covered[name] != own.numel() or name not in covered
-        ]
-        return pieces, missing + wrong
+            pieces[upstream] = [(name, rule) for rule in rules if (name := rule.match(upstream)) in tensors]
+            if not pieces[upstream]:
+                faults.append(f"unexpected {upstream}")
+            for name, rule in pieces[upstream]:
+                if fault := rule.mismatch(upstream, meta, tensors[name]):
+                    faults.append(fault)
+                num_filled[name] += rule.filled(tensors[name]).numel()
+        missing = []
+        for name, tensor in tensors.items():
+            numbers = num_filled.get(name)
+            if numbers != tensor.numel():
+                is_given = f"{name} is given {numbers} of {tensor.numel()} numbers"
+                missing.append(is_given if numbers else f"missing {name}")
+        return pieces, missing + faults
 
     def _read(
         self, pieces: Pieces, block_of: Mapping[str, str]
     ) -> Iterator[tuple[str, Tensor, tuple[Tensor, Tensor] | None]]:
-        """Every planned tensor once, as `read_tensors` gives it; tensors of a block that lie in one file come together."""
-        for file, found in self._contents.items():
-            names = sorted(filter(pieces.get, found), key=lambda name: block_of[pieces[name][0][0]])
+        """Read every planned tensor once, as `read_tensors` does; tensors of a block that lie in one file come together."""
+        for file, content in self._contents.items():
+            names = sorted(filter(pieces.get, content), key=lambda name: block_of[pieces[name][0][0]])
             group: list[str] = []
-            size = 0
+            nbytes = 0
             for name in names:
                 group.append(name)
-                size += found[name].nbytes
-                if name is names[-1] or size >= CHUNK:
+                nbytes += content[name].nbytes
+                if name is names[-1] or nbytes >= CHUNK:
                     yield from read_tensors(file, group)
-                    group, size = [], 0
+                    group, nbytes = [], 0
 
 
 def assign(
     module: nn.Module, tensors: Mapping[str, Tensor], int8: Mapping[str, tuple[Tensor, Tensor]]
 ) -> None:
-    """Make these tensors the parameters and buffers of `module`; int8: the 8 bits that weights keep, for `int8_parts`."""
+    """Make `tensors` the parameters and buffers of `module`, by name; int8: the bits and scales of weights, for `int8_parts`."""
     module.load_state_dict(tensors, strict=False, assign=True)
     for name in tensors.keys() & int8.keys():
         module.get_parameter(name).int8_weight = int8[name]  # type: ignore[attr-defined]

@@ -16,6 +16,7 @@ from lanternpp.engine.sampling import Guidance, Sampling, draws_of
 from lanternpp.models.base import Target
 from lanternpp.nn.decoder import AttentionCache
 from lanternpp.trees.base import Extend, TreeBuilder
+from lanternpp.trees.chain import chain_tree
 from lanternpp.types import Draft, Frontier, Nodes, TargetOutput
 from lanternpp.util.registry import imported
 
@@ -82,13 +83,11 @@ class AutoregressiveProposer(NetworkProposer):
         """Allocate the drafter's cache and the features of the nodes of a draft."""
         super().open(target, sampling, guidance, batch)
         like, rows = next(self.drafter.parameters()), guidance.branches * batch
-        config, scratch, max_path = self.drafter.decoder.config, self.builder.scratch, self.depth + 1
-        slots = self.head.slots + target.length + max(scratch, max_path)
+        config, scratch = self.drafter.decoder.config, self.builder.scratch
+        slots = self.head.slots + target.length + max(scratch, self.depth + 1)
         self.cache = Cache(config, rows, slots, like)
         self.features = torch.zeros(rows, scratch, config.dim, dtype=like.dtype, device=like.device)
-        causal = torch.ones(max_path, max_path, dtype=torch.bool, device=like.device).tril()
-        self._path_mask = causal.expand(rows, -1, -1)
-        self._path_depth = torch.arange(max_path, device=like.device).expand(rows, -1)
+        self._path = chain_tree(rows, self.depth, like.device)
         self._row = torch.arange(rows, device=like.device)
 
     def propose(self, noise: Noise) -> Draft:
@@ -102,7 +101,7 @@ class AutoregressiveProposer(NetworkProposer):
         rows = self.guidance.rows
         path, num_kept = rows(output.verdict.path), rows(output.verdict.kept)
         features = output.features.gather(1, path[..., None].expand(-1, -1, output.features.shape[-1]))
-        nodes = self.cache.nodes(self._path_depth, self._path_mask)
+        nodes = self.cache.nodes(self._path.depth, self._path.mask)
         out = self.drafter_forward(output.verdict.next_codes, features, nodes, self.cache)
         self.features[:, 0] = out[self._row, (num_kept - 1).clamp(min=0)]
         self.cache.used += num_kept

@@ -15,7 +15,6 @@ from lanternpp.engine.proposer import Parts
 from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
-from lanternpp.nn.backend import DrafterKernels
 from lanternpp.proposers.network import NetworkProposer
 from lanternpp.trees.base import TreeBuilder
 from lanternpp.trees.chain import chain_tree, is_drawn_chain
@@ -101,10 +100,9 @@ class Parallel(NetworkProposer):
         """Run the drafter once, then grow a tree, whose nodes cost one product with the head each."""
         levels = self._drafter_forward()  # [B, depth, D]
         query = self.drafter.down(levels)
-        if self._whole_chain and on_host(levels) and self.drafter.native is not None:
-            chain = self._sample_natively(self.drafter.native, levels, query, noise)
-            if chain is not None:
-                return chain
+        chain = self._sample_natively(levels, query, noise)
+        if chain is not None:
+            return chain
         index = self._index()
         if self.min_survival:
             return self._sample_chain(levels, query, index, noise)
@@ -118,10 +116,11 @@ class Parallel(NetworkProposer):
         q = self._probs(levels[:, :1], index[:, :1])[:, 0]
         return self.grow(q, extend, noise)
 
-    def _sample_natively(
-        self, native: DrafterKernels, levels: Tensor, query: Tensor, noise: Noise
-    ) -> Draft | None:
-        """Sample a chain in one call, from levels [B, depth, D] and query [B, depth, H]; None where `native` drew nothing."""
+    def _sample_natively(self, levels: Tensor, query: Tensor, noise: Noise) -> Draft | None:
+        """Sample a chain by kernels, from levels [B, depth, D] and query [B, depth, H]; None where they do not sample it."""
+        native = self.drafter.native
+        if native is None or not self._whole_chain or not on_host(levels):
+            return None
         draft, bias = self._empty_chain(), None
         if type(self.target).constrain is not Target.constrain:
             bias = self.target.constrain(torch.zeros_like(self.probs_of_nodes[:, 1:]), self._index())
