@@ -169,7 +169,8 @@ def test_of_a_packed_decoder_no_weight_of_a_layer_is_kept_besides(library: CDLL,
     pack(network, library, int8)
     assert isinstance(network.native, KernelDecoder)
     assert all(tensor.ndim == 1 for tensor in network.state_dict().values()), "norms alone"
-    for block, kept in zip(network.blocks, network.native.packed, strict=True):
-        for name, layer in kept.items():
-            assert getattr(block, name) is layer, "passes and modules share them"
+    for block, struct in zip(network.blocks, network.native.layer_structs, strict=True):
+        for name in ("wqkv", "wo", "w13", "w2"):
+            layer = getattr(block, name)
+            assert struct.alive[name] is layer.struct, "passes and modules share them"
             assert layer.packed.dtype == (torch.int8 if int8 else HALF)

@@ -36,15 +36,7 @@ class DrafterConfig:
     decoder: DecoderConfig
 
     # Fields of the decoder: those that a new drafter takes from its target, and others with their defaults.
-    shared: ClassVar[tuple[str, ...]] = (
-        "dim",
-        "heads",
-        "hidden",
-        "kv_heads",
-        "norm_eps",
-        "qk_norm",
-        "head_dim",
-    )
+    shared: ClassVar = ("dim", "heads", "hidden", "kv_heads", "norm_eps", "qk_norm", "head_dim")
     chosen: ClassVar[dict[str, Any]] = {"layers": 1}
 
     @classmethod

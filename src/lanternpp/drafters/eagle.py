@@ -50,12 +50,12 @@ class EagleDrafter(Drafter):
     @torch.no_grad()
     def inherit(self, target: Target) -> None:
         """Initialise the blocks as the target's last, and `fc` to pass features on. InputError where the target has fewer blocks."""
-        target_blocks, blocks = list(target.decoder.blocks), self.decoder.blocks
-        if len(blocks) > len(target_blocks):
+        layers, target_blocks = len(self.decoder.blocks), list(target.decoder.blocks)
+        if layers > len(target_blocks):
             raise InputError(
-                f"a drafter of {len(blocks)} layers cannot begin as the last of {len(target_blocks)}."
+                f"a drafter of {layers} layers cannot begin as the last of {len(target_blocks)}."
             )
-        for block, target_block in zip(blocks, target_blocks[-len(blocks) :], strict=True):
+        for block, target_block in zip(self.decoder.blocks, target_blocks[-layers:], strict=True):
             block.load_state_dict(target_block.state_dict())
         self.fc.weight[:, self.config.decoder.dim :] += torch.eye(self.config.decoder.dim)
 

@@ -17,8 +17,10 @@ from lanternpp.nn.checkpoints import Epsilon, Heads, config_as
 from lanternpp.nn.sources import Rename, Source, blank, llama_rules
 
 REQUIRED_TENSORS = {"embed_tokens.weight", "fc.weight", "layers.0.self_attn.q_proj.weight"}
-# The `input_type` of drafters whose rotary pairs are neighbouring channels, as LlamaGen's are.
-PAIRED = ("t2i", "t2i2")
+PAIRED = (
+    "t2i",
+    "t2i2",
+)  # the `input_type` of drafters whose rotary pairs are neighbouring channels, as LlamaGen's
 Q_NORM, K_NORM = "layers.0.self_attn.q_norm.weight", "layers.0.self_attn.k_norm.weight"
 MIN_COSINE = 0.9  # between the drafter's and the target's embedding of code 0
 
@@ -51,7 +53,7 @@ class PublishedDrafter(EagleDrafter):
 
     @classmethod
     def read(cls, source: Source, target: Target, dtype: torch.dtype) -> Self:
-        """Read the drafter in `source` for a target."""
+        """Read the drafter in `source` for a target; InputError where it was trained for another target."""
         config = shape_of(source, target)
         check_fit(source, config.decoder.dim, target)
         with blank(source.path):
@@ -68,17 +70,14 @@ class PublishedDrafter(EagleDrafter):
         ]
         source.fill(drafter, rules, dtype, skip=(r".*rotary_emb\..*",))
         if source.shape("embed_tokens.weight", 2)[0] == target.vocab:
-            drafter.check(target, source)
+            # The drafter has a copy of the target's embeddings, unless it was trained for another target.
+            code = torch.zeros(1, 1, dtype=torch.int64, device=target.decoder.rotary_table.device)
+            expected = target.embed(code)[0].detach().to("cpu", torch.float32)
+            if F.cosine_similarity(drafter.entry.detach().cpu().float(), expected).item() < MIN_COSINE:
+                raise InputError(
+                    f"drafter {source.path} was trained for another target: its embeddings are not this target's"
+                )
         return drafter
-
-    def check(self, target: Target, source: Source) -> None:
-        """Check that the drafter has a copy of the target's embedding of code 0; raise InputError otherwise."""
-        code = torch.zeros(1, 1, dtype=torch.int64, device=target.decoder.rotary_table.device)
-        expected = target.embed(code)[0].detach().to("cpu", torch.float32)
-        if F.cosine_similarity(self.entry.detach().cpu().float(), expected).item() < MIN_COSINE:
-            raise InputError(
-                f"drafter {source.path} was trained for another target: its embeddings are not this target's"
-            )
 
     def prompt_inputs(self, prompt: Tensor) -> Tensor:
         """Return entry 0 at every position of a prompt [R, T - 1, D]; the same shape."""

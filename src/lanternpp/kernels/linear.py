@@ -40,7 +40,10 @@ class LargePages:
         aligned_nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
         with self.lock:
             if aligned_nbytes > len(self.free):
-                trim_heap()
+                # glibc keeps freed tensors of up to 32 MB, and so weights that were packed, until it is told to trim its heap.
+                # Other C libraries have no such function, and Windows no such list of symbols.
+                with contextlib.suppress(AttributeError, TypeError):
+                    CDLL(None).malloc_trim(0)
                 length = -(-max(aligned_nbytes, CHUNK_BYTES) // PAGE_BYTES) * PAGE_BYTES
                 # Windows has no such flags; large pages are of Linux alone, and not of every kernel of Linux.
                 flags = [mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS] if hasattr(mmap, "MAP_PRIVATE") else []
@@ -54,13 +57,6 @@ class LargePages:
     def copy(self, tensor: Tensor) -> Tensor:
         """Return a contiguous copy of a tensor."""
         return self.empty(tensor.shape, tensor.dtype).copy_(tensor)
-
-
-def trim_heap() -> None:
-    """Give freed memory back to the system, as glibc keeps tensors of up to 32 MB, and so weights that were packed and freed."""
-    # Other C libraries have no such function, and Windows no such list of symbols.
-    with contextlib.suppress(AttributeError, TypeError):
-        CDLL(None).malloc_trim(0)
 
 
 PAGES = LargePages()

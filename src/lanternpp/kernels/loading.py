@@ -30,9 +30,8 @@ LIBRARIES = HERE / "lib"
 def kernels() -> ctypes.CDLL | None:
     """Return the kernels that LANTERNPP_KERNELS asks for, the best by default; None where it is 0 or there are no kernels."""
     switch = os.environ.get(SWITCH, "")
-    if switch == "0":
-        return None
-    return library() if switch in ("", "1") else library(switch)
+    kind = None if switch in ("", "1") else switch
+    return None if switch == "0" else library(kind)
 
 
 @cache

@@ -35,27 +35,21 @@ class KernelDecoder:
     """The passes of a stack, with copies of its linear layers that are packed in 8 bits or in bfloat16.
 
     rotary_table: [positions, 2, head_dim], in the stack's `qk_order`. release: free the weights of every layer as soon as they
-    are packed. `packed`: the four products of every layer, by their names in C.
+    are packed.
     """
 
     def __init__(self, stack: Stack, rotary_table: Tensor, library: CDLL, int8: bool, release: bool = False):
         self.library, self.int8, self.rotary_table = library, int8, rotary_table.float().contiguous()
-        self.packed: list[dict[str, KernelLinear]] = []
         self.embeddings: Tensor | None = None  # of all codes, [V, D], set by `fused_step`
-        self.layer_structs = []  # keep the tensors of every layer alive
+        self.layer_structs: list[Any] = []  # keep the tensors of every layer alive
         for layer in stack.layers:
-            products = {
-                "wqkv": self._linear(layer.qkv, _heads_order(stack)),
-                "wo": self._linear([layer.out]),
-                "w13": self._linear(layer.gate_up, gate_up_order(stack.hidden)),
-                "w2": self._linear([layer.down]),
-            }
-            struct = structs.Layer(**{name: product.struct for name, product in products.items()})
-            for name in NORMS:
-                setattr(struct, name, _norm(getattr(layer, name), stack.dim))
+            struct = structs.Layer(**{name: _norm(getattr(layer, name), stack.dim) for name in NORMS})
+            struct.wqkv = self._linear(layer.qkv, _heads_order(stack))
+            struct.wo = self._linear([layer.out])
+            struct.w13 = self._linear(layer.gate_up, gate_up_order(stack.hidden))
+            struct.w2 = self._linear([layer.down])
             struct.qk_norm, struct.qk_bias = _head_scales(stack, layer)
             self.layer_structs.append(struct)
-            self.packed.append(products)
             for module in linear_layers(layer) if release else ():
                 module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)
         self.layers = (structs.Layer * len(self.layer_structs))(*self.layer_structs)
@@ -94,10 +88,10 @@ class KernelDecoder:
             part[layer] = number
         return part
 
-    def _linear(self, modules: Sequence[Any], order: Tensor | None = None) -> KernelLinear:
+    def _linear(self, modules: Sequence[Any], order: Tensor | None = None) -> Any:
         if isinstance(modules[0], KernelLinear):
-            return modules[0]
-        return KernelLinear(self.library, [(x.weight, x.bias) for x in modules], self.int8, order)
+            return modules[0].struct
+        return KernelLinear(self.library, [(x.weight, x.bias) for x in modules], self.int8, order).struct
 
 
 def linear_layers(layer: StackLayer) -> tuple[Any, ...]:

@@ -168,13 +168,8 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return scores.softmax(-1).to(q.dtype) @ v
 
 
-class Norm(nn.Module):
-    """RMSNorm."""
-
-    def __init__(self, dim: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.eps = eps
+class Norm(nn.RMSNorm):
+    """RMSNorm in the dtype of its input, whatever that of its weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., D] -> the same shape, of unit mean square, times the weight."""

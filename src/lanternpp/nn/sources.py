@@ -98,12 +98,11 @@ def llama_rules(
     as many neighbouring heads; default: one row a head.
     """
     heads, kv_heads, hidden = shape.heads, shape.num_kv_heads, shape.hidden
-    k_start, v_start = heads * shape.head_dim, (heads + kv_heads) * shape.head_dim
-    v_end = v_start + kv_heads * shape.head_dim
+    k_start, v_start, v_end = (n * shape.head_dim for n in (heads, heads + kv_heads, heads + 2 * kv_heads))
     halves = shape.head_dim if paired else 0
     wqkv, w13 = f"{block}.wqkv.weight", f"{block}.w13.weight"
-    norms = []
     q_rows, k_rows = norm_rows or (heads, kv_heads)
+    norms = []
     for name, start, num_heads, num_rows in (("q", 0, heads, q_rows), ("k", heads, kv_heads, k_rows)):
         rows = None if num_rows == num_heads else torch.arange(num_heads) * num_rows // num_heads
         pattern = rf"{layer}\.self_attn\.{name}_norm\.(weight|bias)"
@@ -168,7 +167,7 @@ class Source:
         self.path, self.files = path, files
         self.given = dict(
             given or {}
-        )  # the user's `tokenizer`, `text` and `size`, in place of those beside the checkpoint
+        )  # the user's tokenizer, text and size, in place of those beside the files
 
     @classmethod
     def open(cls, path: Path, given: Mapping[str, Any] | None = None) -> Source:
@@ -202,9 +201,7 @@ class Source:
     @cached_property
     def metas(self) -> dict[str, Tensor]:
         """Every tensor on the meta device; a quantised tensor and its scale are one tensor of float32."""
-        stored: dict[str, Tensor] = {}
-        for content in self._contents.values():
-            stored |= content
+        stored = {name: meta for content in self._contents.values() for name, meta in content.items()}
         return dequantised_metas(stored, self.path)
 
     def shape(self, name: str, dims: int) -> tuple[int, ...]:

@@ -117,9 +117,8 @@ class Jacobi(Proposer):
         self._tree = chain_tree(batch, window, like.device, self.alternatives)
         self._row = torch.arange(batch, device=like.device)[:, None]
         self._offsets = torch.arange(window + 1, device=like.device)
-        nodes, num_unverified = window + 1 + self.alternatives, (self.window_rows - 1) * window
-        mask = torch.ones(num_unverified, nodes + num_unverified, dtype=torch.bool, device=like.device)
-        mask = mask.tril(nodes)
+        nodes, unverified = window + 1 + self.alternatives, (self.window_rows - 1) * window
+        mask = torch.ones(unverified, nodes + unverified, dtype=torch.bool, device=like.device).tril(nodes)
         mask[:, window + 1 : nodes] = False  # the alternatives
         self._unverified_mask = mask.expand(batch, -1, -1)
         num_earlier = (
