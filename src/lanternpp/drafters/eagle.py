@@ -50,12 +50,10 @@ class EagleDrafter(Drafter):
     @torch.no_grad()
     def inherit(self, target: Target) -> None:
         """Initialise the blocks as the target's last, and `fc` to pass features on. InputError where the target has fewer blocks."""
-        layers, target_blocks = len(self.decoder.blocks), list(target.decoder.blocks)
-        if layers > len(target_blocks):
-            raise InputError(
-                f"a drafter of {layers} layers cannot begin as the last of {len(target_blocks)}."
-            )
-        for block, target_block in zip(self.decoder.blocks, target_blocks[-layers:], strict=True):
+        layers, target_layers = len(self.decoder.blocks), len(target.decoder.blocks)
+        if layers > target_layers:
+            raise InputError(f"a drafter of {layers} layers cannot begin as the last of {target_layers}.")
+        for block, target_block in zip(self.decoder.blocks, target.decoder.blocks[-layers:], strict=True):
             block.load_state_dict(target_block.state_dict())
         self.fc.weight[:, self.config.decoder.dim :] += torch.eye(self.config.decoder.dim)
 

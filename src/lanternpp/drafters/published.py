@@ -17,10 +17,7 @@ from lanternpp.nn.checkpoints import Epsilon, Heads, config_as
 from lanternpp.nn.sources import Rename, Source, blank, llama_rules
 
 REQUIRED_TENSORS = {"embed_tokens.weight", "fc.weight", "layers.0.self_attn.q_proj.weight"}
-PAIRED = (
-    "t2i",
-    "t2i2",
-)  # the `input_type` of drafters whose rotary pairs are neighbouring channels, as LlamaGen's
+PAIRED = ("t2i", "t2i2")  # `input_type` of drafters whose rotary pairs are neighbouring channels
 Q_NORM, K_NORM = "layers.0.self_attn.q_norm.weight", "layers.0.self_attn.k_norm.weight"
 MIN_COSINE = 0.9  # between the drafter's and the target's embedding of code 0
 

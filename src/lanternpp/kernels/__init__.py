@@ -29,10 +29,7 @@ class OneDNN(Backend):
 
 
 class Kernels(Backend):
-    """The kernels in C, and convolutions with packed weights, on a CPU: passes in bfloat16, sampling in float32.
-
-    Methods return None for tensors of another dtype or device.
-    """
+    """The kernels in C, and packed convolutions: passes in bfloat16, sampling in float32, on a CPU; None for other tensors."""
 
     def __init__(self, library: CDLL):
         self.library, self.name = library, Path(library._name).stem

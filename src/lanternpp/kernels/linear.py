@@ -18,10 +18,7 @@ from lanternpp.kernels.binding import BLOCK_N, K_ALIGN, structs
 from lanternpp.nn.int8 import int8_parts
 from lanternpp.types import on_host
 
-PAGE_BYTES, CHUNK_BYTES = (
-    1 << 21,
-    1 << 24,
-)  # of a large page, and of the smallest chunk of pages that is allocated
+PAGE_BYTES, CHUNK_BYTES = 1 << 21, 1 << 24  # of a large page; the least that is allocated at once
 ALIGNMENT = 64  # bytes: tensors begin at multiples of this
 
 
@@ -95,8 +92,9 @@ class KernelLinear(nn.Module):
         self.scale = torch.zeros(len(padded_order), dtype=torch.float32) if int8 else None
         addresses = arranged(w.data_ptr() + torch.arange(len(w)) * w[0].nbytes for w in weights)
         scales = arranged(scale.float() for _, scale in pairs) if all(pairs) else None
-        sizes = blocks, self.in_features, width
-        structs.Packing(addresses, scales, self.packed, self.scale, *sizes).run(library)
+        structs.Packing(addresses, scales, self.packed, self.scale, blocks, self.in_features, width).run(
+            library
+        )
         packed_bias = None
         if any(bias is not None for _, bias in layers):
             biases = (w.new_zeros(len(w)) if bias is None else bias.detach() for w, bias in layers)

@@ -34,8 +34,7 @@ MAX_SERIAL = 1 << 20  # values of an input that one thread normalises; larger in
 class KernelDecoder:
     """The passes of a stack, with copies of its linear layers that are packed in 8 bits or in bfloat16.
 
-    rotary_table: [positions, 2, head_dim], in the stack's `qk_order`. release: free the weights of every layer as soon as they
-    are packed.
+    rotary_table: [positions, 2, head_dim], in the stack's `qk_order`. release: free a layer's weights once they are packed.
     """
 
     def __init__(self, stack: Stack, rotary_table: Tensor, library: CDLL, int8: bool, release: bool = False):
@@ -103,10 +102,9 @@ def kernel_decoder(
     stack: Stack, rotary_table: Tensor, library: CDLL, int8: bool, release: bool = False
 ) -> KernelDecoder | None:
     """Return a `KernelDecoder`, or None where the kernels do not compute the stack."""
-    if stack.head_dim > MAX_HEAD_DIM or stack.head_dim % 2:
-        return None
-    linear = (module for layer in stack.layers for module in linear_layers(layer))
-    if not all(isinstance(x, KernelLinear) or packable(x.weight) for x in linear):
+    modules = (module for layer in stack.layers for module in linear_layers(layer))
+    can_pack = all(isinstance(module, KernelLinear) or packable(module.weight) for module in modules)
+    if not can_pack or stack.head_dim > MAX_HEAD_DIM or stack.head_dim % 2:
         return None
     return KernelDecoder(stack, rotary_table, library, int8, release)
 
@@ -218,9 +216,9 @@ class PackedConvolution(nn.Conv2d):
 class SerialGroupNorm(nn.GroupNorm):
     """Group normalisation of x [B, C, H, W] by one thread, unless x is large.
 
-    Where channels come last, PyTorch adds up the sums of its threads, so that the result depends on their number. The C function
-    sets it for the calling thread; `torch.set_num_threads` would also set it for threads that begin meanwhile. Kernels without
-    OpenMP have threads of their own and cannot set PyTorch's number: then channels come first.
+    Where channels come last, PyTorch adds up the sums of its threads, so that the result depends on their number, which C sets
+    for the calling thread; `torch.set_num_threads` would also set that of threads that begin meanwhile. Kernels without OpenMP
+    cannot set PyTorch's number: then channels come first.
     """
 
     library: CDLL

@@ -82,8 +82,7 @@ class Backend:
     ) -> DecoderForward | None:
         """Return the passes of a `Stack`, with copies of its weights in `dtype`: "bfloat16", or "int8" with a scale for each output.
 
-        release: free the weights of every layer as soon as they are copied. rotary_table [positions, 2, head_dim] float32, in the
-        order of the stack's `qk_order`.
+        rotary_table: [positions, 2, head_dim] float32, in the stack's `qk_order`. release: free a layer's weights once copied.
         """
         return None
 

@@ -20,8 +20,6 @@ from lanternpp.nn.backend import DecoderForward
 from lanternpp.nn.checkpoints import Epsilon, HeadDim, Heads, Hidden, Layers, Share, Width
 from lanternpp.types import Nodes, on_host
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-
 
 class AttentionCache(Protocol):
     """The interface of a KV cache, which stores keys and values and attends over all stored ones."""
@@ -207,8 +205,8 @@ class Block(nn.Module):
         self.w13 = nn.Linear(config.dim, 2 * config.hidden, bias=False)
         self.w2 = nn.Linear(config.hidden, config.dim, bias=False)
 
-    def forward(self, x: Tensor, rotation: Tensor, attend: Attend) -> Tensor:
-        """x [R, N, D], rotation [R, N, 2, 1, d] -> [R, N, D]."""
+    def forward(self, x: Tensor, rotation: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        """x [R, N, D], rotation [R, N, 2, 1, d], attend(q, k, v) -> [R, N, D]."""
         qk, v = self.before_attention(x, rotation)
         return self.after_attention(x, attend(qk[:, :, : self.heads], qk[:, :, self.heads :], v))
 

@@ -39,8 +39,6 @@ SAFE_CLASSES: list[Any] = [
 ]  # a training script's options, which may lie beside its weights
 MAX_EXPANDED_BYTES = 1 << 24  # of a tensor that repeats fewer bytes of its file
 
-Get = Callable[[str], Tensor]
-
 
 @contextmanager
 def wrong_file(sentence: str, remedy: str = "fetch it again") -> Iterator[None]:
@@ -55,7 +53,7 @@ def wrong_file(sentence: str, remedy: str = "fetch it again") -> Iterator[None]:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[tuple[list[str], Get]]:
+def opened(path: Path) -> Iterator[tuple[list[str], Callable[[str], Tensor]]]:
     """Return the names of a file's tensors, and a function from a name to its tensor, over a mapping that ends with the context.
 
     A torch checkpoint is read with `weights_only`; of nested dicts, the dict of the weights is taken. Raises InputError.
@@ -89,8 +87,7 @@ def metas(path: Path, any_names: bool = False) -> dict[str, Tensor]:
         longest = max(map(len, names), default=0)
         if not any_names and (len(names) > MAX_TENSORS or longest > MAX_NAME_CHARS):
             raise InputError(
-                f"{path} holds {len(names)} tensors with names of up to {longest} characters; "
-                f"at most {MAX_TENSORS} of {MAX_NAME_CHARS} are read."
+                f"{path} holds {len(names)} tensors with names of up to {longest} characters; at most {MAX_TENSORS} of {MAX_NAME_CHARS} are read."
             )
         return {name: plain(name, get(name), path).to("meta") for name in names}
 

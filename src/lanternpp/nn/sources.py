@@ -165,9 +165,7 @@ class Source:
 
     def __init__(self, path: Path, files: Sequence[Path], given: Mapping[str, Any] | None = None):
         self.path, self.files = path, files
-        self.given = dict(
-            given or {}
-        )  # the user's tokenizer, text and size, in place of those beside the files
+        self.given = dict(given or {})  # by the user, not found beside the files: tokenizer, text, size
 
     @classmethod
     def open(cls, path: Path, given: Mapping[str, Any] | None = None) -> Source:
@@ -266,7 +264,7 @@ class Source:
                     assign(module, {name: filled.pop(name) for name in complete}, int8)
                     self.pack(blocks[block])
         assign(module, filled, int8)
-        assigned = [*module.named_parameters(), *module.named_buffers()]
+        assigned = (*module.named_parameters(), *module.named_buffers())
         empty = [name for name, tensor in assigned if tensor.is_meta]
         if empty:
             raise RuntimeError(f"{type(module).__name__} was made without {', '.join(empty)}")

@@ -40,9 +40,7 @@ from lanternpp.trees.chain import chain_tree
 from lanternpp.types import Admission, Draft, TargetOutput, UnverifiedNodes
 
 CODE, PLACE = 8, 10  # purposes of noise: of a draft code in a pass, and of a place in the image in all passes
-SHARPNESS = (
-    20.0  # weights of rejected codes fall by exp(-SHARPNESS) over the distance of two codes drawn at random
-)
+SHARPNESS = 20.0  # weights of rejected codes fall by exp(-SHARPNESS) over the distance of two random codes
 COUPLINGS = ("none", "maximal", "gumbel")
 INITS = ("uniform", "last", "above", "mixed")
 NO_PLACE = -1
@@ -121,9 +119,7 @@ class Jacobi(Proposer):
         mask = torch.ones(unverified, nodes + unverified, dtype=torch.bool, device=like.device).tril(nodes)
         mask[:, window + 1 : nodes] = False  # the alternatives
         self._unverified_mask = mask.expand(batch, -1, -1)
-        num_earlier = (
-            self.width if self.init in ("above", "mixed") else 1
-        )  # places before the root that are read
+        num_earlier = self.width if self.init in ("above", "mixed") else 1  # places read before the root
         self.slots = num_earlier + (self.window_rows - 1) * max(self.width, window) + window + 1
         self.p_place = torch.full((batch, self.slots), NO_PLACE, device=like.device)
         self.code_place = self.p_place.clone()
@@ -151,17 +147,16 @@ class Jacobi(Proposer):
         self._write(self.codes, place, codes)
         self._write(self.q, place, new_q)
         self._write(self.code_place, place, place)
+        self._probs[:, :window] = new_q[:, :window]
+        parts = [self.root[:, None], codes[:, :window]]
+        if self.alternatives:
+            other_q = without(new_q[:, 0], codes[:, 0])[:, None]
+            parts.append(self.sampling.children(other_q, self.alternatives, noise, noise.DRAFT)[:, 0])
+        unverified = None
         if self.window_rows > 1:
             # The pass has no code before the first code of a row, whose distribution stays the same.
             self._write(self.p, place, new_q)
             self._write(self.p_place, place, place)
-        self._probs[:, :window] = new_q[:, :window]
-        parts = [self.root[:, None], codes[:, :window]]
-        if self.alternatives:
-            rest = without(new_q[:, 0], codes[:, 0])
-            parts.append(self.sampling.children(rest[:, None], self.alternatives, noise, noise.DRAFT)[:, 0])
-        unverified = None
-        if self.window_rows > 1:
             depth = place[:, window:] - self.count[:, None] + 1
             unverified = UnverifiedNodes(codes[:, window:], depth, self._unverified_mask)
         return Draft(self._tree, torch.cat(parts, 1), self._probs, unverified=unverified)
@@ -207,10 +202,7 @@ class Jacobi(Proposer):
         return (self._read(stored_place, place) == place) & (place > 0)
 
     def _second_p(self, output: TargetOutput, probs: Tensor) -> Tensor:
-        """Return the p after the first place, [B, V]: that of the kept code, or a mean where all codes were rejected.
-
-        probs [B, N + M, V].
-        """
+        """Return the p after the first place, [B, V], of probs [B, N + M, V]: the kept code's, or a mean where all were rejected."""
         verdict, nodes = output.verdict, self._tree.children[:, 0]  # [B, K], the nodes at the first place
         weight = torch.ones_like(nodes, dtype=probs.dtype)
         if self._code_vectors is not None:

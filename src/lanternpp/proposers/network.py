@@ -39,9 +39,7 @@ class NetworkProposer(Proposer):
     @classmethod
     def build(cls, parts: Parts) -> Self:
         """Build a proposer of the class that the drafter names, or of this class where it derives from that one."""
-        kind = cls
-        if isinstance(parts.network, Drafter):
-            kind = imported("proposer", parts.network.proposer)
+        kind = imported("proposer", parts.network.proposer) if isinstance(parts.network, Drafter) else cls
         return cls(parts.network, parts.tree) if issubclass(cls, kind) else kind(parts.network, parts.tree)
 
     @classmethod

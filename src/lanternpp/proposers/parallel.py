@@ -28,8 +28,8 @@ class Parallel(NetworkProposer):
     verdict wait in `next_embeds`, with the target's guided features, until the next draft; `waiting` counts them.
 
     min_survival: a chain ends before the first code whose predicted probability to be kept, together with all codes before
-    it, is lower; it has one code at least. The prediction for a code reads the codes before it and none that is drawn
-    later. So the end of a chain is a stopping time, and the code drawn after the end is the target's, as after any chain of
+    it, is lower than this; it has one code at least. The prediction for a code reads the codes before it and none that is
+    drawn later. So the end of a chain is a stopping time, and the code drawn after the end is the target's, as after any chain of
     this length: the distribution of the pictures is the same. All chains of a batch have the nodes of the longest chain;
     nodes after the end of a shorter chain are no children. 0: chains have all codes, and nothing is predicted.
     """
@@ -159,9 +159,7 @@ class Parallel(NetworkProposer):
         """Return the chains of a batch without the nodes after the end of the longest chain."""
         if draft.survival is None:
             return draft
-        missing = (self.target.length - 1 - self.count).clamp(
-            min=1
-        )  # codes that the picture lacks after the root
+        missing = (self.target.length - 1 - self.count).clamp(min=1)  # codes of the picture after the root
         lengths = (1 + (draft.survival[:, 1:] >= self.min_survival).sum(1)).minimum(missing)
         depth = int(lengths.max())
         if depth not in self._trees:
@@ -193,9 +191,8 @@ class Parallel(NetworkProposer):
 
     def _drafter_forward(self) -> Tensor:
         """Run the drafter over the waiting inputs and the queries; return the features of every level, [B, depth, D]."""
-        capacity = max_waiting = self.next_embeds.shape[1]
-        if on_host(self.waiting):
-            max_waiting = max(int(self.waiting.max()), 1)
+        capacity = self.next_embeds.shape[1]
+        max_waiting = max(int(self.waiting.max()), 1) if on_host(self.waiting) else capacity
         if max_waiting not in self._layouts:
             self._layouts[max_waiting] = layout(capacity, max_waiting, self._arange)
         *tables, scratch = self._layouts[max_waiting]
