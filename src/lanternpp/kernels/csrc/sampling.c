@@ -245,11 +245,11 @@ static void likeliest(const float *x, int64_t codes, int64_t count, int64_t *out
                 if (!taken) best[b] = i;
             }
         }
-        int64_t best_block = -1;
+        int64_t best_code = -1;
         for (int64_t b = 0; b < blocks; b++)
-            if (best[b] >= 0 && (best_block < 0 || x[best[b]] > x[best_block])) best_block = best[b];
-        out[n] = best_block;
-        changed = best_block / BLOCK;
+            if (best[b] >= 0 && (best_code < 0 || x[best[b]] > x[best_code])) best_code = best[b];
+        out[n] = best_code;
+        changed = best_code / BLOCK;
     }
     for (int64_t n = codes; n < count; n++) out[n] = out[n - codes];
 }
