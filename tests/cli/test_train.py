@@ -99,7 +99,7 @@ def test_a_corrupt_photo_is_named_once_and_left_out(
     facts = json.loads((shelf / "janus/parallel/provenance.json").read_text())["data"]
     assert (facts["train"], facts["skipped"]) == (99, ["red/004.png"])
     (photos / "train/blue/005.png").unlink()
-    monkeypatch.setattr(codes, "PART", 50)  # each in a shard of its own
+    monkeypatch.setattr(codes, "SHARD_SIZE", 50)  # each in a shard of its own
     for _ in range(2):  # the second time one shard is there
         again = run(*train, "-o", "other")
         assert again.code == 2 and "2 of 100 pictures in photos/train are unreadable" in again.err

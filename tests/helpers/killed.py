@@ -78,8 +78,8 @@ def obey(name: str, folder: str, life: float | None = None, env: Mapping[str, st
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores Ctrl-C
     os.environ |= env
     os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
-    features.SHARD, codes.PART, codes.BATCH, drafter.PASSES = 1 << 14, 8, 4, 20
-    codes.DRAWN = rollouts.DRAWN = 4
+    features.SHARD_BYTES, codes.SHARD_SIZE, codes.BATCH_SIZE, drafter.PASSES = 1 << 14, 8, 4, 20
+    codes.DRAWN_SHARD_SIZE = rollouts.DRAWN_SHARD_SIZE = 4
     began = time.process_time()
     if life is not None:
         signal.signal(signal.SIGPROF, signal.SIG_DFL)  # nothing of ours runs when it comes, as with SIGKILL

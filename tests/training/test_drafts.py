@@ -9,7 +9,7 @@ import torch
 from helpers.distributions import Contexts, chain_distribution, contexts
 
 from lanternpp.engine.verify.joint import chain_tails
-from lanternpp.training.parallel import chain_gain, keep_chances
+from lanternpp.training.parallel import chain_acceptance, chain_gain
 
 
 def estimates(p: Contexts, q: Contexts) -> tuple[torch.Tensor, torch.Tensor]:
@@ -24,7 +24,7 @@ def estimates(p: Contexts, q: Contexts) -> tuple[torch.Tensor, torch.Tensor]:
             at = at * vocab + code
         if often:
             ps, qs = (torch.stack(each) for each in zip(*rows, strict=True))
-            reach, keep = keep_chances(ps, qs.log(), torch.tensor(chain))
+            reach, keep = chain_acceptance(ps, qs.log(), torch.tensor(chain))
             found.append((often * reach * keep, keep))
     kept, keep = (torch.stack(each) for each in zip(*found, strict=True))
     return kept, keep
@@ -63,7 +63,9 @@ def test_a_draft_does_not_learn_which_code_was_recorded() -> None:
     for code in range(4):
         logits = q[0][0].log().requires_grad_()
         ps, log_q = torch.stack((p[0][0], p[1][code])), q[1][code].log()
-        reach, keep = keep_chances(ps, torch.stack((logits.log_softmax(-1), log_q)), torch.tensor([code, 0]))
+        reach, keep = chain_acceptance(
+            ps, torch.stack((logits.log_softmax(-1), log_q)), torch.tensor([code, 0])
+        )
         (slope,) = torch.autograd.grad(chain_gain(reach * keep, keep), logits)
         ways.append(slope / slope.norm())
     for way in ways[1:]:
@@ -73,7 +75,7 @@ def test_a_draft_does_not_learn_which_code_was_recorded() -> None:
 def test_a_ratio_beyond_all_bounds_leaves_the_gradient_finite() -> None:
     p = torch.tensor([[1e-30, 1.0], [0.5, 0.5]])
     logits = torch.tensor([[80.0, -80.0], [0.0, 0.0]], requires_grad=True)
-    reach, chance = keep_chances(p, logits.log_softmax(-1), torch.tensor([0, 1]))
+    reach, chance = chain_acceptance(p, logits.log_softmax(-1), torch.tensor([0, 1]))
     kept = reach * chance
     chain_gain(kept, chance).backward()
     assert kept.isfinite().all() and logits.grad is not None and logits.grad.isfinite().all()

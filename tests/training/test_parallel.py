@@ -15,7 +15,7 @@ from lanternpp.api.model import read_target
 from lanternpp.engine.sampling import Sampling
 from lanternpp.training import loop, parallel
 from lanternpp.training.options import DrafterSettings
-from lanternpp.training.parallel import FIRST, DraftBatch, ParallelTask
+from lanternpp.training.parallel import FIRST_LEVEL_WEIGHT, DraftBatch, ParallelTask
 
 
 def task(ready: Path, count: int = 6, sampling: Sampling = NEUTRAL, **settings: Any) -> ParallelTask:
@@ -77,7 +77,7 @@ def test_the_first_level_is_learned_after_more_slots(ready: Path) -> None:
     made.anchors = lambda *_: torch.tensor([0, 3, 14])  # type: ignore[method-assign]
     read = made.batch(made.train, index, None, torch.Generator())
     alone, both = made.loss(made.model, read)["loss"], made.loss(made.model, read, None, read.anchors)["loss"]
-    assert both.item() == pytest.approx((1 + FIRST) * alone.item(), rel=1e-5)
+    assert both.item() == pytest.approx((1 + FIRST_LEVEL_WEIGHT) * alone.item(), rel=1e-5)
 
 
 def test_a_compiled_training_is_one_graph_and_learns_the_same(
@@ -122,7 +122,7 @@ def test_what_is_predicted_is_kept_under_the_models_own_sampling(ready: Path, lo
     """As a validation measures it; the other losses are of every code."""
     made, plain = task(ready, sampling=Sampling(0.5, 9, 0.8), loss=loss), task(ready, loss=loss)
     exact = made.batch(made.val, torch.arange(3))
-    read = replace(exact, rows=None)
+    read = replace(exact, unguided=None)
     ours, other = made.loss(made.model, read), plain.loss(plain.model, read)
     assert ours["kept"].tolist() == pytest.approx(made.loss(made.model, exact)["kept"].tolist(), rel=1e-4)
     assert not torch.allclose(ours["kept"], other["kept"], rtol=0.1)

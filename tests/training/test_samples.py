@@ -57,7 +57,7 @@ def test_codes_are_those_the_pipeline_draws_for_the_same_prompt_and_seed(model: 
 def test_finished_shards_are_kept_and_only_the_missing_ones_drawn(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(codes, "DRAWN", 4)
+    monkeypatch.setattr(codes, "DRAWN_SHARD_SIZE", 4)
     whole = drawn(model, tmp_path)  # 11 pictures, four a shard
     said = capsys.readouterr().err
     assert "codes of the target's own pictures, 4 of them to validate: 11 pictures, about 0.0 MB in" in said
@@ -88,7 +88,7 @@ def test_prompts_come_from_the_file_the_captions_the_model_or_the_classes(
     model: Path, tmp_path: Path
 ) -> None:
     teacher = teacher_of(read_target(model, torch.float32))
-    teacher.place = tmp_path
+    teacher.folder = tmp_path
 
     def chosen(prompts: Path | None = None, data: Path | None = None) -> Prompts:
         return choose_prompts(teacher, prompts, data)
@@ -104,7 +104,7 @@ def test_prompts_come_from_the_file_the_captions_the_model_or_the_classes(
         draw(tmp_path / "data" / split, 2)
     rejects("none of the captions", chosen, data=tmp_path / "data")
     write_llamagen(tmp_path / "c2i")
-    teacher.target, teacher.place = read_target(tmp_path / "c2i", torch.float32), tmp_path / "c2i"
+    teacher.target, teacher.folder = read_target(tmp_path / "c2i", torch.float32), tmp_path / "c2i"
     assert chosen() == (tuple("012345678"), ("9",))
     assert hold_out(tuple("abcdefghijklmnopqrstu"))[1] == ("j", "t")
 

@@ -30,46 +30,44 @@ from lanternpp.training.state import Task, averaged, check_resumable
 from lanternpp.training.teacher import Teacher, warping
 from lanternpp.util.files import write_text
 
-DEEPEST = 16  # drafts whose rates are stored
-PASSES, AT_ONCE = 500, 2  # by which they are counted, and pictures drawn at once
+MAX_DEPTH = 16  # levels of the drafts whose acceptance rates are stored
+PASSES, BATCH_SIZE = 500, 2  # passes in which acceptance is counted, and pictures drawn at once
 LAMBDAS = (1.5, 2.0, 3.0)  # strengths of LANTERN++ whose rates are stored
 
 
 class DrafterTask(Task):
-    """A drafter for a frozen target, on its codes. A class for each kind builds the network and has the loss."""
+    """The training of a drafter for a frozen target, on its codes. A subclass for each kind builds the network and has the loss."""
 
     hparams: Any  # `DrafterSettings.of` a kind
-    model: Any
-    average: Any
     kind: str  # of drafter, as its config names it
-    found: tuple[str, ...] = ("cfg",)  # settings that follow from the target or from the material
+    derived: tuple[str, ...] = ("cfg",)  # settings that are completed from the target or from the material
 
     def __init__(self, settings: Any, teacher: Teacher, codes: Codes, source: TrainingData | None = None):
         torch.manual_seed(settings.seed)
         self.guidance = Guidance(settings.cfg)
-        self.hparams, self.teacher, self.codes, self.device = settings, teacher, codes, teacher.device
-        self.data, self.decay, self.warmup = codes.data, settings.decay, settings.warmup
+        self.hparams, self.teacher, self.codes = settings, teacher, codes
+        self.device, self.data = teacher.device, codes.data
+        self.decay, self.warmup = settings.decay, settings.warmup
         self.target = teacher.trainable()
         drafter = self.make()
         self.config: Any = drafter.config
         self.settings = {**self.config.flat(), **asdict(settings), **origins(teacher, codes)}
-        self.plain = self.settings["sampling"] is None  # codes are drawn from the softmax of logits
+        self.samples_softmax = self.settings["sampling"] is None  # without temperature, top-k and top-p
         self.model = drafter.float().to(self.device).train()
         self.average = averaged(self.model)
         self.optimizers = self.make_optimizers()
         self.training_loss: Callable[..., Any] = self.loss
-        self.sampler = Sampler(
-            len(codes.train), codes.train.codes.shape[1], settings.batch_size, settings.seed
-        )
+        num_pictures, variants = codes.train.codes.shape[:2]
+        self.sampler = Sampler(num_pictures, variants, settings.batch_size, settings.seed)
         self.train, self.val = (CaptionPrompts(self.target, split) for split in (codes.train, codes.val))
 
     @classmethod
     def check(cls, settings: DrafterSettings, target: Target, source: TrainingData) -> None:
-        """InputError where the settings do not suit the target, before anything is drawn."""
+        """Check that the settings suit the target, before anything is drawn; raise InputError if not."""
 
     @classmethod
     def material(cls, settings: DrafterSettings, teacher: Teacher, source: TrainingData) -> tuple[Any, Any]:
-        """The settings, complete, and the material that builds the codes to learn from."""
+        """Return the completed settings, and the material whose `build` returns the codes to learn from."""
         if source.codes is not None:
             return settings, folder_codes(source.codes, teacher.target)
         if source.own:
@@ -81,33 +79,33 @@ class DrafterTask(Task):
 
     @abstractmethod
     def make(self) -> Any:
-        """The network with first weights; it has a config."""
+        """Build the network, which has a config, with its first weights."""
 
     @abstractmethod
     def make_optimizers(self) -> dict[str, torch.optim.Optimizer]:
-        """The optimizers of `model`."""
+        """Build the optimizers of `model`."""
 
     @abstractmethod
     def losses(self, index: Tensor, variant: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-        """Of pictures index [B] in variants [B], by `training_loss`: `loss`, which a step minimises, and more figures for the log.
+        """Return `loss` of pictures index [B] in variants [B], which a step minimises, and more figures for the log, by `training_loss`.
 
         A loss `confidence` is minimised too; its gradient is not clipped.
         """
 
-    def sampled(self, logits: Tensor, place: Tensor) -> Tensor:
-        """Guided logits [B, n, V] of the codes at places [B, n] -> the distributions that these are drawn from."""
-        return self.teacher.sampling.probs(self.target.constrain(logits, place))
+    def sampling_probs(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """Return the distributions that codes at positions [B, n] are sampled from, of guided logits [B, n, V]."""
+        return self.teacher.sampling.probs(self.target.constrain(logits, positions))
 
     @abstractmethod
-    def loss(self, *inputs: Any, **more: Any) -> Any:
-        """The loss, as `training_loss` computes it too, compiled or not."""
+    def loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the loss; `training_loss` is this function, compiled or not."""
 
     def speed_up(self) -> None:
         """Compile networks and loss as one graph of one shape. Validations have other shapes and are not compiled."""
         self.training_loss = torch.compile(self.loss, fullgraph=True, dynamic=False)
 
     def step(self, step: int, progress: float) -> dict[str, Tensor]:
-        """One update."""
+        """Update `model` once; return scalars for the log, still on the device."""
         index, variant, generator = self.sampler(step)
         with team().autocast(self.device):
             figures = self.losses(team().share(index), team().share(variant), generator)
@@ -115,64 +113,64 @@ class DrafterTask(Task):
             optimizer.zero_grad()
         (figures["loss"] + figures.get("confidence", 0)).backward()
         team().average_gradients(self.model)
-        named = self.model.named_parameters()
-        nn.utils.clip_grad_norm_([p for name, p in named if not name.startswith("confidence")], 0.5)
+        parameters = self.model.named_parameters()
+        nn.utils.clip_grad_norm_([p for name, p in parameters if not name.startswith("confidence")], 0.5)
         for optimizer in self.optimizers.values():
             optimizer.step()
         return {name: value for name, value in figures.items() if value.dim() == 0}
 
     def export(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The averaged drafter."""
+        """Return the config and the tensors of the averaged drafter."""
         config = {"kind": self.kind, **self.config.flat(), "target": mark(self.target)}
         return config, self.average.state_dict()
 
 
 def train(
     model: str | Path,
-    task: type[DrafterTask],
+    task_class: type[DrafterTask],
     settings: DrafterSettings,
     source: TrainingData,
     options: TrainingOptions,
 ) -> tuple[str, ...]:
-    """Train a drafter of `model` in the folder of `options`. Returns the prompts of its validation; none if interrupted.
+    """Train a drafter of `model` in the folder of `options`; return the prompts of its validation, or () if interrupted.
 
-    settings: `DrafterSettings.of` the task's kind; source and options: checked. InputError where the folder was trained with
-    other settings: before anything is drawn or encoded.
+    settings: `DrafterSettings.of` the task's kind; source and options: checked. Raise InputError, before anything is drawn or
+    encoded, where the folder was trained with other settings.
     """
     if source.data is not None:
         for split in ("train", "val"):
             read_rows(source.data, split, source.limit)
-    early = {name: value for name, value in asdict(settings).items() if name not in task.found}
-    check_resumable(options, early)
+    derived = task_class.derived
+    check_resumable(options, {name: x for name, x in asdict(settings).items() if name not in derived})
     teacher = Teacher(model, options, settings.cfg, source.own or source.rollouts is not None)
     settings = replace(settings, cfg=teacher.cfg)
-    task.check(settings, teacher.target, source)
-    settings, material = task.material(settings, teacher, source)
-    found = {name: getattr(settings, name) for name in task.found}
-    check_resumable(options, found | origins(teacher, material))
-    made = task(settings, teacher, material.build(), source)
-    prompts = dict.fromkeys(text for text in made.val.texts if text is not None)
-    return tuple(prompts) if run(made, options) else ()
+    task_class.check(settings, teacher.target, source)
+    settings, material = task_class.material(settings, teacher, source)
+    derived_settings = {name: getattr(settings, name) for name in derived}
+    check_resumable(options, derived_settings | origins(teacher, material))
+    task = task_class(settings, teacher, material.build(), source)
+    prompts = dict.fromkeys(text for text in task.val.texts if text is not None)
+    return tuple(prompts) if run(task, options) else ()
 
 
 def origins(teacher: Teacher, material: Any) -> dict[str, Any]:
-    """What a training depends on besides its own settings."""
+    """Return the target, the data and the sampling that a training depends on besides its own settings."""
     return {"target": teacher.origin, "data": material.key, "sampling": warping(teacher.sampling)}
 
 
 def strengths(pipe: Pipeline, kind: str) -> list[Settings]:
-    """The methods and strengths whose rates are stored with a drafter of this kind, "parallel" or "eagle", or, "jacobi", with a model.
+    """Return the methods and strengths whose rates are stored with a drafter of kind "parallel" or "eagle", or with a model ("jacobi").
 
-    Each has the deepest draft, from whose rates those of shorter ones are read.
+    Each drafts as deep as rates are stored, since the rates of shorter drafts are read from the rates of the longest.
     """
-    depth = min(DEEPEST, pipe.target.length // 4)  # only drafts with room for all levels are counted
+    depth = min(MAX_DEPTH, pipe.target.length // 4)  # a pass counts only where all levels fit
     chain: dict[str, Any] = {"proposer": "parallel", "tree": f"chain-{depth}"}
-    named: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    methods: dict[str, list[tuple[str, dict[str, Any]]]] = {
         "parallel": [("parallel", chain), *(("lantern++", chain | {"lam": lam}) for lam in LAMBDAS)],
         "jacobi": [(name, {"window": depth}) for name in ("jacobi", "jacobi-coupled", "lantern-jacobi")],
         "eagle": [("eagle", {})],
     }
-    return [pipe.settings(method, batch_size=AT_ONCE, **dials) for method, dials in named[kind]]
+    return [pipe.settings(name, batch_size=BATCH_SIZE, **dials) for name, dials in methods[kind]]
 
 
 def record_rates(
@@ -183,25 +181,25 @@ def record_rates(
     passes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, float]:
-    """Draw with each of these settings for so many passes, by default PASSES, and write the rates of models of codes to
-    `acceptance.json` in a folder. Returns codes per pass by method and strength."""
-    rows, found, passes = list[dict[str, Any]](), dict[str, float](), passes or PASSES
-    for place, settings in enumerate(methods):
+    """Draw with each of the settings for `passes` counted passes, by default PASSES; write the rates to `acceptance.json` in the
+    folder, unless the model draws latents; return codes per pass by method and strength."""
+    rows, codes_per_pass, passes = list[dict[str, Any]](), dict[str, float](), passes or PASSES
+    for number, settings in enumerate(methods):
         engine = pipe.new_engine(settings)
-        counter = AcceptanceByRank(pipe.target.length)
+        counter, counted = AcceptanceByRank(pipe.target.length), 0
         engine.observers.append(counter)
         batch = ContinuousBatch(engine, zip(cycle(prompts), count(), strict=False))
-        for _ in islice(batch.run(), 8 * passes):  # none are counted where no draft fits into a picture
-            done = int(getattr(counter, "passes", 0))
+        for _ in islice(batch.run(), 8 * passes):  # no pass counts where no draft fits into a picture
+            counted = int(getattr(counter, "passes", 0))
             if progress:
-                progress(place * passes + min(done, passes), len(methods) * passes)
-            if done >= passes:
+                progress(number * passes + min(counted, passes), len(methods) * passes)
+            if counted >= passes:
                 break
-        if int(getattr(counter, "passes", 0)):
+        if counted:
             counts = Counts.of(counter)
             rows.append({"method": settings.method, "strength": strength(settings), "counts": asdict(counts)})
-            relaxed = f" lambda {settings.lam:g}" if settings.lam is not None else ""
-            found[f"{settings.method}{relaxed}"] = int(counter.codes) / counts.passes
+            name = settings.method if settings.lam is None else f"{settings.method} lambda {settings.lam:g}"
+            codes_per_pass[name] = int(counter.codes) / counts.passes
     if not pipe.target.channels:
         write_text(folder / FILE, json.dumps({"acceptance": rows}) + "\n")
-    return found
+    return codes_per_pass

@@ -1,4 +1,4 @@
-"""A drafter's inputs in training: prompts, and a frozen target's features of known codes, computed or from a cache on disk."""
+"""A drafter's inputs in training: prompts, and a frozen target's features of recorded codes, computed or from a cache on disk."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from lanternpp.training.material import REMEDY, Done, Shard, build_shards
 from lanternpp.training.teacher import Teacher
 from lanternpp.util.files import digest
 
-SHARD = 1 << 28  # bytes of a shard of features, about
-BATCH = 8
+SHARD_BYTES = 1 << 28  # of a shard of features, about
+BATCH_SIZE = 8  # pictures whose features are computed at once
 
 
 class CaptionPrompts:
@@ -29,37 +29,36 @@ class CaptionPrompts:
 
     def __init__(self, target: Target, split: Split):
         self.target, self.split = target, split
-        known: dict[str | None, tuple[int, bool]] = {}  # slots, and whether some are padding
+        sizes: dict[str | None, tuple[int, bool]] = {}  # slots of each prompt, and whether some are padding
         target.cache_prompts(len(set(split.texts)))
         for text in (None, *dict.fromkeys(split.texts)):
             with suppress(InputError):
                 embeds, start = self._prompt([text], 2)
-                known[text] = embeds.shape[1], bool(start.any())
+                sizes[text] = embeds.shape[1], bool(start.any())
         target.release_encoder()
-        if not known.keys() - {None}:
+        if not sizes.keys() - {None}:
             raise InputError("the target can follow none of the captions: was it trained on other data?")
-        self.slots = max(slots for slots, _ in known.values())
-        self.padded = any(padded or slots < self.slots for slots, padded in known.values())
-        self.texts = [text if text in known else None for text in split.texts]
+        self.slots = max(slots for slots, _ in sizes.values())
+        self.padded = any(padded or slots < self.slots for slots, padded in sizes.values())
+        self.texts = [text if text in sizes else None for text in split.texts]
 
     def __call__(
         self, index: Tensor, branches: int, drop: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Prompts of pictures index [B]: [branches * B, T, D], and the slots [branches * B] they begin at.
+        """Return the prompts of pictures index [B], [branches * B, T, D], and the slots where they begin, [branches * B].
 
-        The start is None where no prompt is padded. A second branch holds the unconditional prompts, and so does a single
-        one where drop [B].
+        The slots are None where no prompt is padded. A second branch is unconditional, and so is a single branch where drop [B].
         """
         texts = [self.texts[i] for i in index.tolist()]
         embeds, start = self._prompt(texts, branches if drop is None else 2)
         if drop is not None:
-            (embeds, other), (start, begins) = embeds.chunk(2), start.chunk(2)
-            dropped = drop.to(embeds.device)
-            embeds = torch.where(dropped[:, None, None], other, embeds)
-            start = torch.where(dropped, begins, start)
-        missing = self.slots - embeds.shape[1]
-        if missing:
-            embeds, start = F.pad(embeds, (0, 0, missing, 0)), start + missing
+            embeds, null_embeds = embeds.chunk(2)
+            start, null_start = start.chunk(2)
+            drop = drop.to(embeds.device)
+            embeds = torch.where(drop[:, None, None], null_embeds, embeds)
+            start = torch.where(drop, null_start, start)
+        if padding := self.slots - embeds.shape[1]:
+            embeds, start = F.pad(embeds, (0, 0, padding, 0)), start + padding
         return embeds, start if self.padded else None
 
     def _prompt(self, texts: list[str | None], branches: int) -> tuple[Tensor, Tensor]:
@@ -69,9 +68,9 @@ class CaptionPrompts:
 
 
 def causal_mask(start: Tensor | None, count: int) -> Tensor | None:
-    """Causal attention mask over `count` slots, for rows whose prompts begin at start [R]: [R, 1, count, count] bool.
+    """Return the causal attention mask over `count` slots of rows whose prompts begin at start [R]: [R, 1, count, count] bool.
 
-    None where no row is padded. A padding slot attends to itself alone: a softmax over nothing would be NaN.
+    None where no row is padded. A padding slot attends to itself alone, since a softmax over no slot would be NaN.
     """
     if start is None:
         return None
@@ -81,7 +80,7 @@ def causal_mask(start: Tensor | None, count: int) -> Tensor | None:
 
 
 def slot_inputs(target: Target, prompts: Tensor, codes: Tensor) -> Tensor:
-    """The target's inputs: prompts [R, T, D] and all codes [R, length] but the last, [R, T + length - 1, D]."""
+    """Return the target's inputs, prompts [R, T, D] and all codes [R, length] except the last: [R, T + length - 1, D]."""
     return torch.cat((prompts, target.embed(codes[:, :-1]).to(prompts.dtype)), 1)
 
 
@@ -92,11 +91,10 @@ def drafter_inputs(
     start: Tensor | None = None,
     aux_layers: tuple[int, ...] = (),
 ) -> tuple[Tensor, Tensor]:
-    """prompts [R, T, D] that begin at start [R], codes [R, length] -> a drafter's inputs and its targets.
+    """Return next_inputs [R, S - 1, D], the input after each slot, and the target's features [R, S, D], for S = T + length - 1 slots.
 
-    Returns next_inputs [R, S - 1, D], the input after each slot, and features [R, S, D], for S = T + length - 1 slots:
-    a drafter predicts features[:, t + 1] from next_inputs[:, t] and features[:, t]. With aux_layers features are
-    [R, S, (1 + aux) D], as `Decoder.forward` returns them.
+    prompts [R, T, D] begin at start [R]; codes [R, length]. A drafter predicts features[:, t + 1] from next_inputs[:, t] and
+    features[:, t]. With aux_layers features are [R, S, (1 + aux) D], as `Decoder.forward` returns them.
     """
     inputs = slot_inputs(target, prompts, codes)
     mask = causal_mask(start, inputs.shape[1])
@@ -104,7 +102,7 @@ def drafter_inputs(
 
 
 def spread_aux_layers(count: int, layers: int) -> tuple[int, ...]:
-    """So many of the layers 0 .. layers - 2, evenly spread. InputError where there are not as many."""
+    """Return `count` of the layers 0 .. layers - 2, evenly spread; raise InputError where there are fewer."""
     if count >= layers:
         raise InputError(
             f"--aux-layers {count} is too many: the target has {layers - 1} layers below its last."
@@ -113,51 +111,50 @@ def spread_aux_layers(count: int, layers: int) -> tuple[int, ...]:
 
 
 class FeatureCache:
-    """The target's features of all pictures of a split in their variants, under both prompts, on disk; missing ones are computed.
+    """The target's features of all pictures of a split in their variants, with and without caption, on disk; missing ones are computed.
 
-    name: of the codes. InputError where the disk has no room.
+    codes_key: the key of the codes. InputError where the disk lacks room.
     """
 
-    def __init__(self, teacher: Teacher, captions: CaptionPrompts, split: Split, name: str):
+    def __init__(self, teacher: Teacher, captions: CaptionPrompts, split: Split, codes_key: str):
         self.target, self.captions, self.split = captions.target, captions, split
         like = next(self.target.parameters())
-        slots = captions.slots + self.target.length - 1
-        size = split.codes.shape[1] * 2 * slots * self.target.decoder.config.dim * like.element_size()
-        self.each = max(min(SHARD // size, len(split)), 1)
-        key = digest(
-            [teacher.origin, name, str(like.dtype), str(captions.slots), str(self.each), *split.texts]
-        )
-        where, contents = teacher.store / f"features-{key}", "the features of all pictures"
-        paths = build_shards(where, len(split), self.each, self._compute, contents, size)
-        self.pieces = []
+        slots, dim = captions.slots + self.target.length - 1, self.target.decoder.config.dim
+        picture_bytes = split.codes.shape[1] * 2 * slots * dim * like.element_size()
+        self.shard_size = max(min(SHARD_BYTES // picture_bytes, len(split)), 1)
+        facts = [teacher.origin, codes_key, str(like.dtype), str(captions.slots), str(self.shard_size)]
+        folder = teacher.store / f"features-{digest([*facts, *split.texts])}"
+        contents = "the features of all pictures"
+        paths = build_shards(folder, len(split), self.shard_size, self._compute, contents, picture_bytes)
+        self.shards = []  # slices [M, variants, 2, S, D] of files, read on access
         for path in paths:
             with wrong_file(f"{path} cannot be read", REMEDY):
-                self.pieces.append(safe_open(path, framework="pt").get_slice("features"))
+                self.shards.append(safe_open(path, framework="pt").get_slice("features"))
 
     def __call__(self, index: Tensor, variant: Tensor, branches: int, drop: Tensor | None = None) -> Tensor:
-        """Of pictures index [B] in variants [B]: [branches * B, S, D] on the CPU; unconditional where drop [B]."""
+        """Return the features of pictures index [B] in variants [B], [branches * B, S, D] on the CPU; unconditional where drop [B]."""
         rows = []
         for i, v in zip(index.tolist(), variant.tolist(), strict=True):
-            number, place = divmod(i, self.each)
-            rows.append(self.pieces[number][place : place + 1, v : v + 1][0, 0])
-        one, other = torch.stack(rows, 1)  # [B, S, D] twice
+            shard, row = divmod(i, self.shard_size)
+            rows.append(self.shards[shard][row : row + 1, v : v + 1][0, 0])
+        conditional, unconditional = torch.stack(rows, 1)  # [B, S, D] each
         if drop is not None:
-            one = torch.where(drop[:, None, None], other, one)
-        return torch.cat((one, other)) if branches == 2 else one
+            conditional = torch.where(drop[:, None, None], unconditional, conditional)
+        return torch.cat((conditional, unconditional)) if branches == 2 else conditional
 
     @torch.no_grad()
     def _compute(self, parts: Sequence[range], done: Done) -> Iterator[Shard]:
         device, dtype = self.target.decoder.rotary_table.device, next(self.target.parameters()).dtype
         for part in parts:
-            features = []
-            for index in torch.arange(part.start, part.stop).split(BATCH):
+            batches = []
+            for index in torch.arange(part.start, part.stop).split(BATCH_SIZE):
                 prompts, start = self.captions(index, 2)
-                found = []
+                variants = []
                 for variant in range(self.split.codes.shape[1]):
                     codes = self.split.pick(index, torch.full_like(index, variant)).to(device)
                     with team().autocast(device):
-                        _, made = drafter_inputs(self.target, prompts, codes.repeat(2, 1), start)
-                    found.append(torch.stack(made.chunk(2), 1).cpu())  # [B, 2, S, D]
-                features.append(torch.stack(found, 1))
+                        _, features = drafter_inputs(self.target, prompts, codes.repeat(2, 1), start)
+                    variants.append(torch.stack(features.chunk(2), 1).cpu())  # [B, 2, S, D]
+                batches.append(torch.stack(variants, 1))
                 done(int(index[-1]) + 1 - part.start)
-            yield {"features": torch.cat(features).to(dtype)}, {"pictures": len(part)}
+            yield {"features": torch.cat(batches).to(dtype)}, {"pictures": len(part)}

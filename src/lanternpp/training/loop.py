@@ -32,19 +32,19 @@ from lanternpp.util.devices import device_name, half_width, pick_device
 from lanternpp.util.files import locked
 from lanternpp.util.jsonfile import write_json
 
-TIMEOUT = timedelta(days=1)  # the others wait while the first process draws, validates and saves
+TIMEOUT = timedelta(days=1)  # for processes that wait while the first one draws, validates and saves
 
 
 class Team:
-    """The processes that share every batch: those of `accelerate launch` or torchrun, else this one alone.
+    """The processes that share every batch: those of `accelerate launch` or torchrun, else this process alone.
 
-    One process needs no Accelerate. InputError where several have none.
+    Only several processes need Accelerate; InputError where it is not installed for them.
     """
 
     def __init__(self) -> None:
         self.size, self.rank = 1, 0
         self.accelerator: Any = None
-        if (count := int(os.environ.get("WORLD_SIZE", "1"))) == 1:
+        if (world_size := int(os.environ.get("WORLD_SIZE", "1"))) == 1:
             return
         try:
             from accelerate import Accelerator
@@ -53,15 +53,15 @@ class Team:
             raise InputError(
                 "training in several processes needs Accelerate: pip install 'lanternpp[train]'."
             ) from None
-        # unless it is told to use a CPU, it finds no other processes there
-        waiting = [InitProcessGroupKwargs(timeout=TIMEOUT)]
-        self.accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=waiting)
-        # a thread of gloo that wants the interpreter while this ends would abort the process
+        handlers = [InitProcessGroupKwargs(timeout=TIMEOUT)]
+        # Without `cpu`, Accelerate does not join processes on CPUs to a group.
+        self.accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=handlers)
+        # A thread of gloo that wants the interpreter while the interpreter exits would abort the process.
         atexit.register(self.accelerator.end_training)
         self.size, self.rank = self.accelerator.num_processes, self.accelerator.process_index
-        if self.size != count:
+        if self.size != world_size:
             raise InputError(
-                f"WORLD_SIZE is {count}, but no such team was started: use accelerate launch or torchrun."
+                f"WORLD_SIZE is {world_size}, but no such team was started: use accelerate launch or torchrun."
             )
         if self.accelerator.mixed_precision not in ("no", "bf16"):
             raise InputError(
@@ -74,7 +74,7 @@ class Team:
         return self.rank == 0
 
     def share(self, batch: Tensor) -> Tensor:
-        """This process's part of a batch [B, ...]. InputError where the batch cannot be parted evenly."""
+        """Return this process's part of a batch [B, ...]; raise InputError where the batch cannot be shared evenly."""
         if len(batch) % self.size:
             raise InputError(
                 f"a batch of {len(batch)} pictures, which is --batch-size or all that there are, cannot be shared by "
@@ -89,29 +89,29 @@ class Team:
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         vector_to_parameters(self.accelerator.reduce(parameters_to_vector(gradients), "mean"), gradients)
 
-    def reduce(self, values: Iterable[float], how: str) -> list[float]:
-        """The "mean" or the "sum" over the team of each of some numbers, in one exchange."""
+    def reduce(self, values: Iterable[float], reduction: str) -> list[float]:
+        """Return the "mean" or the "sum" over the team of each value, in one exchange."""
         numbers = list(values)
         if self.accelerator is None:
             return numbers
         tensor = torch.tensor(numbers, dtype=torch.float32, device=self.accelerator.device)
-        return self.accelerator.reduce(tensor, how).tolist()
+        return self.accelerator.reduce(tensor, reduction).tolist()
 
     def leader_first(self) -> AbstractContextManager[None]:
-        """The first process runs the block first; the others then find its results on disk."""
+        """Run the block in the first process first; the other processes then find its results on disk."""
         return nullcontext() if self.accelerator is None else self.accelerator.main_process_first()
 
     def device(self, name: str) -> torch.device:
-        """A device by name, or the process's own GPU where the team computes on GPUs."""
+        """Return a device by name, or the process's own GPU where the team computes on GPUs."""
         device = pick_device(name)
         if self.accelerator is not None and self.accelerator.device.type == device.type:
             device = self.accelerator.device
         if device.type == "cuda":
-            torch.backends.cudnn.benchmark = True  # steps have one shape
+            torch.backends.cudnn.benchmark = True  # all steps have the same shapes
         return device
 
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
-        """bfloat16 where the launch asks for it or the device multiplies in it; else float32."""
+        """Compute in bfloat16 where the launch asks for it or the device multiplies in it; else in float32."""
         if self.accelerator is not None and self.accelerator.mixed_precision != "no":
             return self.accelerator.autocast()
         dtype = compute_dtype(device)
@@ -119,81 +119,82 @@ class Team:
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
-    """The dtype of products in trainings: bfloat16 where the device multiplies in it, else float32."""
+    """Return the dtype of matrix products in trainings: bfloat16 where the device multiplies in it, else float32."""
     return torch.bfloat16 if half_width(device) is torch.bfloat16 else torch.float32
 
 
 @cache
 def team() -> Team:
-    """The team that this process belongs to."""
+    """Return the team that this process belongs to."""
     return Team()
 
 
 def run(task: Task, options: TrainingOptions) -> bool:
-    """Train `task` to the end of its budget, with checked options. False if interrupted; the state is saved and resumes. InputError."""
+    """Train `task` until its budget is used; return False if interrupted, with the state saved. Raise InputError as `begin_or_resume`."""
     with locked(options.folder) if team().leads else nullcontext():
         return _run(task, options)
 
 
 def _run(task: Task, options: TrainingOptions) -> bool:
-    """As `run`, in a folder that no other command writes to."""
     state, leads = begin_or_resume(task, options), team().leads
     if options.compile:
         task.speed_up()
     report = Report(task.name, options.folder, silent=not leads)
     if task.first_weights and not state.step:
         report.say(task.first_weights)
-    started, saved = time.monotonic() - state.seconds, time.monotonic()
+    started, last_save = time.monotonic() - state.seconds, time.monotonic()
     progress = options.progress(state.step, state.seconds)
-    checking = last = 0.0  # seconds of all checks of this process, and of the last one
-    validated: dict[str, Any] | None = None  # the figures of the last step's weights
+    check_seconds = last_check_seconds = 0.0  # of all checks of this process, and of the last check
+    validation: dict[str, Any] | None = None  # figures of the current weights
     with report.bar(), stoppable() as stop:
         while progress < 1:
             update(task, state, progress)
-            elapsed = time.monotonic() - started + last  # with the check at the end
-            stopped, elapsed = team().reduce((stop.is_set(), elapsed if leads else 0.0), "sum")
-            state.seconds, progress = elapsed - last, options.progress(state.step, elapsed)
-            line, log = f"step {state.step}", state.step % options.log_steps == 0 or progress >= 1
-            if log:
+            # The budget includes the check at the end, expected to take as long as the last check.
+            elapsed = time.monotonic() - started + last_check_seconds
+            num_stopped, elapsed = team().reduce((stop.is_set(), elapsed if leads else 0.0), "sum")
+            state.seconds = elapsed - last_check_seconds
+            progress = options.progress(state.step, elapsed)
+            line = f"step {state.step}"
+            if state.step % options.log_steps == 0 or progress >= 1:
                 means = [value.item() / state.counted for value in state.sums.values()]
                 figures = dict(zip(state.sums, team().reduce(means, "mean"), strict=True))
-                # before a broken model overwrites a good state
-                if broken := [name for name, value in figures.items() if not math.isfinite(value)]:
+                # A broken model must not overwrite a good state.
+                if not_finite := [name for name, value in figures.items() if not math.isfinite(value)]:
                     raise InputError(
-                        f"{', '.join(broken)} is no longer finite at step {state.step}: --restart with a lower --lr."
+                        f"{', '.join(not_finite)} is no longer finite at step {state.step}: --restart with a lower --lr."
                     )
                 report.write({"step": state.step, "seconds": round(state.seconds, 2), **figures})
                 line += f"  {as_text(figures)}"
                 state.sums, state.counted = {}, 0
             report.advance(state.seconds, progress, line, last=progress >= 1)
-            validated = None
-            # with a budget in minutes, all checks but the last take a quarter of it at most
-            affords = progress >= 1 or options.minutes is None or 4 * checking <= state.seconds
-            check = affords and int(progress * options.checks) > state.checked
+            validation = None
+            # With a budget in minutes, all checks except the last take at most a quarter of the time.
+            affordable = progress >= 1 or options.minutes is None or 4 * check_seconds <= state.seconds
+            check = affordable and int(progress * options.checks) > state.checked
             if check:
                 state.checked = int(progress * options.checks)
                 if leads:
-                    began = time.monotonic()
-                    validated = validate(task, state, report, options)
-                    last = time.monotonic() - began
-                    checking += last
-                    # at least what `progress` was of, so that a training that has ended stays so
+                    check_started = time.monotonic()
+                    validation = validate(task, state, report, options)
+                    last_check_seconds = time.monotonic() - check_started
+                    check_seconds += last_check_seconds
+                    # `progress` was computed from `elapsed`; with fewer seconds a finished training would resume.
                     state.seconds = max(time.monotonic() - started, elapsed)
-            interrupted = stopped > 0 or state.step == options.stop_after
-            due = check or interrupted or time.monotonic() - saved > 60 * options.save_minutes
-            if due and leads:
+            interrupted = num_stopped > 0 or state.step == options.stop_after
+            save = check or interrupted or time.monotonic() - last_save > 60 * options.save_minutes
+            if save and leads:
                 state.write(task, options.folder)
-                saved = time.monotonic()
+                last_save = time.monotonic()
             if interrupted and progress < 1:
                 report.say(f"stopped at step {state.step}; the same command resumes it")
                 return False
     if leads:
-        finish(task, state, options, report, validated)
+        finish(task, state, options, report, validation)
     return True
 
 
 def update(task: Task, state: State, progress: float) -> None:
-    """One step, its part in the moving average (buffers are copied), and its losses, added to those in `state`."""
+    """Take one step, update the moving average (buffers are copied), and add the losses of the step to `state`."""
     set_rate(task, progress, state.step)
     torch.manual_seed((task.settings["seed"] * 1_000_003 + state.step + (team().rank << 40)) % 2**63)
     for name, value in task.step(state.step, progress).items():
@@ -208,7 +209,7 @@ def update(task: Task, state: State, progress: float) -> None:
 
 
 def validate(task: Task, state: State, report: Report, options: TrainingOptions) -> dict[str, Any]:
-    """Validate and sample the average; remember it where it is the best so far. Returns the figures."""
+    """Validate and sample the average, store it in `state` where it is the best so far, and return the figures."""
     figures = task.validate()
     report.write({"step": state.step, "validation": figures})
     report.say(f"step {state.step}  validation: {as_text(figures)}")
@@ -220,18 +221,19 @@ def validate(task: Task, state: State, report: Report, options: TrainingOptions)
 
 
 def finish(
-    task: Task, state: State, options: TrainingOptions, report: Report, validated: dict[str, Any] | None
+    task: Task, state: State, options: TrainingOptions, report: Report, validation: dict[str, Any] | None
 ) -> None:
     """Export the average (the best one, where the task keeps it) with its provenance.
 
-    validated: the figures of the last step's weights, where they are known.
+    validation: the figures of the last step's weights; None: not validated yet.
     """
-    exported = state.step
+    exported_step = state.step
     if state.best is not None:
-        exported = state.best["step"]
+        exported_step = state.best["step"]
         task.average.load_state_dict(state.best["weights"])
-        validated = validated if exported == state.step else None
-    figures = {**(validated or task.validate()), **task.final()}
+    if validation is None or exported_step != state.step:
+        validation = task.validate()
+    figures = {**validation, **task.final()}
     config, tensors = task.export()
     facts = {
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -244,39 +246,37 @@ def finish(
         "settings": task.settings,
         "first_weights": task.first_weights,
         "steps": state.step,
-        "exported_step": exported,
+        "exported_step": exported_step,
         "minutes": round(state.seconds / 60, 2),
         "validation": figures,
         "parameters": sum(p.numel() for p in task.average.parameters()),
         "store": options.store,
     }
-    (options.folder / RATES).unlink(missing_ok=True)  # it was counted with the weights before
+    (options.folder / RATES).unlink(missing_ok=True)  # counted with the previous weights
     write_json(options.folder / "provenance.json", facts)
-    exact = [name for name in tensors if name.endswith("codebook")]
-    checkpoints.save(options.folder, config, tensors, options.store, keep=exact)
+    codebooks = [name for name in tensors if name.endswith("codebook")]
+    checkpoints.save(options.folder, config, tensors, options.store, keep=codebooks)
     report.say(f"done after {state.step} steps: {as_text(figures)}; weights in {options.folder}")
 
 
 def as_text(figures: Mapping[str, Any]) -> str:
-    """`name value` of the numbers among some figures."""
+    """Return `name value` of each figure that is a number, as one line."""
     numbers = {name: value for name, value in figures.items() if isinstance(value, int | float)}
     return "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
 
 
 def revision() -> str | None:
-    """The commit of the source, with + where files differ from it; None outside a checkout."""
-    words = ("git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+")
-    place = Path(__file__).parent
+    """Return the commit of the source, with + where files differ from it; None outside a checkout."""
+    folder = str(Path(__file__).parent)
+    command = ("git", "-C", folder, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+")
     try:
-        return subprocess.check_output(
-            words, cwd=place, stderr=subprocess.DEVNULL, text=True, timeout=10
-        ).strip()
+        return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=10).strip()
     except (OSError, subprocess.SubprocessError):
         return None
 
 
 def set_rate(task: Task, progress: float, step: int) -> None:
-    """Linear warm-up over steps; then a constant rate that falls to zero over the task's cooldown.
+    """Set the learning rates: a linear warm-up over steps, then a constant that falls to zero over the task's cooldown.
 
     Without a cooldown: a cosine over the budget, down to 2 % of the rate.
     """
@@ -291,7 +291,7 @@ def set_rate(task: Task, progress: float, step: int) -> None:
 
 @contextmanager
 def stoppable() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C (or SIGTERM) sets; a second Ctrl-C interrupts at once."""
+    """Yield an event that the first Ctrl-C (or SIGTERM) sets; a second Ctrl-C interrupts at once."""
     event = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield event
@@ -302,24 +302,24 @@ def stoppable() -> Iterator[threading.Event]:
             raise KeyboardInterrupt
         event.set()
 
-    before = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
+    old_handlers = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield event
     finally:
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
 
 
 def muon_and_adamw(
     model: nn.Module, matrices: list[nn.Parameter], muon_lr: float, lr: float, decay: float
 ) -> dict[str, torch.optim.Optimizer]:
-    """Muon for some of a model's matrices, with updates as large as AdamW's (arXiv 2502.16982), and AdamW for the other weights.
+    """Build Muon for some of a model's matrices, with updates as large as AdamW's (arXiv 2502.16982), and AdamW for the other weights.
 
-    decay: the weight decay of the matrices; the others have none.
+    decay: the weight decay under Muon; AdamW has none.
     """
-    chosen = set(map(id, matrices))
-    others = [p for p in model.parameters() if id(p) not in chosen]
+    muon_ids = set(map(id, matrices))
+    adamw_weights = [p for p in model.parameters() if id(p) not in muon_ids]
     return {
         "muon": torch.optim.Muon(matrices, muon_lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
-        "adamw": torch.optim.AdamW(others, lr, (0.9, 0.95), weight_decay=0.0, fused=True),
+        "adamw": torch.optim.AdamW(adamw_weights, lr, (0.9, 0.95), weight_decay=0.0, fused=True),
     }

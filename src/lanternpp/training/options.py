@@ -1,4 +1,4 @@
-"""The options of a drafter's training. Nothing here imports torch, so that help is quick."""
+"""The options of a drafter's training. This module does not import torch, so that help is quick."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from lanternpp.util.registry import unknown
 Kind = Literal["eagle", "parallel"]
 Stored = Literal["float32", "bfloat16", "int8", "int6"]
 LOSSES = {"eagle": ("paper", "guided", "lk", "both"), "parallel": ("guided", "lk", "both", "block")}
-USUAL: dict[str, dict[str, Any]] = {
+DEFAULTS: dict[str, dict[str, Any]] = {
     "eagle": {"loss": "guided", "lr": 1e-3, "noise": 0.2},
     "parallel": {"loss": "both", "lr": 2e-3, "noise": 0.1},
 }
 
-
-# Of `TrainingData`, by what is learned from: options without effect.
+# Fields of `TrainingData` that have no effect with a source of codes.
 UNUSED = {
     "--rollouts": ("codes", "samples", "limit", "crops"),
     "--self": ("limit", "crops"),
@@ -29,7 +28,7 @@ UNUSED = {
     "--data": ("sample_batch",),
 }
 
-# Hyperparameters that drafters and the networks of a recipe have.
+# Hyperparameters of drafters and of the networks of a recipe.
 Rate = Annotated[float, Option("Peak learning rate.", gt=0, le=1)]
 Batch = Annotated[int, Option("Pictures a step.", ge=1)]
 Decay = Annotated[float, Option("Of the moving average of the weights, per step.", ge=0, le=1)]
@@ -39,20 +38,18 @@ Eagle, Parallel = partial(Option, group="EAGLE"), partial(Option, group="Paralle
 
 
 def check_options(options: Any, kind: Kind | None = None) -> None:
-    """InputError where a field of a dataclass of options is out of its range, or given and of drafters of another kind."""
+    """Check the fields of a dataclass of options; raise InputError for a value out of range, or an option of another kind of drafter."""
     for name, option in declared(type(options)).items():
-        value, called = getattr(options, name), "--" + name.replace("_", "-")
-        option.check(value, called)
-        other = kind is not None and option.group.lower() not in ("", kind)
-        if other and value != getattr(type(options), name):
-            raise InputError(
-                f"{called} is for drafters of --kind {option.group.lower()}: leave it out, or give that --kind."
-            )
+        value, flag = getattr(options, name), "--" + name.replace("_", "-")
+        option.check(value, flag)
+        group = option.group.lower()
+        if kind is not None and group not in ("", kind) and value != getattr(type(options), name):
+            raise InputError(f"{flag} is for drafters of --kind {group}: leave it out, or give that --kind.")
 
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """How long, where and how to run: all that may change between a run and its resumption."""
+    """The budget, folder, device and checks of a run: all options that may change between a run and its resumption."""
 
     folder: Path = Path()
     steps: Annotated[int | None, Option("Budget in steps, earlier runs counted in.", ge=1)] = None
@@ -69,16 +66,16 @@ class TrainingOptions:
     stop_after: int | None = None  # pause at this step as if interrupted
 
     def check(self) -> None:
-        """InputError where there is no budget, or a value is out of range."""
+        """Check that values are in range and there is a budget; raise InputError if not."""
         check_options(self)
         if self.steps is None and self.minutes is None:
             raise InputError("a training needs a budget: give --steps N, --minutes M or both.")
 
     def progress(self, step: int, seconds: float) -> float:
-        """0..1: how much of the budget is used."""
-        parts = [step / self.steps] if self.steps else []
-        parts += [seconds / 60 / self.minutes] if self.minutes else []
-        return min(max(parts), 1.0)
+        """Return the used share of the budget, 0..1."""
+        shares = [step / self.steps] if self.steps else []
+        shares += [seconds / 60 / self.minutes] if self.minutes else []
+        return min(max(shares), 1.0)
 
 
 @dataclass(frozen=True)
@@ -86,10 +83,9 @@ class DrafterSettings:
     """Hyperparameters: all that decides the result, except the budget and the machine.
 
     EAGLE's loss is SmoothL1 on features + `weight` x a loss on distributions: `paper`, cross-entropy to the target's;
-    `guided`, the same after guidance, as verification has it; `lk`, -log of the acceptance itself, after
-    guidance; `both`, the sum of these two. A parallel drafter has one of the last three at each level, level l counting
-    `fade` ** l; `block` is `guided` and, for all codes of the chain together, -log of the codes that block verification would decide
-    of a draft (`parallel.keep_chances`).
+    `guided`, the same after guidance, as in verification; `lk`, -log of the acceptance, after guidance; `both`, the sum of
+    `guided` and `lk`. A parallel drafter has one of the last three at each level l, with the weight `fade` ** l; `block` is
+    `guided` plus -log of the number of codes that block verification would decide per draft (`parallel.chain_acceptance`).
     """
 
     cfg: Annotated[float | None, Option("Guidance supposed; default: the model's own.", ge=1)] = None
@@ -124,14 +120,15 @@ class DrafterSettings:
     condition_width: Annotated[int, Parallel("Width of the layers that condition on a code.", ge=1)] = 256
 
     def of(self, kind: Kind) -> DrafterSettings:
-        """The settings with the defaults of a kind of drafter. InputError where one is of the other kind, or wrong."""
-        if kind not in USUAL:
-            raise InputError(unknown("kind of drafter", kind, USUAL))
+        """Return the settings with the defaults of a kind of drafter; raise InputError where a value is wrong, or of the other kind."""
+        if kind not in DEFAULTS:
+            raise InputError(unknown("kind of drafter", kind, DEFAULTS))
         check_options(self, kind)
-        found = replace(self, **{name: x for name, x in USUAL[kind].items() if getattr(self, name) is None})
-        if found.loss not in LOSSES[kind]:
-            raise InputError(f"loss {found.loss!r} is none of {kind}'s: choose {', '.join(LOSSES[kind])}.")
-        return found
+        defaults = {name: x for name, x in DEFAULTS[kind].items() if getattr(self, name) is None}
+        settings = replace(self, **defaults)
+        if settings.loss not in LOSSES[kind]:
+            raise InputError(f"loss {settings.loss!r} is none of {kind}'s: choose {', '.join(LOSSES[kind])}.")
+        return settings
 
 
 @dataclass(frozen=True)
@@ -166,7 +163,7 @@ class TrainingData:
     method: Annotated[str, Parallel(metavar="NAME")] = "parallel"
 
     def check(self, kind: Kind) -> None:
-        """InputError where there is nothing to learn from, or nothing for a drafter of this kind."""
+        """Check that there is data for a drafter of this kind, and no option without effect; raise InputError if not."""
         check_options(self, kind)
         for name in ("prompts", "samples"):
             if getattr(self, name) is not None and not self.own:
@@ -177,9 +174,8 @@ class TrainingData:
             raise InputError(
                 "a drafter learns from pictures, --data DIR, from what its target draws, --self, or from --codes DIR."
             )
-        if (self.rollouts is None) != (self.drafter is None) or (
-            self.rollouts is None and self.method != TrainingData.method
-        ):
+        unused_method = self.rollouts is None and self.method != TrainingData.method
+        if (self.rollouts is None) != (self.drafter is None) or unused_method:
             raise InputError(
                 "--rollouts N goes on with the drafter of --drafter DIR, drawn by --method: give both."
             )
@@ -188,8 +184,10 @@ class TrainingData:
         for name in UNUSED[source]:
             if getattr(self, name) != getattr(TrainingData, name):
                 raise InputError(f"--{name.replace('_', '-')} has no effect with {source}: leave it out.")
-        config = self.drafter and self.drafter / "config.json"
-        if config and (not config.is_file() or read_object(config).get("kind") != "parallel"):
+        if self.drafter is None:
+            return
+        config = self.drafter / "config.json"
+        if not config.is_file() or read_object(config).get("kind") != "parallel":
             raise InputError(
                 f"{self.drafter} holds no parallel drafter to go on with: train one first, without --rollouts."
             )

@@ -2,19 +2,19 @@
 
 With x_1 .. x_g drawn from the drafter's q, block verification (`engine/verify/joint.py`) decides 1 + sum E[w_i] codes, where
 w_i = exp(s_i - max_{j <= i} s_j) and s_i is the sum of the log ratios log p_j(x_j) / q_j(x_j) up to level i, s_0 = 0.
-The same expectation is one over chains that the target drew, as p = q exp(s):
+As p = q exp(s), the same expectation is also an expectation over chains that the target drew:
 
     E_q[w_i] = E_p[exp(-max_{j <= i} s_j)]
 
-A recorded picture is such a chain after each of its codes. So the codes of a draft can be estimated without drawing one; the
-last code of each chain is summed over all its values, not only the recorded one. Where pictures are not the target's own, the
-estimate still grows to its greatest value, g + 1, as q goes to p. The probability that a level is kept is such a
-sum; its gradient is weighted by the codes that depend on that level (`chain_gain`). The ratios at the recorded codes themselves are taken as they
-are: a drafter that may raise q there learns the recorded codes by heart, and drafts no better.
+After each code of a recorded picture, the next codes are such a chain, so the number of decided codes is estimated without
+drawing a draft; the estimate sums over all values of a chain's last code, not only the recorded one. Where pictures are not
+the target's own, it still grows to its maximum, g + 1, as q goes to p. The acceptance of a level is such a sum, whose gradient
+is weighted by the number of codes that depend on that level (`chain_gain`). The ratios at the recorded codes have no gradient:
+a drafter that may raise q there learns the recorded codes by heart, and drafts no better.
 
-The same chains train the drafter to predict acceptance. A draft is accepted, given that those before it are, with
-probability w_i / w_{i-1}, whose mean over the draft is sum_y min(p_i(y), q_i(y) / w_{i-1}); a chain comes so far, and is
-accepted so far, as often as the target draws it, times exp(-max_{j < i} s_j).
+The same chains train the drafter to predict acceptance. A draft code is accepted, given that the codes before it are, with
+probability w_i / w_{i-1}, whose mean over the code is sum_y min(p_i(y), q_i(y) / w_{i-1}). A chain is drafted and accepted
+up to level i with the probability that the target draws it, times exp(-max_{j < i} s_j).
 """
 
 from __future__ import annotations
@@ -35,64 +35,72 @@ from lanternpp.training.features import CaptionPrompts, drafter_inputs, spread_a
 from lanternpp.training.loop import muon_and_adamw, team
 from lanternpp.training.options import DrafterSettings, TrainingData
 
-PLACES = 20  # of a picture that a validation drafts from, about
-FIRST = 0.5  # weight of the loss of the first level at more slots
-FURTHEST = 60.0  # exp of more is not computed, as it may be infinite
-SMALLEST = 1e-6  # chance whose logarithm is taken
+VALIDATION_ANCHORS = 20  # drafts in each validation picture, about
+FIRST_LEVEL_WEIGHT = 0.5  # of the loss of the first level at `firsts` slots
+MAX_EXPONENT = 60.0  # limit of arguments of exp, which overflows float32 at 89
+MIN_PROBABILITY = 1e-6  # lower limit of arguments of log
 
 
-def keep_chances(p: Tensor, log_q: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
-    """Along chains that the target drew: how often drafts come there, relative to it, and accept the next draft code then, [..., g].
+def chain_acceptance(p: Tensor, log_q: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the probabilities, along chains that the target drew, that a draft reaches each level and is accepted there, [..., g].
 
-    The product estimates the mean w_1 .. w_g of drafts. Only the second is differentiable, in log_q of its own level. p and
-    log_q [..., g, V] after every code of the chain; codes [..., g], drawn from p.
+    The first, exp(-max_{j < i} s_j), is relative to the probability that the target draws the chain; the product of both
+    estimates the mean w_1 .. w_g of drafts. Only the second is differentiable, in log_q of its own level. p and log_q
+    [..., g, V] follow every code of the chain; codes [..., g] are drawn from p.
     """
-    at = codes[..., None]
-    gain = log_q.detach().gather(-1, at) - p.gather(-1, at).clamp(min=torch.finfo(p.dtype).tiny).log()
-    before = F.pad(gain[..., 0].cumsum(-1)[..., :-1], (1, 0))  # -s_{i - 1}
-    least = before.cummin(-1).values  # at most 0, which is that of the root
-    more = (before - least).clamp(max=FURTHEST).exp()[..., None]
-    return least.exp(), torch.minimum(p, more * log_q.exp()).sum(-1)
+    index = codes[..., None]
+    log_p = p.gather(-1, index).clamp(min=torch.finfo(p.dtype).tiny).log()
+    log_ratio = log_q.detach().gather(-1, index) - log_p  # [..., g, 1]: log q_i(x_i) / p_i(x_i)
+    sums = F.pad(log_ratio[..., 0].cumsum(-1)[..., :-1], (1, 0))  # [..., g]: -s_{i - 1}
+    min_sums = sums.cummin(-1).values  # -max_{j < i} s_j, at most 0, since s_0 = 0
+    inverse_w = (sums - min_sums).clamp(max=MAX_EXPONENT).exp()[..., None]  # 1 / w_{i - 1}
+    return min_sums.exp(), torch.minimum(p, inverse_w * log_q.exp()).sum(-1)
 
 
-def chain_gain(kept: Tensor, keep: Tensor) -> Tensor:
-    """Log of the codes 1 + sum of kept [..., g] that drafts decide, to be differentiated in keep [..., g].
+def chain_gain(survival: Tensor, acceptance: Tensor) -> Tensor:
+    """Return the log of the number of codes, 1 + sum of survival [..., g], that drafts decide, differentiable in acceptance [..., g].
 
-    A level's chance `keep` is a factor of its own `kept` and of those of all levels after it.
+    A level's acceptance is a factor of its own survival and of the survival of all levels after it.
     """
-    kept = kept.detach()
-    codes, depend = 1 + kept.sum(), kept.flip(-1).cumsum(-1).flip(-1)
-    gain = (depend * keep.clamp(min=SMALLEST).log()).sum() / codes
-    return codes.log() + gain - gain.detach()
+    survival = survival.detach()
+    num_codes = 1 + survival.sum()
+    num_dependent = survival.flip(-1).cumsum(-1).flip(-1)
+    gain = (num_dependent * acceptance.clamp(min=MIN_PROBABILITY).log()).sum() / num_codes
+    return num_codes.log() + gain - gain.detach()
 
 
-def level_cost(loss: str, p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss of this name in `DrafterSettings` and the acceptance at each place, [...], of p and log_q [..., V]."""
-    chance = torch.minimum(log_q.exp(), p).sum(-1)
-    cost = torch.zeros_like(chance)
-    if loss != "lk":
-        cost = cost - (p * log_q).sum(-1)
-    if loss in ("lk", "both"):
-        cost = cost - chance.clamp(min=torch.finfo(chance.dtype).tiny).log()
-    return cost, chance.detach()
+def level_loss(name: str, p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the loss of this name in `DrafterSettings`, and the acceptance, of p and log_q [..., V] at each level: [...] both."""
+    acceptance = torch.minimum(log_q.exp(), p).sum(-1)
+    loss = torch.zeros_like(acceptance)
+    if name != "lk":
+        loss = loss - (p * log_q).sum(-1)
+    if name in ("lk", "both"):
+        loss = loss - acceptance.clamp(min=torch.finfo(acceptance.dtype).tiny).log()
+    return loss, acceptance.detach()
 
 
 @dataclass(frozen=True)
 class DraftBatch:
-    """Inputs of B pictures: S slots, the first T of them the prompt's. Drafts of `levels` codes begin after A slots, the anchors."""
+    """Inputs of B pictures: S slots, the first T of the prompt. Drafts of `levels` codes begin after A slots, the anchors."""
 
-    prompts: Tensor  # [R, T, D] the conditional ones first; those of B rows where no pass of the target will be needed
-    start: Tensor | None  # [R] where prompts begin; None: all at slot 0
+    prompts: Tensor  # [R, T, D] conditional rows first; B rows where the target's pass is not needed
+    start: Tensor | None  # [R] slots where prompts begin; None: all at slot 0
     codes: Tensor  # [B, S - T + 1]
     next_inputs: Tensor  # [B, S - 1, D] the input after each slot
     features: Tensor  # [B, S, (1 + aux) D] guided, float32
     anchors: Tensor  # [B, A] slots
     hints: Tensor | None = None  # [B, S - 1 + A * (levels - 1), D]
-    rows: Tensor | None = None  # [R, S, D] the features before guidance, where drafts are measured exactly
+    unguided: Tensor | None = None  # [R, S, D] features before guidance, in a validation
+
+    @property
+    def last_layer(self) -> Tensor:
+        """The features of the target's last layer, [B, S, D], without those of auxiliary layers."""
+        return self.features[..., : self.next_inputs.shape[-1]]
 
 
 def gather_slots(x: Tensor, slot: Tensor) -> Tensor:
-    """x [B, S, D] at slots [B, ...] -> [B, ..., D]; slots beyond the last are the last."""
+    """Return x [B, S, D] at slots [B, ...], as [B, ..., D]; slots beyond the last one are clamped to it."""
     slot = slot.clamp(max=x.shape[1] - 1)
     return x.gather(1, slot.flatten(1)[..., None].expand(-1, -1, x.shape[-1])).unflatten(1, slot.shape[1:])
 
@@ -108,7 +116,7 @@ class ParallelTask(DrafterTask):
 
     @classmethod
     def check(cls, settings: DrafterSettings, target: Target, source: TrainingData) -> None:
-        """Whether the target has codes, and as many layers as are read."""
+        """Check that the target has codes, and enough layers for `aux_layers`; raise InputError if not."""
         spread_aux_layers(settings.aux_layers, target.decoder.config.layers)
         if target.channels:
             raise InputError(
@@ -116,11 +124,11 @@ class ParallelTask(DrafterTask):
             )
 
     def make(self) -> ParallelDrafter:
-        """The drafter; the layers for codes, hints and the confidence begin at zero."""
+        """Build the drafter; its layers for codes, hints and confidence begin at zero."""
         settings, shape = self.hparams, self.target.decoder.config
-        more = {"queries": settings.levels - 1, "turn": settings.condition_width, "confidence": True}
+        fields = {"queries": settings.levels - 1, "turn": settings.condition_width, "confidence": True}
         aux_layers = spread_aux_layers(settings.aux_layers, shape.layers)
-        config = ParallelConfig.like(shape, settings.layers, aux_layers=aux_layers, **more)
+        config = ParallelConfig.like(shape, settings.layers, aux_layers=aux_layers, **fields)
         drafter = ParallelDrafter(config, self.target.decoder.rotary_table).float()
         for name, parameter in drafter.named_parameters():
             if name.startswith(("hint.", "up.", "confidence.weight")):
@@ -128,17 +136,17 @@ class ParallelTask(DrafterTask):
         return drafter
 
     def make_optimizers(self) -> dict[str, torch.optim.Optimizer]:
-        """Muon for the matrices, AdamW for the rest."""
-        others = ("queries", "confidence.weight")
-        matrices = [p for name, p in self.model.named_parameters() if p.dim() == 2 and name not in others]
+        """Build Muon for the matrices, and AdamW for the other weights."""
+        excluded = ("queries", "confidence.weight")
+        matrices = [p for name, p in self.model.named_parameters() if p.dim() == 2 and name not in excluded]
         return muon_and_adamw(self.model, matrices, self.hparams.muon_lr, self.hparams.lr, decay=0.01)
 
     def anchors(self, length: int, generator: torch.Generator | None) -> Tensor:
-        """The codes of `length` after which a step drafts, [A], or a validation, for which there is no generator."""
+        """Return the indices [A] of the codes after which a step drafts, of `length`; without a generator those of a validation."""
         if generator is not None:
             return torch.randperm(length - 1, generator=generator)[: self.hparams.anchors].sort()[0]
-        places = max(length - self.hparams.levels, 3) - 2
-        return torch.arange(2, 2 + places, max(places // PLACES, 1))
+        num_codes = max(length - self.hparams.levels, 3) - 2
+        return torch.arange(2, 2 + num_codes, max(num_codes // VALIDATION_ANCHORS, 1))
 
     def batch(
         self,
@@ -147,26 +155,25 @@ class ParallelTask(DrafterTask):
         variant: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> DraftBatch:
-        """Inputs of pictures index [B] in variants [B]; without a generator those of a validation, to be measured exactly."""
+        """Return the inputs of pictures index [B] in variants [B]; without a generator those of a validation, with `unguided`."""
         codes = captions.split.pick(index, variant).to(self.device)
-        pick = self.anchors(codes.shape[1], generator)
+        anchor_codes = self.anchors(codes.shape[1], generator)
         prompts, start = captions(index, self.guidance.branches)
         with torch.no_grad():
-            rows = self.guidance.rows(codes)
             next_inputs, features = drafter_inputs(
-                self.target, prompts, rows, start, aux_layers=self.config.aux_layers
+                self.target, prompts, self.guidance.rows(codes), start, self.config.aux_layers
             )
-        anchors = (prompts.shape[1] - 1 + pick).to(self.device).expand(len(codes), -1)
+        anchors = (prompts.shape[1] - 1 + anchor_codes).to(self.device).expand(len(codes), -1)
         guided = self.guidance.merge(features)
-        last = features[..., : next_inputs.shape[-1]] if generator is None else None
-        return DraftBatch(prompts, start, codes, next_inputs[: len(codes)], guided, anchors, rows=last)
+        unguided = features[..., : next_inputs.shape[-1]] if generator is None else None
+        next_inputs = next_inputs[: len(codes)]  # the drafter has conditional rows only
+        return DraftBatch(prompts, start, codes, next_inputs, guided, anchors, unguided=unguided)
 
     def losses(self, index: Tensor, variant: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-        """`loss`, `confidence` and `accept`, as of `loss`."""
+        """Return `loss`, `confidence` and `accept` of `loss`."""
         batch = self.batch(self.train, index, variant, generator)
-        last = batch.features[..., : batch.next_inputs.shape[-1]]
-        noise = (torch.rand_like(last) - 0.5) * self.hparams.noise
-        # Random slots of every picture after which the first level alone is learned.
+        noise = (torch.rand_like(batch.last_layer) - 0.5) * self.hparams.noise
+        # Random slots of every picture after which only the first level is learned.
         order = torch.rand(len(batch.codes), batch.codes.shape[1] - 1, device=self.device).argsort(1)
         firsts = order[:, : self.hparams.firsts] + batch.prompts.shape[1] - 1
         return self.training_loss(self.model, batch, noise, firsts)
@@ -178,116 +185,113 @@ class ParallelTask(DrafterTask):
         noise: Tensor | None = None,
         firsts: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """`loss` and `confidence`, whose sum a step minimises; `accept`, the mean acceptance; of each level [levels], `levels`,
-        its acceptance, `kept`, E[w_i], and `expected`, the prediction of it.
+        """Return the scalars `loss` and `confidence`, whose sum a step minimises, and `accept`, the mean acceptance; and, of each
+        level [levels], `levels`, its acceptance, `kept`, E[w_i], and `expected`, the drafter's prediction of E[w_i].
 
-        confidence: the loss of predicting the accepted codes, which moves the layer that predicts alone. firsts [B, n]: slots
-        after which the first level alone counts too.
+        confidence: the loss of the predicted acceptance, whose gradient reaches the predicting layer only. firsts [B, n]: slots
+        after which the loss counts the first level too.
         """
-        # [B, A, levels]: the slots that decide the codes of drafts, of which some may lie beyond the picture's last
+        # The slots [B, A, levels] whose features predict the drafts; some may lie beyond the picture's last slot.
         slots = batch.anchors[..., None] + 1 + torch.arange(self.hparams.levels, device=batch.anchors.device)
-        last = batch.features.shape[1] - 1
-        level_slots, in_picture = slots.clamp(max=last), (slots <= last).float()
+        last_slot = batch.features.shape[1] - 1
+        level_slots, in_picture = slots.clamp(max=last_slot), (slots <= last_slot).float()
         first_level, features = self.level_features(drafter, batch, noise)
         features = self.conditioned(drafter, batch, features)
         p, log_q = self.distributions(batch, level_slots, features)
-        cost, chance = (x * in_picture for x in level_cost(self.hparams.loss, p, log_q))
-        counted = in_picture.sum((0, 1)).clamp(min=1)
-        fade = self.hparams.fade ** torch.arange(len(counted), device=counted.device)
-        loss = (cost.sum((0, 1)) / counted * fade).sum() / fade.sum()
+        losses, acceptance = level_loss(self.hparams.loss, p, log_q)
+        num_drafts = in_picture.sum((0, 1)).clamp(min=1)  # [levels]
+        weights = self.hparams.fade ** torch.arange(len(num_drafts), device=num_drafts.device)
+        loss = ((losses * in_picture).sum((0, 1)) / num_drafts * weights).sum() / weights.sum()
         codes = batch.codes.gather(1, level_slots.flatten(1) + 1 - batch.prompts.shape[1]).view_as(slots)
         if self.hparams.loss == "block":
-            reach, keep = keep_chances(p, log_q, codes)
-            loss = loss - chain_gain(reach * keep * in_picture / counted, keep)
+            reach, chain_accept = chain_acceptance(p, log_q, codes)
+            loss = loss - chain_gain(reach * chain_accept * in_picture / num_drafts, chain_accept)
         if firsts is not None:
-            first = gather_slots(first_level, firsts)
-            at_firsts = self.distributions(batch, firsts + 1, first)
-            loss = loss + FIRST * level_cost(self.hparams.loss, *at_firsts)[0].mean()
+            first_p, first_log_q = self.distributions(batch, firsts + 1, gather_slots(first_level, firsts))
+            loss = loss + FIRST_LEVEL_WEIGHT * level_loss(self.hparams.loss, first_p, first_log_q)[0].mean()
         with torch.no_grad():
-            if batch.rows is None and not self.plain:
-                p, log_q = self.drawn(batch, level_slots, p.clamp(min=1e-38).log(), log_q)
-            reach, keep = keep_chances(p, log_q, codes)
+            if batch.unguided is None and not self.samples_softmax:
+                p, log_q = self.p_and_log_q(batch, level_slots, p.clamp(min=1e-38).log(), log_q)
+            reach, chain_accept = chain_acceptance(p, log_q, codes)
+        reach = reach * in_picture
         assert drafter.confidence is not None
-        logits, reach = drafter.confidence(features.detach())[..., 0].float(), reach * in_picture
-        # cross-entropy of the predictions, weighted by how often drafts come there
-        kept = keep.clamp(0, 1).float()
-        confidence = F.binary_cross_entropy_with_logits(logits, kept, reduction="none") * reach
+        logits = drafter.confidence(features.detach())[..., 0].float()  # [B, A, levels]
+        # The cross-entropy of a prediction is weighted by how often drafts reach its level.
+        labels = chain_accept.clamp(0, 1).float()
+        confidence = F.binary_cross_entropy_with_logits(logits, labels, reduction="none") * reach
         confidence = confidence.sum() / reach.sum().clamp(min=1e-6)
         by_level = {
-            "levels": chance,
-            "kept": reach * keep,
+            "levels": acceptance * in_picture,
+            "kept": reach * chain_accept,
             "expected": reach * logits.detach().sigmoid(),
         }
-        found = {name: x.sum((0, 1)) / counted for name, x in by_level.items()}
-        return {"loss": loss, "confidence": confidence, "accept": found["levels"].mean(), **found}
+        means = {name: x.sum((0, 1)) / num_drafts for name, x in by_level.items()}
+        return {"loss": loss, "confidence": confidence, "accept": means["levels"].mean(), **means}
 
     def distributions(self, batch: DraftBatch, slots: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        """At slots [B, ...], p of the target and log q of features [B, ..., D], both [B, ..., V].
+        """Return p of the target at slots [B, ...], and log q of the drafter's features [B, ..., D] there: [B, ..., V] both.
 
         Training takes the head of guided features, which are the guided logits where the head is linear; a validation merges
         logits, and samples as drawing does.
         """
-        like = batch.next_inputs
+        dtype = batch.next_inputs.dtype
         with torch.no_grad():
-            if batch.rows is not None:
-                truth = gather_slots(batch.rows, self.guidance.rows(slots)).to(like.dtype)
-                logits = self.guidance.merge(self.target.head(truth)), self.target.head(features).float()
-                return self.drawn(batch, slots, *logits)
-            truth = gather_slots(batch.features[..., : like.shape[-1]], slots)
-            p = self.target.head(truth.to(like.dtype)).float().softmax(-1)
+            if batch.unguided is not None:
+                target_features = gather_slots(batch.unguided, self.guidance.rows(slots)).to(dtype)
+                p_logits = self.guidance.merge(self.target.head(target_features))
+                q_logits = self.target.head(features).float()
+                return self.p_and_log_q(batch, slots, p_logits, q_logits)
+            p = self.target.head(gather_slots(batch.last_layer, slots).to(dtype)).float().softmax(-1)
         return p, self.target.head(features).float().log_softmax(-1)
 
-    def drawn(self, batch: DraftBatch, slots: Tensor, *logits: Tensor) -> tuple[Tensor, Tensor]:
-        """p and log q that codes at slots [B, A, levels] are drawn from, of logits of both, [B, A, levels, V]."""
-        place = slots.flatten(1) + 1 - batch.prompts.shape[1]
-        p, q = (self.sampled(x.flatten(1, 2), place).view_as(x) for x in logits)
+    def p_and_log_q(self, batch: DraftBatch, slots: Tensor, *logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return p and log q that codes at slots [B, A, levels] are sampled from, of the logits of p and of q, [B, A, levels, V]."""
+        positions = slots.flatten(1) + 1 - batch.prompts.shape[1]
+        p, q = (self.sampling_probs(x.flatten(1, 2), positions).view_as(x) for x in logits)
         return p, q.clamp(min=1e-20).log()
 
     def conditioned(self, drafter: ParallelDrafter, batch: DraftBatch, features: Tensor) -> Tensor:
-        """Features [B, A, levels, D] of `level_features`, each conditioned on the recorded code before it."""
+        """Return features [B, A, levels, D] of `level_features`, each conditioned on the recorded code before it."""
         level = torch.arange(1, self.hparams.levels, device=features.device)
-        before = gather_slots(batch.next_inputs, batch.anchors[..., None] + level)
-        return torch.cat((features[:, :, :1], drafter.condition_on(features[:, :, 1:], before)), 2)
+        prev_embeds = gather_slots(batch.next_inputs, batch.anchors[..., None] + level)
+        return torch.cat((features[:, :, :1], drafter.condition_on(features[:, :, 1:], prev_embeds)), 2)
 
     def level_features(
         self, drafter: ParallelDrafter, batch: DraftBatch, noise: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Features of the first level after all slots, [B, S - 1, D], and of every level after the anchors, [B, A, levels, D].
-
-        These are not conditioned on a code yet.
+        """Return the drafter's features of the first level after all slots, [B, S - 1, D], and of every level after the anchors,
+        [B, A, levels, D], not conditioned on a code yet. noise [B, S, D] is added to the features of the target's last layer.
         """
-        levels, next_inputs = self.hparams.levels - 1, batch.next_inputs
         inputs = batch.features
         if noise is not None:
-            inputs = torch.cat((inputs[..., : noise.shape[-1]] + noise, inputs[..., noise.shape[-1] :]), -1)
-        inputs = inputs[:, :-1].to(next_inputs.dtype)
-        # the drafter has the conditional rows alone
+            inputs = torch.cat((batch.last_layer + noise, inputs[..., noise.shape[-1] :]), -1)
+        inputs = inputs[:, :-1].to(batch.next_inputs.dtype)
+        # The drafter has conditional rows only.
         start = None if batch.start is None else batch.start[: len(batch.codes)]
         first_level, further_levels = drafter.forward_sequence(
-            next_inputs, inputs, batch.anchors, levels, start, batch.hints
+            batch.next_inputs, inputs, batch.anchors, self.hparams.levels - 1, start, batch.hints
         )
-        at_anchors = gather_slots(first_level, batch.anchors[..., None])
+        at_anchors = gather_slots(first_level, batch.anchors[..., None])  # [B, A, 1, D]
         return first_level, torch.cat((at_anchors, further_levels), 2)
 
     @torch.no_grad()
     def validate(self) -> dict[str, Any]:
-        """The accepted part of drafts after held-out codes, estimated as in training.
+        """Return how much of drafts after held-out codes is accepted, estimated as in training.
 
-        codes: those that block verification decides per draft, 1 + sum of `kept`, E[w_i] by level; predicted: the same of
-        `expected`, the drafter's prediction of that; rejected: the drafted codes of a draft that are not accepted; chain:
-        the codes that a walk from the root would decide if the levels were independent; accept: the mean acceptance of
-        each level after recorded codes.
+        codes: the codes that block verification decides per draft, 1 + sum of `kept`, E[w_i] by level; predicted: the same sum of
+        `expected`, the drafter's prediction of `kept`; rejected: the codes of a draft that are not accepted; chain: the codes that
+        a walk from the root would decide if levels were independent; accept: the mean acceptance of a level after recorded codes.
         """
-        found, index = [], evenly_spaced(len(self.codes.val), self.check_pictures)
+        index, sums = evenly_spaced(len(self.codes.val), self.check_pictures), []
         for part in index.split(8):
             batch = self.batch(self.val, part)
             with team().autocast(self.device):
-                figures = self.loss(self.average, batch)
-            by_level = torch.stack([figures[name] for name in ("kept", "expected", "levels")])
-            found.append(by_level * len(part))
-        kept, expected, accept = torch.stack(found).sum(0) / len(index)
-        codes, predicted = (1 + x.sum().item() for x in (kept, expected))
-        chain, rejected = 1 + accept.cumprod(0).sum().item(), 1 + len(kept) - codes
-        levels = {"kept": kept, "expected": expected, "accept": accept}
-        lists = {name: [round(value, 4) for value in x.tolist()] for name, x in levels.items()}
-        return {"codes": codes, "predicted": predicted, "rejected": rejected, "chain": chain, **lists}
+                by_level = self.loss(self.average, batch)
+            sums.append(torch.stack([by_level[name] for name in ("kept", "expected", "levels")]) * len(part))
+        kept, expected, accept = torch.stack(sums).sum(0) / len(index)
+        codes = 1 + kept.sum().item()
+        figures: dict[str, Any] = {"codes": codes, "predicted": 1 + expected.sum().item()}
+        figures |= {"rejected": 1 + len(kept) - codes, "chain": 1 + accept.cumprod(0).sum().item()}
+        for name, values in (("kept", kept), ("expected", expected), ("accept", accept)):
+            figures[name] = [round(value, 4) for value in values.tolist()]
+        return figures

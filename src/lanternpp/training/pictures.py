@@ -21,14 +21,14 @@ from lanternpp.nn.files import listed
 from lanternpp.util.files import digest
 from lanternpp.util.jsonfile import read_lines
 
-HASHED = 1 << 16  # bytes of a picture, by which another of its size is told
-CORRUPT = 0.01  # share of unreadable pictures above which a folder is rejected
-MARGIN = 1.125  # pictures are kept with this much of the training size on their short side
-STRETCH = 4 / 3  # and at most this much longer than wide
+HASHED_BYTES = 1 << 16  # of a picture, which tell pictures of the same size apart
+MAX_BAD_SHARE = 0.01  # of unreadable pictures, above which a folder is rejected
+MARGIN = 1.125  # short side of pictures in memory, in training sizes
+MAX_ASPECT = 4 / 3  # long side of pictures in memory, in short sides
 
 
 class DataWarning(UserWarning):
-    """A part of the data that is left out."""
+    """Warns that a part of the data is left out."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Rows:
     files: tuple[str, ...]
     texts: tuple[str, ...]
     labels: tuple[str, ...]  # "" where a line has none
-    bad: dict[str, str] = field(default_factory=dict)  # why files cannot be read, of those decoded so far
+    bad: dict[str, str] = field(default_factory=dict)  # why a file cannot be read, of all decoded so far
 
     @property
     def key(self) -> str:
@@ -47,40 +47,40 @@ class Rows:
         parts = [*self.files, *self.texts]
         for path in (self.root / name for name in self.files):
             with suppress(OSError), path.open("rb") as file:
-                parts += [str(path.stat().st_size), sha256(file.read(HASHED)).hexdigest()]
+                parts += [str(path.stat().st_size), sha256(file.read(HASHED_BYTES)).hexdigest()]
         return digest(parts)
 
     def decode(self, part: range, size: int) -> dict[int, Image.Image]:
-        """Pictures of a part by index, as `shrunk` gives them; others go into `bad`. InputError where those are too many."""
+        """Return the readable pictures of a part by index, as `shrunk` returns them; add the unreadable ones to `bad`, as `leave_out`."""
         with ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as pool:
-            found = pool.map(lambda i: shrunk(open_image(self.root / self.files[i]), size), part)
-        images = dict(zip(part, found, strict=True))
-        self.leave_out({self.files[i]: why for i, why in images.items() if isinstance(why, str)})
+            results = pool.map(lambda i: shrunk(open_image(self.root / self.files[i]), size), part)
+        images = dict(zip(part, results, strict=True))
+        self.leave_out({self.files[i]: reason for i, reason in images.items() if isinstance(reason, str)})
         return {i: image for i, image in images.items() if not isinstance(image, str)}
 
     def leave_out(self, bad: Mapping[str, str]) -> None:
-        """Add to `bad` why files cannot be read. InputError where those are too many."""
+        """Add files, and why they cannot be read, to `bad`; raise InputError where they are too many."""
         self.bad.update(bad)
-        if len(self.bad) > CORRUPT * len(self.files):
+        if len(self.bad) > MAX_BAD_SHARE * len(self.files):
             raise InputError(
                 f"{len(self.bad)} of {len(self.files)} pictures in {self.root} are unreadable, e.g. {self._faults()}: "
                 "repair them or take their lines out of metadata.jsonl."
             )
 
     def warn(self) -> None:
-        """Name the pictures that are left out, if there are any."""
+        """Warn of the pictures that are left out, if any."""
         if self.bad:
-            said = f"{len(self.bad)} of {len(self.files)} pictures skipped in {self.root}: {self._faults()}"
-            warnings.warn(said, DataWarning, stacklevel=3)
+            text = f"{len(self.bad)} of {len(self.files)} pictures skipped in {self.root}: {self._faults()}"
+            warnings.warn(text, DataWarning, stacklevel=3)
 
     def _faults(self) -> str:
-        return listed([f"{name} ({why})" for name, why in self.bad.items()])
+        return listed([f"{name} ({reason})" for name, reason in self.bad.items()])
 
 
 def read_rows(data: str | Path, split: str, limit: int | None = None) -> Rows:
-    """The rows of `data/split/metadata.jsonl`, or those of `data/metadata.jsonl` that lie under `split/`; the first `limit`.
+    """Read the rows of `data/split/metadata.jsonl`, or the rows under `split/` of `data/metadata.jsonl`; the first `limit` of them.
 
-    InputError names a line without a file name or a text.
+    Raise InputError, which names the line, where a line has no file name or no text.
     """
     data = Path(data)
     if not data.is_dir():
@@ -88,22 +88,22 @@ def read_rows(data: str | Path, split: str, limit: int | None = None) -> Rows:
     root = data / split
     if not root.is_dir():
         raise InputError(f"{root} is missing: an imagefolder for training has train/ and val/.")
-    own = root / METADATA
-    listing = own if own.is_file() else data / METADATA
+    metadata = root / METADATA
+    listing = metadata if metadata.is_file() else data / METADATA
     if not listing.is_file():
-        raise InputError(f"{own} is missing: it has a line with file_name and text for each picture.")
-    rows, again = dict[str, tuple[str, str, str]](), 0
+        raise InputError(f"{metadata} is missing: it has a line with file_name and text for each picture.")
+    rows, num_repeated = dict[str, tuple[str, str, str]](), 0
     for line, row in read_lines(listing, "file_name", LAYOUT):
         path, text = listing.parent.absolute() / row["file_name"], row.get("text")
         if not isinstance(text, str):
             raise InputError(f"{line} has no text: file_name and text are needed.")
-        if listing == own or path.is_relative_to(root.absolute()):
-            name = os.path.relpath(path, root)  # it may have been an absolute path, or begin with ./
-            again += name in rows
+        if listing == metadata or path.is_relative_to(root.absolute()):
+            name = os.path.relpath(path, root)  # a row may have an absolute path, or begin with ./
+            num_repeated += name in rows
             rows[name] = (name, text, str(row.get("label") or ""))
-    if again:
-        said = f"{again} lines of {listing} name a picture again: of its captions the last one alone is used"
-        warnings.warn(said, DataWarning, stacklevel=1)
+    if num_repeated:
+        message = f"{num_repeated} lines of {listing} name a picture again: of its captions the last one alone is used"
+        warnings.warn(message, DataWarning, stacklevel=1)
     if not rows:
         pictures = len(list_pictures(root))
         raise InputError(f"{root} has no captions: its metadata.jsonl names none of the {pictures} pictures.")
@@ -112,10 +112,10 @@ def read_rows(data: str | Path, split: str, limit: int | None = None) -> Rows:
 
 
 def shrunk(image: Image.Image | str, size: int) -> Image.Image | str:
-    """A picture somewhat larger than `size` on its short side and not very long; a text, why there is none, stays as it is."""
+    """Return the middle of a picture, resized to MARGIN x `size` pixels on its short side; a text, an error, is returned unchanged."""
     if isinstance(image, str):
         return image
-    short, long = math.ceil(size * MARGIN), math.ceil(size * MARGIN * STRETCH)
+    short, long = math.ceil(size * MARGIN), math.ceil(size * MARGIN * MAX_ASPECT)
     scale = short / min(image.size)
     if scale != 1:
         shape = (max(round(image.width * scale), short), max(round(image.height * scale), short))
@@ -125,9 +125,9 @@ def shrunk(image: Image.Image | str, size: int) -> Image.Image | str:
 
 
 def crop(image: Image.Image, size: int, across: float, down: float, zoom: float, mirror: bool) -> Tensor:
-    """A square of a PIL image as [3, size, size] in [-1, 1].
+    """Return a square of a PIL image as [3, size, size] in [-1, 1].
 
-    across, down: where, 0..1; zoom: 0 is a square of `size` pixels, 1 one of the whole short side.
+    across, down: the square's position, 0..1; zoom: the square's side, from `size` pixels at 0 to the image's short side at 1.
     """
     short = min(image.size)
     side = min(short, size) + zoom * (short - min(short, size))

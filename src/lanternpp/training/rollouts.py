@@ -1,4 +1,4 @@
-"""Training of a parallel drafter on recorded runs of the target with it: drafts begin where they did, with the hints they had.
+"""Training of a parallel drafter on recorded runs of the target with it: drafts begin where they began in the run, with the same hints.
 
 A drafter whose hints are the target's features at rejected codes can only learn to use them from recorded runs.
 """
@@ -22,7 +22,7 @@ from lanternpp.engine.sampling import Guidance
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
 from lanternpp.nn.sources import Source
-from lanternpp.training.codes import DRAWN, MAX_HELD_OUT, Codes, OwnCodes, Split, choose_prompts
+from lanternpp.training.codes import DRAWN_SHARD_SIZE, MAX_HELD_OUT, Codes, OwnCodes, Split, choose_prompts
 from lanternpp.training.features import CaptionPrompts, drafter_inputs, slot_inputs, spread_aux_layers
 from lanternpp.training.material import Done, Shard, build_shards, read_file
 from lanternpp.training.options import DrafterSettings, TrainingData
@@ -32,18 +32,18 @@ from lanternpp.types import Admission, TargetOutput
 from lanternpp.util.devices import free_memory
 from lanternpp.util.files import digest
 
-PARTS = ("codes", "kept", "features", "prompt")
+TENSORS = ("codes", "kept", "features", "prompt")  # fields of a rollout that a file stores as tensors
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """One picture drawn over C passes, from chains of N - 1 drafts."""
+    """One picture drawn in C passes, each with a chain of N - 1 draft codes."""
 
     text: str | None
     codes: Tensor  # [length] int32
-    kept: Tensor  # [C] int16 codes decided by each pass after the prefill
+    kept: Tensor  # [C] int16 number of codes decided by each pass after the prefill
     features: Tensor  # [C, N, (1 + aux) D] guided, of every node of each pass, in the target's own dtype
-    prompt: Tensor  # [T, (1 + aux) D] guided
+    prompt: Tensor  # [T, (1 + aux) D] guided features of the prompt
 
 
 class Recorder(Observer):
@@ -51,16 +51,15 @@ class Recorder(Observer):
 
     def __init__(self, guidance: Guidance):
         self.guidance = guidance
-        self.passes: dict[
-            int, list[tuple[int, Tensor]]
-        ] = {}  # codes accepted, features; the prompt's come first
+        # (number of decided codes, features) of each pass; the prefill comes first, with 0 codes.
+        self.passes: dict[int, list[tuple[int, Tensor]]] = {}
 
     def admitted(self, new: Admission) -> None:
-        """Keep the features of its prompt."""
+        """Record the features of the new picture's prompt."""
         self.passes[new.slot] = [(0, self._guided(new.features)[0])]
 
     def verified(self, output: TargetOutput, count: Tensor) -> None:
-        """Keep the features of a draft, and how many of its codes were accepted."""
+        """Record the features of each draft, and the number of codes that its pass decided."""
         features = self._guided(output.features)
         for slot, kept in enumerate(output.verdict.kept.tolist()):
             if kept:
@@ -73,44 +72,43 @@ class Recorder(Observer):
 def record(
     engine: Engine, texts: Sequence[str | None], seeds: Sequence[int], done: Done = lambda pictures: None
 ) -> list[Rollout]:
-    """A rollout per text and seed, in order, of an engine that drafts chains by a parallel drafter."""
-    recorder, found = Recorder(engine.guidance), dict[int, Rollout]()
+    """Draw a picture for each text and seed, by an engine that drafts chains with a parallel drafter; return their rollouts in order."""
+    recorder, rollouts = Recorder(engine.guidance), dict[int, Rollout]()
     engine.observers = [recorder]
-    for index, drawn in drawing(engine, texts, seeds):
-        (_, prompt), *passes = recorder.passes[drawn.slot]
-        kept, features = zip(*passes, strict=True)
-        decided = torch.tensor(kept, dtype=torch.int16)
-        codes = drawn.codes.to(torch.int32)
-        found[index] = Rollout(texts[index], codes, decided, torch.stack(features), prompt)
-        done(len(found))
-    return [found[index] for index in range(len(texts))]
+    for index, sample in drawing(engine, texts, seeds):
+        (_, prompt), *passes = recorder.passes[sample.slot]
+        counts, features = zip(*passes, strict=True)
+        codes, kept = sample.codes.to(torch.int32), torch.tensor(counts, dtype=torch.int16)
+        rollouts[index] = Rollout(texts[index], codes, kept, torch.stack(features), prompt)
+        done(len(rollouts))
+    return [rollouts[index] for index in range(len(texts))]
 
 
 def replay(kept: Tensor, depth: int, levels: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The nodes of a run that a training reads, counted over all C passes of chains of `depth` drafts that decided kept [C] codes.
+    """Return the nodes of a run that a training reads, numbered over all C passes of chains of `depth` draft codes.
 
-    Returns those of decided codes [sum of kept]; how many of these are decided where each pass begins [C]; and those whose features
-    are the hints of each pass, [C, levels]: -1 where there are none, as in the first pass.
+    kept [C]: codes that each pass decided. Returns the nodes of decided codes [sum of kept], the number of codes decided before
+    each pass [C], and the nodes whose features are the hints of each pass [C, levels]: -1 for no hint, as in the first pass.
     """
     kept, width = kept.long(), depth + 1
-    node, first = torch.arange(width), torch.arange(len(kept))[:, None] * width
-    decided = (first + node)[node < kept[:, None]]
-    place = kept[:-1, None] + torch.arange(levels)  # nodes after those that a pass decided
-    hints = torch.where(place <= depth, first[:-1] + place, -1)
+    node, first_node = torch.arange(width), torch.arange(len(kept))[:, None] * width  # [N] and [C, 1]
+    decided = (first_node + node)[node < kept[:, None]]
+    rejected = kept[:-1, None] + torch.arange(levels)  # [C - 1, levels] nodes after decided ones
+    hints = torch.where(rejected <= depth, first_node[:-1] + rejected, -1)
     return decided, F.pad(kept.cumsum(0)[:-1], (1, 0)), F.pad(hints, (0, 0, 1, 0), value=-1)
 
 
 def split_of(runs: Sequence[Rollout]) -> Split:
-    """Recorded runs as a split."""
+    """Return recorded runs as a split."""
     codes = torch.stack([run.codes for run in runs])[:, None]
     return Split(codes, tuple(run.text or "" for run in runs), runs=tuple(runs))
 
 
 class Runs(OwnCodes):
-    """Runs of a target with the drafter of `source`, kept in shards beside the codes.
+    """Runs of a target with the drafter of `source`, in shards beside the codes.
 
-    They are drawn by a method, under its rule and verified as it verifies chains, with chains of the drafter's levels. A
-    drafter of fewer layers, levels or auxiliary layers than the settings say grows to as many. InputError.
+    The source's method draws them, with its rule and its verifier, and chains of the drafter's levels. A drafter of fewer layers,
+    levels or auxiliary layers than the settings grows to as many; InputError as `grown`.
     """
 
     def __init__(self, settings: DrafterSettings, teacher: Teacher, source: TrainingData):
@@ -119,8 +117,8 @@ class Runs(OwnCodes):
         super().__init__(teacher, prompts, source.rollouts, source.sample_batch, settings.seed + 1)
         drafter = ParallelDrafter.read(Source.open(source.drafter), teacher.target, teacher.drawing_dtype)
         origin = key_of(drafter)
-        self.begin = grown(drafter, settings, teacher.target)
-        config = self.begin.config
+        self.drafter = grown(drafter, settings, teacher.target)
+        config = self.drafter.config
         self.settings = replace(
             settings,
             layers=config.decoder.layers,
@@ -130,50 +128,54 @@ class Runs(OwnCodes):
         )
         chains: dict[str, Any] = {"proposer": "parallel", "tree": f"chain-{self.settings.levels}"}
         chains |= {"min_survival": 0.0, "cfg": teacher.cfg, "batch_size": self.batch}
-        self.drawn = teacher.pipeline().settings(source.method, **chains)
-        drawn = {name: getattr(self.drawn, name) for name in ("verify", *names(RuleDials))}
-        drawn |= warping(self.drawn) or {}
-        dials = sorted((name, value) for name, value in drawn.items() if value is not None)
-        how = f"{teacher.cfg} {config.queries} {config.aux_layers} {self.seed} {self.drawn.accept} {dials}"
-        self.key = digest([teacher.origin, origin, *self.texts, how])
-        place = {} if source.data is None else {"folder": source.data.resolve().name}
-        self.facts = {"codes": self.key, "runs": source.rollouts, "drafter": origin, **place}
+        self.draw_settings = teacher.pipeline().settings(source.method, **chains)
+        dials = {name: getattr(self.draw_settings, name) for name in ("verify", *names(RuleDials))}
+        dials |= warping(self.draw_settings) or {}
+        items = sorted((name, value) for name, value in dials.items() if value is not None)
+        drafting = f"{teacher.cfg} {config.queries} {config.aux_layers} {self.seed} {self.draw_settings.accept} {items}"
+        self.key = digest([teacher.origin, origin, *self.texts, drafting])
+        self.facts = {"codes": self.key, "runs": source.rollouts, "drafter": origin}
+        if source.data is not None:
+            self.facts["folder"] = source.data.resolve().name
+        self.facts["prompts"] = self.num_prompts
 
     def build(self) -> Codes:
-        """The runs; missing ones are recorded now."""
-        target, config = self.teacher.target, self.begin.config
+        """Return the runs in the folder of the teacher's store, where missing ones are recorded now."""
+        target, config = self.teacher.target, self.drafter.config
         width = target.decoder.config.dim * (1 + len(config.aux_layers))
-        # Assumes that a pass decides three codes on average.
-        room = target.length * width * next(target.parameters()).element_size() * (config.queries + 2) // 3
+        # The estimate assumes that a pass decides three codes on average.
+        node_bytes = width * next(target.parameters()).element_size()
+        run_bytes = target.length * node_bytes * (config.queries + 2) // 3
         folder, contents = self.teacher.store / f"runs-{self.key}", "recorded runs of the target"
-        paths = build_shards(folder, len(self.texts), DRAWN, self._draw, contents, room)
-        # Every step reads features of runs, which a GPU keeps where they take at most half of its free memory.
+        paths = build_shards(folder, len(self.texts), DRAWN_SHARD_SIZE, self._draw, contents, run_bytes)
+        # Every step reads features of runs, so they stay on a GPU where they take at most half of its free memory.
         device, size = self.teacher.device, sum(path.stat().st_size for path in paths)
-        fits = device.type == "cuda" and 2 * size < (free_memory(device) or 0)
-        place = dict.fromkeys(("features", "prompt") if fits else (), device)
-        runs = [
-            Rollout(text, **{name: tensors[f"{i} {name}"].to(place.get(name, "cpu")) for name in PARTS})
-            for tensors, facts in (read_file(path, "texts", "0 codes") for path in paths)
-            for i, text in enumerate(facts["texts"])
-        ]
-        facts = self.facts | {"prompts": self.prompts}
-        train, val = (split_of(part) for part in (runs[: -self.held_out], runs[-self.held_out :]))
-        return Codes(train, val, facts, self.begin)
+        on_gpu = device.type == "cuda" and 2 * size < (free_memory(device) or 0)
+        runs = list[Rollout]()
+        for path in paths:
+            tensors, facts = read_file(path, "texts", "0 codes")
+            for i, text in enumerate(facts["texts"]):
+                run = Rollout(text, **{name: tensors[f"{i} {name}"] for name in TENSORS})
+                if on_gpu:
+                    run = replace(run, features=run.features.to(device), prompt=run.prompt.to(device))
+                runs.append(run)
+        train, val = split_of(runs[: -self.num_held_out]), split_of(runs[-self.num_held_out :])
+        return Codes(train, val, self.facts, self.drafter)
 
     def engine(self) -> Engine:
-        """The engine that draws, with the packed drafter."""
+        """Return the engine that draws, with the packed drafter."""
         teacher = self.teacher
-        drafter = copy.deepcopy(self.begin).to(teacher.device, teacher.drawing_dtype)
+        drafter = copy.deepcopy(self.drafter).to(teacher.device, teacher.drawing_dtype)
         drafter.eval().requires_grad_(False).pack(teacher.target)
-        return teacher.pipeline(parallel=drafter).new_engine(self.drawn)
+        return teacher.pipeline(parallel=drafter).new_engine(self.draw_settings)
 
     def draw(self, engine: Engine, texts: Sequence[str], seeds: Sequence[int], done: Done) -> list[Any]:
-        """The runs of some texts, in order."""
+        """Record a run for each text and seed; return the runs in order."""
         return record(engine, texts, seeds, done)
 
-    def shard(self, drawn: Sequence[Any], texts: Sequence[str]) -> Shard:
-        """Recorded runs, of these texts, as a file keeps them."""
-        tensors = {f"{i} {name}": getattr(run, name) for i, run in enumerate(drawn) for name in PARTS}
+    def shard(self, samples: Sequence[Any], texts: Sequence[str]) -> Shard:
+        """Return the tensors and facts that a file stores of runs and their texts."""
+        tensors = {f"{i} {name}": getattr(run, name) for i, run in enumerate(samples) for name in TENSORS}
         return tensors, {"texts": texts}
 
 
@@ -181,17 +183,17 @@ class RolloutTask(ParallelTask):
     """A parallel drafter that goes on from the weights of another, on recorded runs of the target with it."""
 
     check_pictures = MAX_HELD_OUT
-    found = ("cfg", "layers", "levels", "aux_layers", "condition_width")
+    derived = ("cfg", "layers", "levels", "aux_layers", "condition_width")
 
     @classmethod
     def material(cls, settings: DrafterSettings, teacher: Teacher, source: TrainingData) -> tuple[Any, Any]:
-        """The settings, with those of the drafter that it begins with, and the runs."""
+        """Return the settings, completed by the shape of the initial drafter, and the runs."""
         runs = Runs(settings, teacher, source)
         return runs.settings, runs
 
     def make(self) -> ParallelDrafter:
-        """A copy of the drafter that it begins with."""
-        return copy.deepcopy(self.codes.begin)
+        """Return a copy of the initial drafter."""
+        return copy.deepcopy(self.codes.initial_drafter)
 
     def batch(
         self,
@@ -200,62 +202,64 @@ class RolloutTask(ParallelTask):
         variant: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> DraftBatch:
-        """Runs index [B], and `anchors` passes of each."""
-        exact, generator = generator is None, generator or torch.Generator().manual_seed(0)
-        prompts, start = captions(index, self.guidance.branches if exact else 1)
+        """Return the inputs of runs index [B], with `anchors` passes of each; without a generator those of a validation."""
+        validates = generator is None
+        generator = generator or torch.Generator().manual_seed(0)
+        prompts, start = captions(index, self.guidance.branches if validates else 1)
         codes = captions.split.pick(index).to(self.device)
         next_inputs = slot_inputs(self.target, prompts[: len(codes)], codes)[:, 1:]
-        width, most, found = next_inputs.shape[-1], self.hparams.anchors, []
-        for run in (captions.split.runs[i] for i in index.tolist()):
-            decided, begin, nodes = replay(run.kept, run.features.shape[1] - 1, self.hparams.levels)
-            # recorded prompts are padded by themselves, those of `captions` to one length
-            run = replace(run, prompt=F.pad(run.prompt, (0, 0, captions.slots - len(run.prompt), 0)))
-            slots = len(run.prompt) - 1 + begin
-            pick = torch.randint(len(slots), (most,), generator=generator)
-            pick = torch.randperm(len(slots), generator=generator)[:most] if len(slots) >= most else pick
-            at_slots = torch.full((len(run.prompt) + len(decided) - 1,), -1)
-            at_slots[slots] = nodes[:, 0]
-            nodes = torch.cat((at_slots, nodes[pick, 1:].flatten())).to(run.features.device)
-            features = run.features.flatten(0, 1)
-            hints = features[nodes, :width] * (nodes >= 0)[:, None]
-            features = torch.cat((run.prompt, features[decided.to(features.device)]))
-            found.append((features, slots[pick], hints))
-        features, anchors, hints = (torch.stack(x).to(self.device) for x in zip(*found, strict=True))
+        dim, num_anchors, rows = next_inputs.shape[-1], self.hparams.anchors, []
+        for i in index.tolist():
+            run = captions.split.runs[i]
+            decided, counts, hint_nodes = replay(run.kept, run.features.shape[1] - 1, self.hparams.levels)
+            # A recorded prompt is as long as it was drawn; `captions` pads all prompts to one length.
+            prompt = F.pad(run.prompt, (0, 0, captions.slots - len(run.prompt), 0))
+            slots = len(prompt) - 1 + counts  # [C] after which the passes drafted
+            # Passes repeat where a run has fewer than `anchors`.
+            picked = torch.randint(len(slots), (num_anchors,), generator=generator)
+            if len(slots) >= num_anchors:
+                picked = torch.randperm(len(slots), generator=generator)[:num_anchors]
+            # The first hint of every pass belongs to its slot, the other hints of picked passes to their queries.
+            slot_nodes = torch.full((len(prompt) + len(decided) - 1,), -1)
+            slot_nodes[slots] = hint_nodes[:, 0]
+            nodes = torch.cat((slot_nodes, hint_nodes[picked, 1:].flatten())).to(run.features.device)
+            node_features = run.features.flatten(0, 1)  # [C N, (1 + aux) D]
+            hints = node_features[nodes, :dim] * (nodes >= 0)[:, None]
+            features = torch.cat((prompt, node_features[decided.to(node_features.device)]))
+            rows.append((features, slots[picked], hints))
+        features, anchors, hints = (torch.stack(x).to(self.device) for x in zip(*rows, strict=True))
         features = features if features.element_size() == 8 else features.float()
-        rows = None
-        if exact:
+        hints, unguided = hints.to(next_inputs.dtype), None
+        if validates:
             with torch.no_grad():
-                rows = drafter_inputs(self.target, prompts, self.guidance.rows(codes), start)[1]
-        hints = hints.to(next_inputs.dtype)
-        return DraftBatch(prompts, start, codes, next_inputs, features, anchors, hints, rows)
+                unguided = drafter_inputs(self.target, prompts, self.guidance.rows(codes), start)[1]
+        return DraftBatch(prompts, start, codes, next_inputs, features, anchors, hints, unguided)
 
 
 def grown(drafter: ParallelDrafter, settings: DrafterSettings, target: Target) -> ParallelDrafter:
-    """A drafter in float32 of at least so many layers and levels: the new ones change nothing until they are trained.
+    """Return the drafter in float32, with at least the settings' layers and levels; added ones change nothing until they are trained.
 
-    Where the drafter reads no layers below the target's last, as many as the settings say are added. InputError where it
-    reads others.
+    A drafter without auxiliary layers gets the settings'. Raise InputError where it has another number of them than the settings.
     """
-    config, shape, aux = drafter.config, drafter.config.decoder, settings.aux_layers
-    if config.aux_layers and aux not in (0, len(config.aux_layers)):
-        known = len(config.aux_layers)
-        raise InputError(f"--aux-layers {aux}: the drafter reads {known} layers already; leave it out.")
-    larger = replace(
+    config, shape = drafter.config, drafter.config.decoder
+    old_aux, new_aux = len(config.aux_layers), settings.aux_layers
+    if old_aux and new_aux not in (0, old_aux):
+        raise InputError(f"--aux-layers {new_aux}: the drafter reads {old_aux} layers already; leave it out.")
+    larger_config = replace(
         config,
         decoder=replace(shape, layers=max(settings.layers, shape.layers)),
         queries=max(settings.levels - 1, config.queries),
-        aux_layers=config.aux_layers or spread_aux_layers(aux, target.decoder.config.layers),
+        aux_layers=config.aux_layers or spread_aux_layers(new_aux, target.decoder.config.layers),
         confidence=True,
     )
-    made = ParallelDrafter(larger, target.decoder.rotary_table).float()
-    for name, parameter in made.decoder.blocks[shape.layers :].named_parameters():
+    larger = ParallelDrafter(larger_config, target.decoder.rotary_table).float()
+    for name, parameter in larger.decoder.blocks[shape.layers :].named_parameters():
         if name.endswith(("wo.weight", "w2.weight")):
             nn.init.zeros_(parameter)
-    nn.init.zeros_(made.get_parameter("confidence.weight"))
+    nn.init.zeros_(larger.get_parameter("confidence.weight"))
     tensors = {name: tensor.float() for name, tensor in drafter.state_dict().items()}
-    added = larger.queries - config.queries
-    tensors["queries"] = torch.cat((tensors["queries"], tensors["queries"][-1:].expand(added, -1)))
-    inputs = tensors["fc.weight"]
-    tensors["fc.weight"] = F.pad(inputs, (0, made.fc.in_features - inputs.shape[1]))
-    made.load_state_dict(tensors, strict=False)
-    return made
+    num_added = larger_config.queries - config.queries
+    tensors["queries"] = torch.cat((tensors["queries"], tensors["queries"][-1:].expand(num_added, -1)))
+    tensors["fc.weight"] = F.pad(tensors["fc.weight"], (0, larger.fc.in_features - drafter.fc.in_features))
+    larger.load_state_dict(tensors, strict=False)
+    return larger

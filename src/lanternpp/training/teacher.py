@@ -23,89 +23,89 @@ from lanternpp.util.files import digest
 from lanternpp.util.jsonfile import read_object
 
 NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
-SAMPLED = 1 << 16  # numbers of a tensor, evenly over it, that are hashed to identify it
+MAX_HASHED = 1 << 16  # numbers of a tensor, about, evenly spaced, that are hashed to identify it
 
 
 class Teacher:
     """A target on its device, frozen, with its default sampling and guidance.
 
-    cfg None: the guidance scale of the model's defaults; draws: whether it draws pictures before a drafter learns from it. InputError
-    where there is no such model, or its target is still to be trained.
+    cfg None: the guidance scale of the model's defaults; draws: whether the target draws pictures before a drafter learns from it.
+    InputError where there is no such model, or its target is not trained yet.
     """
 
     def __init__(self, model: str | Path, options: TrainingOptions, cfg: float | None, draws: bool = False):
-        place = Path(model)
-        if (place / "tokenizer" / CONFIG).is_file() and not (place / "target" / CONFIG).is_file():
+        target_folder = Path(model) / "target"
+        if (Path(model) / "tokenizer" / CONFIG).is_file() and not (target_folder / CONFIG).is_file():
             raise InputError(
-                f"{place / 'target'} holds no target: run recipes/nature/target.py --data DIR --model {model} first."
+                f"{target_folder} holds no target: run recipes/nature/target.py --data DIR --model {model} first."
             )
-        self.place, self.device = model_folder(str(model)), team().device(options.device)
-        device = self.device
-        self.dtype = compute_dtype(device)
-        # The dtype of drawing, which may be faster than that of training.
-        self.drawing_dtype = placed(device, "auto", self.place)[1] if device.type == "cpu" else self.dtype
+        self.folder, device = model_folder(str(model)), team().device(options.device)
+        self.device, self.dtype = device, compute_dtype(device)
+        # Drawing may be faster in another dtype than training.
+        self.drawing_dtype = placed(device, "auto", self.folder)[1] if device.type == "cpu" else self.dtype
         self.target = self._read(self.drawing_dtype if draws else self.dtype)
-        # Drawing packs the weights, and autograd cannot run through packed ones.
+        # Drawing packs the weights, and autograd cannot run through packed weights.
         self._packed = draws and device.type == "cpu" and self.drawing_dtype == torch.bfloat16
-        usual = self.pipeline().settings(BASELINE, cfg=cfg)
-        self.cfg: float = usual.cfg
-        self.sampling = Sampling(usual.temperature, usual.top_k, usual.top_p)
-        made = self.target
-        self.origin = key_of(made, type(made).__name__, made.vocab, made.width, made.length, made.slots)
-        # Where its codes and features are kept: beside the model where that is the user's, else beside the drafter.
-        self.store = (self.place if is_own_folder(model) else options.folder) / "codes"
+        settings = self.pipeline().settings(BASELINE, cfg=cfg)
+        self.cfg: float = settings.cfg
+        self.sampling = Sampling(settings.temperature, settings.top_k, settings.top_p)
+        target = self.target
+        facts = type(target).__name__, target.vocab, target.width, target.length, target.slots
+        self.origin = key_of(target, *facts)
+        # Codes and features are stored beside the model where its folder is the user's, else beside the drafter.
+        self.store = (self.folder if is_own_folder(model) else options.folder) / "codes"
 
     def _read(self, dtype: torch.dtype) -> Target:
-        return read_target(self.place, dtype, self.device).eval().requires_grad_(False)
+        return read_target(self.folder, dtype, self.device).eval().requires_grad_(False)
 
     def pipeline(self, **drafters: Drafter) -> Pipeline:
-        """A pipeline of the target and of drafters, by their kind; the target is not packed for it yet."""
-        return Pipeline(Model.of(self.target, self.place, None, **drafters), self.place.name, tuned=False)
+        """Return a pipeline of the target, which is not packed yet, and of drafters by their kind."""
+        return Pipeline(Model.of(self.target, self.folder, None, **drafters), self.folder.name, tuned=False)
 
     def trainable(self) -> Target:
-        """The target to learn from: read again where drawing has packed its weights."""
+        """Return the target to learn from, which is read again where drawing has packed its weights."""
         if self._packed:
-            del self.target  # one of them at a time
+            del self.target  # memory may not have room for two
             self.target, self._packed = self._read(self.dtype), False
         return self.target
 
 
-def warping(drawn: Sampling | Settings) -> dict[str, float] | None:
-    """Temperature, top-k and top-p by their names; None where they change nothing."""
-    found = {name: getattr(drawn, name) for name in NEUTRAL}
-    return None if found == NEUTRAL else found
+def warping(sampling: Sampling | Settings) -> dict[str, float] | None:
+    """Return temperature, top-k and top-p by their names; None where they change nothing."""
+    values = {name: getattr(sampling, name) for name in NEUTRAL}
+    return None if values == NEUTRAL else values
 
 
 def is_own_folder(model: str | Path) -> bool:
-    """Whether a model is a folder of the user's, to write into."""
+    """Return whether a model is a folder of the user that can be written to."""
     return str(model) not in MODELS and Path(model).is_dir() and os.access(model, os.W_OK)
 
 
 def drafter_folder(model: str | Path, out: Path | None, kind: str) -> Path:
-    """Where the drafter goes: `out`, or `kind` in the model's own folder. InputError where there is neither."""
+    """Return the drafter's folder, `out` or `kind` in the model's own folder; raise InputError where there is neither."""
     if out is not None:
         return out
     if is_own_folder(model):
         return Path(model) / kind
     if Path(model).exists():
         raise InputError(f"{model} is no folder to write to: name one for the drafter with -o DIR.")
-    model_folder(str(model))  # the clearer error, where there is no such model
-    where = "ships with this package" if str(model) in MODELS else "is kept in the hub's cache"
-    raise InputError(f"{model} {where}: name a folder for the drafter with -o DIR.")
+    model_folder(str(model))  # raises the clearer error where there is no such model
+    location = "ships with this package" if str(model) in MODELS else "is kept in the hub's cache"
+    raise InputError(f"{model} {location}: name a folder for the drafter with -o DIR.")
 
 
-def check_folder(folder: Path, model: str | Path, kind: Kind, begin: Path | None, restart: bool) -> None:
-    """InputError where a drafter of this kind in the folder would replace what this command did not train, or begins with."""
-    if begin is not None and begin.resolve() == folder.resolve():
-        raise InputError(f"{begin} holds the drafter that it begins with: name another folder with -o DIR.")
+def check_folder(folder: Path, model: str | Path, kind: Kind, initial: Path | None, restart: bool) -> None:
+    """Check that the folder has no initial drafter, model, or drafter that this command did not train; raise InputError if it has."""
+    if initial is not None and initial.resolve() == folder.resolve():
+        raise InputError(f"{initial} holds the drafter that it begins with: name another folder with -o DIR.")
     config = folder / CONFIG
-    held = str(read_object(config).get("kind")) if config.is_file() else ""
-    whole = folder.resolve() == Path(model).resolve() or (folder / "target" / CONFIG).is_file()
-    if whole or (held and not held.startswith(kind)):
+    old_kind = str(read_object(config).get("kind")) if config.is_file() else ""
+    holds_model = folder.resolve() == Path(model).resolve() or (folder / "target" / CONFIG).is_file()
+    if holds_model or (old_kind and not old_kind.startswith(kind)):
         raise InputError(
             f"{folder} holds something other than a drafter of --kind {kind}: name another folder with -o DIR."
         )
-    if held and not restart and not (folder / STATE).is_file():
+    if old_kind and not restart and not (folder / STATE).is_file():
         raise InputError(
             f"{folder} holds a drafter without the state of its training: pass --restart to replace it, or name another "
             "folder with -o DIR."
@@ -113,11 +113,11 @@ def check_folder(folder: Path, model: str | Path, kind: Kind, begin: Path | None
 
 
 def key_of(network: nn.Module, *facts: object) -> str:
-    """A hash of facts and of a network's weights, a part of every tensor, the same in float32 and in bfloat16."""
+    """Return a hash of facts and of a part of every tensor of a network, the same in float32 and in bfloat16."""
     parts = [str(fact) for fact in facts]
     for name, tensor in sorted(network.state_dict().items()):
         flat = tensor.detach().flatten()
-        some = flat[:: -(-flat.numel() // SAMPLED) or 1]
-        parts += [name, str(tuple(tensor.shape))]
-        parts += [checksum(some.bfloat16() if some.is_floating_point() else some)]
+        step = -(-flat.numel() // MAX_HASHED) or 1  # rounded up; 1 for an empty tensor
+        numbers = flat[::step].bfloat16() if flat.is_floating_point() else flat[::step]
+        parts += [name, str(tuple(tensor.shape)), checksum(numbers)]
     return digest(parts)
