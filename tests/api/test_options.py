@@ -22,7 +22,7 @@ from lanternpp.accept.exact import Exact
 from lanternpp.api.options import names, DraftDials, RuleDials, METHODS
 from lanternpp.api.settings import build_rule, resolve
 from lanternpp.errors import InputError
-from lanternpp.serve.page import SHOWN, row
+from lanternpp.serve.page import PAGE_DIALS, dial_row
 from lanternpp.serve.schemas import ImagesRequest
 
 {RULE}
@@ -35,7 +35,7 @@ except InputError as error:
 print(json.dumps({{
     "keyword": str(inspect.signature(Pipeline.__call__).parameters["grain"]),
     "schema": ImagesRequest.model_json_schema()["properties"]["grain"],
-    "page": [row(None, dial) for dial in SHOWN if dial.name == "grain"],
+    "page": [dial_row(None, dial) for dial in PAGE_DIALS if dial.name == "grain"],
     "settings": asdict(settings)["grain"],
     "part": build_rule(settings, lambda k: None).grain,
     "refused": refused,

@@ -226,9 +226,9 @@ def admit_all(engine: Engine, seeds: Tensor) -> None:
         proposer.next_embeds[:, 0], proposer.features[:, 0] = target.embed(root), 0
         proposer.waiting.fill_(1)
     if isinstance(proposer, Jacobi):
-        proposer.seen.fill_(-1)
-        proposer.held.fill_(-1)
-        proposer.end.zero_()
+        proposer.p_place.fill_(-1)
+        proposer.code_place.fill_(-1)
+        proposer.last_place.zero_()
         proposer.p.fill_(1 / target.vocab)
 
 

@@ -63,7 +63,7 @@ class Sampling:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
-    backend: Backend = field(default=PYTORCH, compare=False, repr=False, kw_only=True)
+    backend: Backend | None = field(default=None, compare=False, repr=False, kw_only=True)  # None: PyTorch
 
     def __post_init__(self) -> None:
         if self.temperature and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
@@ -86,7 +86,7 @@ class Sampling:
 
     def probs(self, logits: Tensor) -> Tensor:
         """Return the distribution that codes are drawn from, [..., V], for logits [..., V]. Greedy: the plain softmax."""
-        probs = self.backend.probs(logits, self.warp)
+        probs = (self.backend or PYTORCH).probs(logits, self.warp)
         if probs is not None:
             return probs
         if self.greedy:
@@ -113,7 +113,7 @@ class Sampling:
         if self.greedy:
             return self.likeliest(q, count)
         u = noise.fine(purpose, q.shape[1], draws_of(count))
-        children = self.backend.children(q, u, count)
+        children = (self.backend or PYTORCH).children(q, u, count)
         if children is not None:
             return children
         codes = draw(q, u)  # [B, W, draws]
@@ -124,7 +124,7 @@ class Sampling:
 
     def likeliest(self, q: Tensor, count: int) -> Tensor:
         """Return the `count` most probable codes of q [..., V], [..., count]; repeated where V is less than `count`."""
-        children = self.backend.children(q, None, count)
+        children = (self.backend or PYTORCH).children(q, None, count)
         if children is not None:
             return children
         codes = q.topk(min(count, q.shape[-1]), -1).indices
