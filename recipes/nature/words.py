@@ -21,7 +21,7 @@ from lanternpp.engine.decode import engine_class
 from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.errors import InputError
 from lanternpp.models.vq.autoencoder import VQ, Autoencoder
-from lanternpp.models.words import SILENT, PromptedConfig, PromptedTarget, WordsConfig, WordsTarget
+from lanternpp.models.words import IGNORED_WORDS, PromptedConfig, PromptedTarget, WordsConfig, WordsTarget
 from lanternpp.nn.decoder import causal_mask
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.training.codes import Codes, CodesTask, Sampler, Split
@@ -47,7 +47,7 @@ def one_per_subject(prompts: list[str], subjects: tuple[str, ...], most: int) ->
 
 def split_words(text: str) -> list[str]:
     """The words of a caption, in lower case, without those that carry no meaning (`SILENT`)."""
-    return [word for word in re.findall(r"[^\W_]+", text.lower()) if word not in SILENT]
+    return [word for word in re.findall(r"[^\W_]+", text.lower()) if word not in IGNORED_WORDS]
 
 
 def word_ids(model: PromptedTarget, split: Split) -> Tensor:
@@ -66,7 +66,9 @@ def vocabulary(codes: Codes, slots: int) -> dict[str, Any]:
     caption_words = [split_words(text) for text in texts]
     counts = Counter(word for words in caption_words for word in words)
     if not counts:
-        raise InputError("no caption says anything: their words are all of " + ", ".join(sorted(SILENT)))
+        raise InputError(
+            "no caption says anything: their words are all of " + ", ".join(sorted(IGNORED_WORDS))
+        )
     words = sorted(counts, key=lambda word: (-counts[word], word))
     labels = {word for label in codes.train.labels for word in split_words(label)} & counts.keys()
     all_named = all(not words_of or labels.intersection(words_of) for words_of in caption_words)

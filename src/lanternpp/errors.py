@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 
-MOST = 2000  # the maximum number of characters of a message
+MAX_MESSAGE_CHARS = 2000  # the maximum number of characters of a message
 
 
 class InputError(ValueError):
@@ -32,7 +32,7 @@ def reason(error: BaseException) -> str:
     return " ".join((first, *(line.strip() for line in rest[: first.endswith(":")])))
 
 
-def one_line(text: str, most: int = MOST) -> str:
+def one_line(text: str, most: int = MAX_MESSAGE_CHARS) -> str:
     """Return a text of unknown origin in a form that is safe to print: line breaks as spaces, control characters escaped.
 
     The middle of a text of more than `most` characters is left out.

@@ -73,9 +73,8 @@ class Draft:
 
     tree: Tree
     codes: Tensor  # [B, N] int64; codes[:, 0] is the root, already decided
-    probs: (
-        Tensor | None
-    )  # [B, N, V] the distribution that a node's children were drawn from; None: point masses
+    probs: Tensor | None
+    """[B, N, V] the distribution that a node's children were drawn from; None: point masses"""
     survival: Tensor | None = None
     """[B, levels] of a chain: the predicted probability that a code and all earlier codes are accepted, 0 after the last
     drawn code; None if the proposer predicts no such probability."""

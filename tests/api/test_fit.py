@@ -412,7 +412,7 @@ def test_a_step_is_timed_after_one_of_its_own_engine_unless_it_is_slow(
     """Where a step after another engine's takes three times as long, as what it reads has left the caches."""
     order = [None]
 
-    def step(timed: TimedEngine, first: bool = False) -> tuple[float, float]:
+    def step(timed: TimedEngine, zero_cache: bool = False) -> tuple[float, float]:
         order.append(timed)
         taken = seconds * timed.rows * (1 if order[-2] is timed else 3)
         return taken, taken
@@ -429,7 +429,7 @@ def test_a_step_is_timed_after_one_of_its_own_engine_unless_it_is_slow(
 def test_steps_that_all_waited_for_a_core_are_disturbed(pipe: Pipeline, monkeypatch) -> None:
     """As evenly as no spread shows; a thread that sleeps has no core either."""
 
-    def step(timed: TimedEngine, first: bool = False) -> tuple[float, float]:
+    def step(timed: TimedEngine, zero_cache: bool = False) -> tuple[float, float]:
         sleep(0.01)
         return 0.01, 0.01
 

@@ -23,7 +23,7 @@ import lanternpp
 from lanternpp import Pipeline
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.scaled import Cool
-from lanternpp.engine.batching import drawing, generate
+from lanternpp.engine.batching import draw_samples, generate
 from lanternpp.engine.compiled import tensor_bytes
 from lanternpp.engine.proposer import Proposer
 from lanternpp.proposers.no_draft import NoDraft
@@ -93,15 +93,15 @@ def test_two_generators_of_one_engine_are_refused_and_of_two_are_sound(
     settings = pipe.settings("ar", batch_size=1)
     first, second = pipe.new_engine(settings), pipe.new_engine(settings)
     alone = [one.codes for one in generate(first, [PROMPT] * 2, [5, 6])]
-    one, other = drawing(first, [PROMPT] * 2, [5, 6]), drawing(second, [PROMPT] * 2, [5, 6])
+    one, other = draw_samples(first, [PROMPT] * 2, [5, 6]), draw_samples(second, [PROMPT] * 2, [5, 6])
     drawn = [next(one), next(other), next(one), next(other)]
     assert all(torch.equal(sample.codes, alone[place]) for place, sample in drawn)
     one.close()
-    open_one = drawing(first, [PROMPT] * 2, [5, 6])
+    open_one = draw_samples(first, [PROMPT] * 2, [5, 6])
 
     def meanwhile(usual: Callable[..., Any], *args: Any) -> Any:
         with pytest.raises(RuntimeError, match="drawing already"):
-            next(drawing(first, [PROMPT], [7]))
+            next(draw_samples(first, [PROMPT], [7]))
         return usual(*args)
 
     for name in ("decided", "drop"):  # as a batch begins, with every step, and as it ends

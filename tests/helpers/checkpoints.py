@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lanternpp.models.vq.layouts import LLAMAGEN, PARAMETER, TAMING, Names, rules
+from lanternpp.models.vq.layouts import LLAMAGEN, PARAMETER, TAMING, Names, rename_rules
 from lanternpp.models.vq.vqgan import VQGAN, VQGANConfig, VQGANEncoder
 from lanternpp.nn.sources import blank
 
@@ -137,7 +137,7 @@ def vqgan_shapes(
     for kind in (VQGAN, VQGANEncoder) if encoder else (VQGAN,):
         with blank():
             ours = kind(config).state_dict()
-        for rule, parameter in product(rules(config, names, encoder=kind is VQGANEncoder), PARAMETERS):
+        for rule, parameter in product(rename_rules(config, names, encoder=kind is VQGANEncoder), PARAMETERS):
             tensor = ours.get(rule.name.replace(r"\1", parameter))
             if tensor is not None and rule.pattern.endswith(PARAMETER):
                 theirs = rule.pattern.removesuffix(PARAMETER).replace("\\", "")

@@ -60,7 +60,7 @@ def test_the_draft_comes_from_the_drafter_run_over_all_that_is_decided(cfg, step
     read = torch.cat((prompt.embeds, target.embed(guidance.rows(codes))), 1)[:, :-1]
     features = guidance.merge(
         target.decoder.forward_sequence(
-            read, seen=causal_mask(prompt.start, read.shape[1]), aux_layers=aux_layers
+            read, mask=causal_mask(prompt.start, read.shape[1]), aux_layers=aux_layers
         )
     )
     ahead = torch.cat((prompt.embeds[:1], target.embed(codes)), 1)[:, 1:]
@@ -85,7 +85,7 @@ def test_a_chain_of_ones_own_is_grown_by_its_own_code():
             raise ArithmeticError
 
     loop = engine_of(ToyTarget(), Parallel(parallel(ToyTarget()), OwnChain(chain(3))))
-    assert not loop.proposer.whole_steps
+    assert not loop.proposer.supports_fused_steps
     loop.admit(0, None, 0)
     with pytest.raises(ArithmeticError):
         loop.step()

@@ -15,7 +15,7 @@ from helpers.photos import draw, teacher_of
 from helpers.refusals import rejects
 
 from lanternpp import Pipeline
-from lanternpp.api.model import placed, read_target
+from lanternpp.api.model import pick_placement, read_target
 from lanternpp.kernels.loading import kernels
 from lanternpp.models.vq import codes as vq_codes
 from lanternpp.training import codes
@@ -46,7 +46,7 @@ def drawn(model: Path, store: Path, count: int = 7, seed: int = 0, batch: int = 
 
 def test_codes_are_those_the_pipeline_draws_for_the_same_prompt_and_seed(model: Path, tmp_path: Path) -> None:
     found = drawn(model, tmp_path, count=2)
-    pipe = Pipeline.from_pretrained(model, device="cpu", dtype=placed(CPU, "auto", model)[1])
+    pipe = Pipeline.from_pretrained(model, device="cpu", dtype=pick_placement(CPU, "auto", model)[1])
     for i in range(2):
         one = pipe(found.train.texts[i], method="ar", seed=i, cfg=2.0, top_k=20, batch_size=1)
         assert torch.equal(one.codes[0], found.train.codes[i, 0].long())
@@ -76,7 +76,7 @@ def test_finished_shards_are_kept_and_only_the_missing_ones_drawn(
     assert made == [4, 11], "which draws several shards at once"
     assert len(list((tmp_path / "large").rglob("*.safetensors"))) == 3
     assert torch.equal(large.train.codes, whole.train.codes) and large.train.texts == whole.train.texts
-    monkeypatch.setattr(vq_codes, "SHORT", 16)
+    monkeypatch.setattr(vq_codes, "MAX_UINT16_CODES", 16)
     assert torch.equal(drawn(model, tmp_path / "int32").val.codes, whole.val.codes.int())
     files[2].write_bytes(files[2].read_bytes()[:30])
     rejects(r"00002.safetensors cannot be read .*delete it", drawn, model, tmp_path)

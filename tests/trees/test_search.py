@@ -9,7 +9,7 @@ import torch
 from helpers.refusals import rejects
 
 from lanternpp.trees import build_tree, shape_name
-from lanternpp.trees.search import best_tree, expected
+from lanternpp.trees.search import best_tree, expected_codes
 from lanternpp.trees.static import EAGLE, check
 
 
@@ -48,13 +48,18 @@ def test_the_tree_found_is_the_best_of_all(seed: int, nodes: int, depth: int) ->
             best_tree(table, count, depth),
         )
         assert len(found) == count and max(map(len, found)) <= depth
-        assert check(found, "found") and expected(table, found) == pytest.approx(best)
+        assert check(found, "found") and expected_codes(table, found) == pytest.approx(best)
 
 
 def test_certain_and_hopeless_children_are_no_trouble() -> None:
     table = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
     found = best_tree(table, 4, 3)
-    assert expected(table, found) == pytest.approx(4) and set(found) == {(0,), (0, 0), (0, 1), (0, 1, 0)}
+    assert expected_codes(table, found) == pytest.approx(4) and set(found) == {
+        (0,),
+        (0, 0),
+        (0, 1),
+        (0, 1, 0),
+    }
     assert best_tree(table, 3, 1) == ((0,), (1,)), "no more fit into two ranks and a level"
 
 

@@ -14,7 +14,7 @@ from lanternpp.engine.verify.choose import Verifier
 from lanternpp.engine.verify.joint import verify_joint
 from lanternpp.engine.verify.tokenwise import verify_tokenwise
 from lanternpp.proposers.tree import TreeProposer
-from lanternpp.trees.search import expected
+from lanternpp.trees.search import expected_codes
 from lanternpp.trees.static import Shape, StaticTree
 
 FAR = torch.tensor([[0.1, 0.2, 0.7], [0.6, 0.2, 0.2], [0.3, 0.3, 0.4]], dtype=torch.float64)
@@ -42,7 +42,7 @@ def test_counts_of_one_tree_predict_another(verifier: Verifier) -> None:
     table = (counts.kept / counts.tried.clamp(min=1)).double()
     for shape in (wide, ((0,), (1,)), ((0,), (0, 0), (1,))):
         measured = int(counted(shape, 4, 10_000, verifier).codes) / 10_000
-        assert expected(table, shape) == pytest.approx(measured, abs=0.03)
+        assert expected_codes(table, shape) == pytest.approx(measured, abs=0.03)
 
 
 @torch.inference_mode()

@@ -12,17 +12,17 @@ import pytest
 from annotated_types import Len
 from helpers.refusals import rejects
 
-from lanternpp.errors import MOST, InputError
+from lanternpp.errors import MAX_MESSAGE_CHARS, InputError
 from lanternpp.util import jsonfile
 from lanternpp.util.jsonfile import (
     MAX_DEPTH,
     Between,
     append_row,
-    checked,
     keep_rows,
     read_json,
     read_object,
     read_rows,
+    validated,
 )
 
 
@@ -61,7 +61,7 @@ def test_a_file_is_a_plain_one_of_sane_size_and_name(tmp_path: Path, monkeypatch
 def test_a_sentence_is_one_line_that_a_terminal_can_show() -> None:
     said = str(InputError("a name \x1b[2J\nof \ud800 two\r\nlines\t!" + "x" * 10_000 + " the end"))
     assert said.startswith("a name \\x1b[2J of \\ud800 two lines !") and said.endswith("the end")
-    assert len(said) < MOST + 50 and said.isprintable()
+    assert len(said) < MAX_MESSAGE_CHARS + 50 and said.isprintable()
 
 
 @dataclass(frozen=True)
@@ -99,14 +99,14 @@ class Outer:
 )
 def test_a_value_that_the_schema_does_not_take_is_named(values: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError) as caught:
-        checked("", values, Outer)
+        validated("", values, Outer)
     assert said in str(caught.value)
 
 
 def test_what_the_schema_takes_becomes_the_dataclass() -> None:
     given = {"width": 8, "rate": 2, "name": "abc", "stages": [1, 2], "inner": {"side": 4}}
     given |= {"unknown": 1, "loud": None}
-    assert checked("", given, Outer) == Outer(8, 2, "abc", "one", (1, 2), Inner(4))
+    assert validated("", given, Outer) == Outer(8, 2, "abc", "one", (1, 2), Inner(4))
 
 
 def test_a_line_cut_short_is_taken_off_and_a_damaged_one_is_named(tmp_path: Path) -> None:

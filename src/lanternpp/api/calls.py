@@ -16,7 +16,7 @@ from PIL import Image
 from lanternpp.api.options import Settings, check_prompt
 from lanternpp.api.picture import as_rgb, open_image
 from lanternpp.api.results import Partial
-from lanternpp.engine.batching import ContinuousBatch, opened
+from lanternpp.engine.batching import ContinuousBatch, open_batch
 from lanternpp.engine.decode import Engine, FinishedSample
 from lanternpp.errors import InputError
 from lanternpp.types import shape_of
@@ -136,7 +136,7 @@ class Request:
     seeds: Sequence[int]
     settings: Settings
     auto: str | None = None  # the reason why "auto" took the method
-    found: dict[int, FinishedSample] = field(default_factory=dict)  # finished samples by picture
+    samples: dict[int, FinishedSample] = field(default_factory=dict)  # finished samples by picture
 
     @property
     def shape(self) -> Hashable:
@@ -145,17 +145,17 @@ class Request:
 
     def steps(self, engine: Engine) -> Generator[ContinuousBatch, None, None]:
         """Draw, and yield the batch after every admission and every step."""
-        with opened(engine, self.prompts, self.seeds) as batch:
+        with open_batch(engine, self.prompts, self.seeds) as batch:
             for finished in batch.run():
                 if finished is None:
                     yield batch
                 else:
                     index, sample = finished
-                    self.found[index] = sample
+                    self.samples[index] = sample
 
     def partial(self, batch: ContinuousBatch) -> Partial:
         """Return the codes that all pictures have so far."""
         target, no_codes = batch.engine.target, torch.zeros(0, dtype=torch.int64)
-        by_index = batch.codes | {index: sample.codes.clone() for index, sample in self.found.items()}
+        by_index = batch.codes | {index: sample.codes.clone() for index, sample in self.samples.items()}
         codes = [by_index.get(index, no_codes) for index in range(len(self.seeds))]
         return Partial(codes, len(codes) * target.length, target)

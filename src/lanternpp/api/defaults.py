@@ -49,14 +49,14 @@ from lanternpp.models.base import Target
 from lanternpp.models.vq.codes import cache_folder
 from lanternpp.nn.sources import Source
 from lanternpp.trees import build_tree
-from lanternpp.util.jsonfile import checked, read_object, write_json
+from lanternpp.util.jsonfile import read_object, validated, write_json
 from lanternpp.util.registry import unknown
 
 FILE = "tuned.json"
 LOSSLESS = ", lossless"  # the end of a reason
 CONDITIONS = ("device", "dtype", "batch_size", "compile", "proposer", "accept", "verify")
 DRAFT_DIALS = tuple(name for name in names(DraftDials) if name != "verify")
-CHOSEN = (*DRAFT_DIALS, *names(RuleDials))  # the settings that an entry may have
+TUNED_DIALS = (*DRAFT_DIALS, *names(RuleDials))  # the settings that an entry may have
 
 
 def conditions(settings: Settings, placement: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,13 +69,13 @@ class Chosen:
     """A method, and the reason why `auto` took it."""
 
     method: str
-    why: str | None = None  # None: the caller named the method
+    auto_reason: str | None = None  # None: the caller named the method
 
     def reason(self, settings: Settings) -> str | None:
-        """Return `why`, without "lossless" where the rule of these settings is not lossless."""
-        if self.why is None or part("accept", settings.accept).lossless:
-            return self.why
-        return self.why.removesuffix(LOSSLESS)
+        """Return `auto_reason`, without "lossless" where the rule of these settings is not lossless."""
+        if self.auto_reason is None or part("accept", settings.accept).lossless:
+            return self.auto_reason
+        return self.auto_reason.removesuffix(LOSSLESS)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Defaults:
 
     folder: Path
     drafter: Path | None
-    own: Mapping[str, Any]  # the model's recommended settings
+    model_defaults: Mapping[str, Any]  # the model's recommended settings
     path: Path  # of the tuned file, which need not exist
     tuned: tuple[dict[str, Any], ...]  # the entries of the tuned file
 
@@ -118,8 +118,8 @@ class Defaults:
         self, method: str | None, overrides: Mapping[str, Any], placement: Mapping[str, Any]
     ) -> Settings:
         """Return a method's settings, tuned where their conditions hold. placement: device type and dtype. InputError."""
-        chosen, own = self.chosen(method), self.own
-        auto = chosen.why is not None
+        chosen, own = self.chosen(method), self.model_defaults
+        auto = chosen.auto_reason is not None
         if self.tuned:
             # Overrides of the draft do not decide whether an entry applies: its other dials are still used.
             other_overrides = {name: value for name, value in overrides.items() if name not in DRAFT_DIALS}
@@ -136,14 +136,14 @@ class Defaults:
 
     @cached_property
     def _auto(self) -> Chosen:
-        default = self.own.get("method")
+        default = self.model_defaults.get("method")
         if default is not None and default not in METHODS:
             raise InputError(unknown(f"{self.folder / DEFAULTS}: method", str(default), METHODS))
         candidates = [(default, "the model's own default")]
         tuned = [entry["method"] for entry in self.tuned if entry["weights"] == self.weights]
         candidates += [(method, "tuned here last") for method in tuned[-1:]]
         for method, reason in candidates:
-            if method in METHODS and self.holds(network_needed(resolve(method, self.own, {}))):
+            if method in METHODS and self.holds(network_needed(resolve(method, self.model_defaults, {}))):
                 return Chosen(method, reason)
         if kind := self._network_kind:
             method, label = NETWORKS[kind]
@@ -217,14 +217,14 @@ def read_tuned(path: Path) -> tuple[dict[str, Any], ...]:
     """Read the entries of a tuned file; raise InputError for an entry that is damaged in a way that `resolve` does not check."""
     try:
         entries = read_object(path).get("tuned")
-        for entry in checked("tuned", entries, tuple[_Entry, ...]):
+        for entry in validated("tuned", entries, tuple[_Entry, ...]):
             dials = entry.settings
-            if extra := dials.keys() - set(CHOSEN):
+            if extra := dials.keys() - set(TUNED_DIALS):
                 raise InputError(f"it sets {min(extra)}")
             if dials.get("tree") is None and dials.get("window") is None:
                 raise InputError("it sets neither a tree nor a window")
             for name, value in dials.items():
-                checked(name, value, DIALS[name].kind)
+                validated(name, value, DIALS[name].kind)
             build_tree(dials.get("tree") or DEFAULT_TREE)
     except InputError as error:
         raise InputError(f"{path} is damaged ({error}); run `lanternpp tune` again, or remove it") from None

@@ -33,7 +33,7 @@ from lanternpp.trees import static_shape
 from lanternpp.trees.static import Shape, chain, is_chain
 from lanternpp.util.devices import device_name
 from lanternpp.util.files import digest, user_cache
-from lanternpp.util.jsonfile import Between, checked, key_of, read_object, write_json
+from lanternpp.util.jsonfile import Between, key_of, read_object, validated, write_json
 from lanternpp.util.registry import Importable
 
 SWITCH = "LANTERNPP_FIT"  # in the environment; 0: nothing is fitted, as with --no-fit
@@ -85,7 +85,7 @@ def measure(drafts: Iterable[tuple[str, Callable[[], Engine]]], length: int) -> 
     (plain_name, make_plain), *drafted_engines = drafts
     began = time.perf_counter()
     plain = TimedEngine(make_plain())
-    plain.midway_step(first=True)  # with the set-up of a first use
+    plain.midway_step(zero_cache=True)  # with the set-up of a first use
     plain_spans = [warm_step(plain) for _ in range(MIN_STEPS)]
     budget = max(SECONDS, SHARE * length * plain_spans[-1][0])
     wall_seconds = thread_seconds = 0.0
@@ -101,7 +101,7 @@ def measure(drafts: Iterable[tuple[str, Callable[[], Engine]]], length: int) -> 
             if not measured:
                 raise
             break
-        slow = drafted.midway_step(first=True)[0] > SLOW_STEP
+        slow = drafted.midway_step(zero_cache=True)[0] > SLOW_STEP
         min_steps = MIN_STEPS - 1 if slow else MIN_STEPS
         pairs: list[tuple[Span, Span]] = []
         start, thread_start = time.perf_counter(), time.thread_time()
@@ -198,7 +198,7 @@ class Store:
     def read(self) -> None:
         """Take over the measurements of other processes."""
         try:
-            stored = checked("", read_object(self.path) if self.path.is_file() else {}, Store)
+            stored = validated("", read_object(self.path) if self.path.is_file() else {}, Store)
         except (InputError, OSError) as error:
             _warn(f"this machine is measured again: {error}")
             return

@@ -25,7 +25,7 @@ from lanternpp.nn.files import INDEX, NEIGHBOURS, PICKLED, SAFE
 from lanternpp.nn.int8 import Effect, compared, quantise, require, weight_bytes
 from lanternpp.nn.sources import Source
 from lanternpp.util.devices import INT8, pick_device, pick_dtype
-from lanternpp.util.jsonfile import checked, read_object
+from lanternpp.util.jsonfile import read_object, validated
 from lanternpp.util.registry import find, import_extensions, unknown
 
 ASSETS = Path(__file__).parent.parent / "assets"
@@ -123,7 +123,7 @@ def read_target(
     return family.read(source, dtype, device)
 
 
-def placed(
+def pick_placement(
     device: str | torch.device, dtype: str | torch.dtype, folder: Path
 ) -> tuple[torch.device, torch.dtype, bool]:
     """Return the device, the dtype that a model computes in there, and whether weights are kept in 8 bits. InputError.
@@ -174,7 +174,7 @@ def read_defaults(folder: Path) -> dict[str, Any]:
     try:
         for name, kind in ("method", str), ("methods", dict[str, dict[str, Any]]):
             if content.get(name) is not None:
-                checked(name, content[name], kind)
+                validated(name, content[name], kind)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
     return content

@@ -40,7 +40,7 @@ Seeds: TypeAlias = int | Iterable[int] | None
 Pictures: TypeAlias = "Image.Image | str | Path | Sequence[Image.Image | str | Path] | None"
 
 MAX_CODES = 1 << 20  # above the codebook size of any model
-LONGEST = 86_400  # seconds that a server gives a picture
+MAX_SECONDS = 86_400  # seconds that a server gives a picture
 MAX_STRENGTH = 1_000_000  # of a rule; its products with probabilities stay finite in float32
 
 
@@ -344,7 +344,7 @@ def with_rule(method: str, settings: Mapping[str, Any]) -> str:
     return method if rule == dials["accept"] else f"{method}, rule {rule}"
 
 
-def place_of(settings: Mapping[str, Any]) -> str:
+def device_text(settings: Mapping[str, Any]) -> str:
     """Return the device and the precision of drawing, such as "cpu (int8 weights, bfloat16)"."""
     return f"{settings['device']} ({settings['dtype'].replace('int8,', 'int8 weights,')})"
 

@@ -17,12 +17,12 @@ from lanternpp.api import calls
 from lanternpp.api.calls import Request
 from lanternpp.api.defaults import Chosen, Defaults, conditions
 from lanternpp.api.engines import ENGINE_BYTES, Engines
-from lanternpp.api.model import MODELS, Model, model_folder, placed
+from lanternpp.api.model import MODELS, Model, model_folder, pick_placement
 from lanternpp.api.options import AUTO, CallOptions, PictureDials, Prompts, Settings, StreamOptions, listing
 from lanternpp.api.results import Partial, Result, Stats, UnfinishedError, check_output, output, versions
 from lanternpp.api.results import images as images_of
-from lanternpp.api.settings import for_target, network_needed, suits, typed, with_tree
-from lanternpp.engine.batching import drawing
+from lanternpp.api.settings import convert_override, for_target, network_needed, suits, with_tree
+from lanternpp.engine.batching import draw_samples
 from lanternpp.engine.decode import Engine
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
@@ -72,7 +72,7 @@ class Pipeline(Engines):
         name = calls.text("model", model)
         drafter_folder = None if drafter is None else model_folder(calls.text("drafter", drafter), "drafter")
         folder = model_folder(name)
-        device, compute_dtype, int8 = placed(device, dtype, folder)
+        device, compute_dtype, int8 = pick_placement(device, dtype, folder)
         if tensor_parallel:
             if dtype == INT8:
                 raise InputError("dtype int8 does not go with tensor_parallel; leave one of them out")
@@ -99,7 +99,7 @@ class Pipeline(Engines):
         with self._lock:
             model = self.model
             current_dtype = INT8 if model.int8 else model.dtype
-            placement = placed(device or model.device, dtype or current_dtype, model.folder)
+            placement = pick_placement(device or model.device, dtype or current_dtype, model.folder)
             if placement != (model.device, model.dtype, model.int8):
                 new_device, new_dtype, int8 = placement
                 self._set_model(replace(model, device=new_device, dtype=new_dtype, int8=int8))
@@ -264,10 +264,10 @@ class Pipeline(Engines):
             described = self.describe(request.settings)
             watch = None if callback is None else lambda batch: callback(request.partial(batch))
             try:
-                for index, sample in drawing(engine, request.prompts, request.seeds, progress, watch):
-                    request.found[index] = sample
+                for index, sample in draw_samples(engine, request.prompts, request.seeds, progress, watch):
+                    request.samples[index] = sample
             except KeyboardInterrupt:
-                if not request.found:
+                if not request.samples:
                     raise
             seconds = time.perf_counter() - began
             result = self._result(request, engine.target, seconds, output_type, described)
@@ -292,7 +292,7 @@ class Pipeline(Engines):
             if len(set(map(shape_of, prompts))) > 1:
                 raise InputError("these prompts differ in length, so each edits in a call of its own")
         method, batch_size = options.pop("method", AUTO), options.get("batch_size")
-        batch_size = typed("batch_size", min(len(seeds), 8) if batch_size is None else batch_size)
+        batch_size = convert_override("batch_size", min(len(seeds), 8) if batch_size is None else batch_size)
         options["batch_size"] = calls.batch_size(batch_size, len(seeds))
         settings = self.settings(method, **options)
         if options.get("compile") is None and self.is_warm(settings):
@@ -334,7 +334,7 @@ class Pipeline(Engines):
     ) -> Result[Any]:
         """Decode the finished samples and return the result. seconds: without the pixels'; described: from `describe`."""
         began = time.perf_counter()
-        samples = dict(sorted(request.found.items()))
+        samples = dict(sorted(request.samples.items()))
         codes = torch.stack([sample.codes for sample in samples.values()])
         images = output(target, codes, output_type)
         seconds += time.perf_counter() - began

@@ -20,10 +20,10 @@ from lanternpp.api.settings import PART_DIALS, SHAPE_DIALS, is_joint
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.observers import AcceptanceByRank
 from lanternpp.errors import InputError
-from lanternpp.trees.search import expected
+from lanternpp.trees.search import expected_codes
 from lanternpp.trees.static import Shape
 from lanternpp.types import TargetOutput
-from lanternpp.util.jsonfile import checked, key_of, read_object
+from lanternpp.util.jsonfile import key_of, read_object, validated
 
 FILE = "acceptance.json"
 SAVE_INTERVAL = 32  # steps after which counts are saved, as a process may end with any picture
@@ -78,7 +78,8 @@ class Counts:
         ranks = self.size[1]
         tried = torch.tensor([row[:ranks] for row in self.tried], dtype=torch.float64)  # [depth, rank]
         kept = torch.tensor([row[:ranks] for row in self.kept], dtype=torch.float64)
-        return expected((kept + 0.5) / (tried + 1), shape)  # Children that were never tried get even odds.
+        # Children that were never tried get even odds.
+        return expected_codes((kept + 0.5) / (tried + 1), shape)
 
 
 def passes(length: int, codes: float) -> float:
@@ -129,7 +130,7 @@ def read_rates(folder: Path) -> dict[str, Counts]:
     path = folder / FILE
     try:
         content = read_object(path).get("acceptance") if path.is_file() else ()
-        rows = checked("acceptance", content, tuple[_Row, ...])
+        rows = validated("acceptance", content, tuple[_Row, ...])
     except InputError as error:
         raise InputError(f"{path} is damaged ({error}); train the drafter again, or remove it") from None
     return {key_of(row.strength): row.counts for row in rows}

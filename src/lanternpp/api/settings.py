@@ -26,15 +26,15 @@ from lanternpp.api.options import (
 from lanternpp.drafters.base import Drafter
 from lanternpp.engine.proposer import Parts, Proposer
 from lanternpp.engine.sampling import Sampling
-from lanternpp.engine.verify.choose import TOKEN, DraftTraits, best_for, why_unsupported
+from lanternpp.engine.verify.choose import TOKEN, DraftTraits, best_for, unsupported_reason
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
 from lanternpp.proposers import PROPOSERS
-from lanternpp.proposers.parallel import why_not_shortened
+from lanternpp.proposers.parallel import unshortened_reason
 from lanternpp.trees import TREES, build_tree, shape_name
 from lanternpp.trees.base import TreeBuilder
 from lanternpp.trees.static import check as check_shape
-from lanternpp.util.registry import Given, check_class, check_made, find, importable, unknown
+from lanternpp.util.registry import GivenEntry, check_class, check_instance, find, importable, unknown
 
 # By the kind of a part: its name in messages, its classes by name, its base class, and whether an object may take its place.
 PARTS: dict[str, tuple[str, Mapping[str, Any], type, bool]] = {
@@ -58,7 +58,9 @@ def resolve(
     Raises InputError where a name is unknown, or an override is a dial that no part of the method reads. Such a dial of the row or
     of the defaults is dropped: an override has replaced the part that read it. A draft whose shape is an override is not fitted.
     """
-    overrides = {name: typed(name, value) for name, value in overrides.items() if value is not None}
+    overrides = {
+        name: convert_override(name, value) for name, value in overrides.items() if value is not None
+    }
     check_method(method)
     merged: dict[str, Any] = {name: dial.default for name, dial in DIALS.items()}
     merged |= {**METHODS[method].dials} | defaults_of(defaults, method) | overrides
@@ -89,9 +91,9 @@ def _allowed(settings: Settings, overrides: Container[str] = ()) -> Settings:
     for name in ("min_survival", "verify"):
         value, reason = getattr(settings, name), None
         if value and name == "verify":
-            reason = why_unsupported(_draft_traits(settings), value)
+            reason = unsupported_reason(_draft_traits(settings), value)
         elif value:
-            reason = why_not_shortened(value, build_tree(settings.tree or DEFAULT_TREE), settings.compile)
+            reason = unshortened_reason(value, build_tree(settings.tree or DEFAULT_TREE), settings.compile)
         if reason:
             if name in overrides:
                 raise InputError(reason)
@@ -122,13 +124,13 @@ def for_target(settings: Settings, target: Target, name: str, overrides: Mapping
         Sampling(settings.temperature, settings.top_k, settings.top_p)
     if settings.top_k > target.vocab > 0:
         raise InputError(f"top-k {settings.top_k} exceeds the {target.vocab} codes of {name}")
-    limits = {dial: limit for dial, limit in greatest(target).items() if overrides.get(dial) is None}
+    limits = {dial: limit for dial, limit in dial_limits(target).items() if overrides.get(dial) is None}
     # Defaults are for pictures of many rows and codebooks of thousands.
     lowered = {dial: limit for dial, limit in limits.items() if (getattr(settings, dial) or 0) > limit}
     return replace(settings, **lowered)
 
 
-def greatest(target: Target) -> dict[str, int]:
+def dial_limits(target: Target) -> dict[str, int]:
     """Return the greatest values of the dials that a target's codes and rows limit; latents limit none."""
     if target.channels:
         return {}
@@ -159,7 +161,7 @@ def with_tree(settings: Settings, tree: str | None) -> Settings:
     return _allowed(replace(settings, tree=tree, verify=None if is_default else settings.verify))
 
 
-def typed(name: str, value: Any) -> Any:
+def convert_override(name: str, value: Any) -> Any:
     """Convert an override to the type of its field; a part may be a class, and a rule an object. Raises InputError."""
     dial = DIALS.get(name)
     if dial is None:
@@ -169,8 +171,8 @@ def typed(name: str, value: Any) -> Any:
     if name in PARTS and not isinstance(value, str | Path):
         label, _, base, may_be_object = PARTS[name]
         if isinstance(value, type) or may_be_object:
-            check_class(label, Given(value), value if isinstance(value, type) else type(value), base)
-            return Given(value)
+            check_class(label, GivenEntry(value), value if isinstance(value, type) else type(value), base)
+            return GivenEntry(value)
     return importable(_read(dial, value, dial.spoken))
 
 
@@ -238,9 +240,9 @@ def build_proposer(settings: Settings, network: Callable[[str], Drafter | Target
     if entry.needs:
         parts.network = network(entry.needs)
     proposer: Proposer = entry.build(parts)
-    check_made("proposer", settings.proposer, proposer, Proposer, "size", "depth")
+    check_instance("proposer", settings.proposer, proposer, Proposer, "size", "depth")
     # A drafter's config may name another proposer than the settings do.
-    if reason := why_unsupported(_draft_traits(settings, type(proposer)), settings.verify or TOKEN):
+    if reason := unsupported_reason(_draft_traits(settings, type(proposer)), settings.verify or TOKEN):
         raise InputError(reason)
     return proposer
 

@@ -21,7 +21,7 @@ from lanternpp.api.options import RENAMED as DIALS_RENAMED
 from lanternpp.cli.options import heading
 from lanternpp.errors import InputError
 from lanternpp.util.files import is_full
-from lanternpp.util.registry import HERE
+from lanternpp.util.registry import IMPORT_FOLDERS
 from lanternpp.util.terminal import one_line_warnings, say
 
 VERBS = {
@@ -70,7 +70,7 @@ def with_values(args: Sequence[str]) -> list[str]:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run a verb as the console script, and exit with the verb's status."""
-    HERE[:] = [""]  # the current folder
+    IMPORT_FOLDERS[:] = [""]  # the current folder
     for name in ("stdout", "stderr"):  # None if it was closed, as by cron and pythonw
         setattr(sys, name, getattr(sys, name) or Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
     if os.environ.get("COLUMNS", "").isdecimal() and int(os.environ["COLUMNS"]) < MIN_COLUMNS:

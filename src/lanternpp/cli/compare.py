@@ -16,10 +16,10 @@ from lanternpp.api.options import (
     DrawOptions,
     EngineDials,
     SamplingDials,
+    device_text,
     draft_of,
     drawn_with,
     names,
-    place_of,
     with_rule,
 )
 from lanternpp.cli import options as opt
@@ -98,7 +98,7 @@ def race(
     def run(engine: Engine, request: Request) -> Result:
         if progress:
             progress(next(finished), num_runs)
-        return pipe.draw(engine, replace(request, found={}))
+        return pipe.draw(engine, replace(request, samples={}))
 
     _, *pairs = [tuple(map(run, engines, requests)) for _ in range(1 + runs)]  # the first pair is the warm-up
     if not measure_tv:
@@ -152,7 +152,7 @@ def show(prompt: str, rows: Sequence[Mapping[str, Any]], bound: str | None) -> N
         caption.append(drawn_with(drafted["method"], drafted["auto"], drafted["settings"]))
     if bound:
         caption.append(bound)
-    caption.append(place_of(plain["settings"]))
+    caption.append(device_text(plain["settings"]))
     headings = ["method", "seconds / picture", "passes / picture", "codes / pass", "speed-up"]
     lines = [
         [with_rule(row["method"], row["settings"]), *cells(row), f"{row['speedup']:.2f}x"] for row in rows

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from lanternpp.api.options import DrawOptions, check_prompt, drawn_with, place_of
+from lanternpp.api.options import DrawOptions, check_prompt, device_text, drawn_with
 from lanternpp.cli import options as opt
 from lanternpp.errors import InputError
 from lanternpp.util.files import locked, slug
@@ -128,7 +128,7 @@ def draw_job(job: JobOptions, n: int, seed: int, as_json: bool, options: DrawOpt
     """Draw the pictures of a file of prompts and print a summary; raise InputError."""
     assert job.prompts and job.output
     from lanternpp.evaluation.prompts import read_prompts
-    from lanternpp.jobs.job import begun, plan_images, run
+    from lanternpp.jobs.job import drawn_settings, plan_images, run
     from lanternpp.jobs.renderer import Renderer
     from lanternpp.jobs.workers import worker_pool
 
@@ -136,9 +136,9 @@ def draw_job(job: JobOptions, n: int, seed: int, as_json: bool, options: DrawOpt
     options, folder = opt.with_full_paths(options), job.output
     with (
         locked(folder),
-        worker_pool(job.ray, job.actors, options, begun(folder, planned))
+        worker_pool(job.ray, job.actors, options, drawn_settings(folder, planned))
         if job.ray
-        else nullcontext(Renderer(options, begun=begun(folder, planned))) as renderer,
+        else nullcontext(Renderer(options, drawn_settings=drawn_settings(folder, planned))) as renderer,
         progress_bar("drawing") as progress,
     ):
         if renderer.info.effect:
@@ -182,7 +182,7 @@ def figures(row: Mapping[str, Any]) -> list[str]:
     settings, tv_cost = row["settings"], row["tv_cost"]
     method = drawn_with(row["method"], row["auto"], settings)
     phrases = [
-        f"{row['seconds_per_image']:.2f} s per picture on {place_of(settings)} with {method}",
+        f"{row['seconds_per_image']:.2f} s per picture on {device_text(settings)} with {method}",
         f"{row['codes']} codes in {row['passes']} passes",
         f"{row['codes_per_pass']:.2f} codes per pass",
     ]

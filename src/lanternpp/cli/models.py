@@ -59,7 +59,7 @@ def list_models(
 
     Nothing is downloaded: --model and --drafter must be on this machine.
     """
-    from lanternpp.api.model import ASSETS, MODELS, dtype_name, placed
+    from lanternpp.api.model import ASSETS, MODELS, dtype_name, pick_placement
     from lanternpp.models.hub import PUBLISHED
     from lanternpp.models.vq.codes import cache_folder
     from lanternpp.trees import SHAPES, TREES, build_tree
@@ -67,7 +67,7 @@ def list_models(
     model = local_name(options.model)
     drafter = None if options.drafter is None else local_name(options.drafter)
     defaults = opt.defaults_of(replace(options, model=model, drafter=drafter))
-    device, dtype, int8 = placed(options.device, options.dtype, defaults.folder)
+    device, dtype, int8 = pick_placement(options.device, options.dtype, defaults.folder)
     machine = {"device": device.type, "dtype": dtype_name(dtype, int8)}
     chosen = defaults.chosen()
     reason = chosen.reason(defaults.settings(chosen.method, {}, machine))

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from lanternpp.api.options import LONGEST, DrawOptions, drawn_with
+from lanternpp.api.options import MAX_SECONDS, DrawOptions, drawn_with
 from lanternpp.cli import options as opt
 from lanternpp.errors import InputError
 from lanternpp.serve.config import LOOPBACK, ServerConfig, check_proxies, gather_keys, host_name, require
@@ -33,7 +33,7 @@ class ListenOptions:
     heading = "Server"
     host: str = "127.0.0.1"
     port: Annotated[int, Option("0: any free one.", ge=0, le=65535)] = 8000
-    drain: Annotated[float, Option(ge=0, le=LONGEST)] = 60.0
+    drain: Annotated[float, Option(ge=0, le=MAX_SECONDS)] = 60.0
     api_key: Annotated[list[str] | None, Option(metavar="KEY")] = None
     api_key_file: Annotated[Path | None, Option("One key per line.", metavar="FILE")] = None
     no_key: Annotated[bool, Option("Accept requests without a key on any --host.")] = False
@@ -105,7 +105,7 @@ def serve(
             batcher, app = spec.start()
             chosen = batcher.pipe.chosen(options.method)
             method = drawn_with(chosen.method, chosen.reason(config.settings(batcher.pipe, None, {})))
-            on_ready = partial(print_ready, method, 1, *ray_serve.drawn_by(batcher.pipe))
+            on_ready = partial(print_ready, method, 1, *ray_serve.describe_model(batcher.pipe))
             finished = server.run(app, batcher, bound, listen.drain, on_ready, proxies)
         if not finished:
             say("serve", "not all pictures were finished")

@@ -90,7 +90,7 @@ class ContinuousBatch:
 
 
 @contextmanager
-def opened(
+def open_batch(
     engine: Engine, conditions: Sequence[str | None], seeds: Sequence[int]
 ) -> Iterator[ContinuousBatch]:
     """Open a batch that draws one sample per condition and seed; at the end, drop samples that are not finished.
@@ -114,7 +114,7 @@ def opened(
         engine.idle.append(True)
 
 
-def drawing(
+def draw_samples(
     engine: Engine,
     conditions: Sequence[str | None],
     seeds: Sequence[int],
@@ -126,7 +126,7 @@ def drawing(
     progress is called with (decided codes, all codes) after every admission and every step, and watch with the batch. Raises
     RuntimeError where the engine is drawing already.
     """
-    with opened(engine, conditions, seeds) as batch, AdaptiveThreads(engine.target.decoder) as threads:
+    with open_batch(engine, conditions, seeds) as batch, AdaptiveThreads(engine.target.decoder) as threads:
         for finished in batch.run():
             threads.update()
             if finished:
@@ -145,5 +145,5 @@ def generate(
     progress: Callable[[int, int], None] | None = None,
 ) -> list[FinishedSample]:
     """Draw one sample per condition and seed as `drawing` does; return the samples in order."""
-    samples = dict(drawing(engine, conditions, seeds, progress))
+    samples = dict(draw_samples(engine, conditions, seeds, progress))
     return [samples[i] for i in range(len(conditions))]

@@ -81,7 +81,7 @@ class Engine:
         like = next(target.parameters())
         self.measure_tv = measure_tv and not (rule.lossless or rule.trajectories)
         self.run: Callable[..., Any] = operator.call  # calls a part of a step: run(method, *arguments)
-        # `batching.opened` pops the element while it draws: only one thread can. Unlike a lock, a list can be copied.
+        # `batching.open_batch` pops the element while it draws: only one thread can. Unlike a lock, a list can be copied.
         self.idle = [True]
         self.observers: list[Observer] = []
         self.fused: Step | None = None  # complete steps, where the kernels compute all parts
@@ -170,7 +170,9 @@ class Engine:
             self._fused_step(self.fused)
             return
         if not self._next_noise:
-            self._next_noise = self.noise.precomputed(self.proposer.depth, self.proposer.numbers_ahead)[::-1]
+            self._next_noise = self.noise.precomputed(self.proposer.depth, self.proposer.max_precomputed)[
+                ::-1
+            ]
         noise = self._next_noise.pop()
         self._enter("draft")
         draft = self.run(self.proposer.propose, noise)

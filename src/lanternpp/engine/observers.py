@@ -97,31 +97,31 @@ class TimedEngine:
 
     def admit(self, conditions: Sequence[str | None], seeds: Sequence[int]) -> float:
         """Admit a batch; return the seconds per sample."""
-        start = now(self.engine)
+        start = synchronized_time(self.engine)
         for slot, (condition, seed) in enumerate(zip(conditions, seeds, strict=True)):
             self.engine.admit(slot, condition, seed)
-        seconds = now(self.engine) - start
+        seconds = synchronized_time(self.engine) - start
         self.watch.take(seconds)
         return seconds / self.engine.batch
 
     def step(self) -> dict[str, float]:
         """Take a step; return the seconds in each of PHASES, without the time of its observers."""
-        start = now(self.engine)
+        start = synchronized_time(self.engine)
         self.engine.step()
-        seconds_in = self.watch.take(now(self.engine) - start)
+        seconds_in = self.watch.take(synchronized_time(self.engine) - start)
         seconds_in["rest"] -= self.watch.observed
         return seconds_in
 
-    def midway_step(self, first: bool = False) -> tuple[float, float]:
+    def midway_step(self, zero_cache: bool = False) -> tuple[float, float]:
         """Take a step after `move_midway`, so that its time does not depend on codes; return its seconds, and the target's."""
-        self.move_midway(first)
+        self.move_midway(zero_cache)
         seconds_in = self.step()
         return sum(seconds_in.values()), seconds_in["pass"]
 
-    def move_midway(self, first: bool = False) -> None:
+    def move_midway(self, zero_cache: bool = False) -> None:
         """Move every sample, admitted or not, to the middle of its picture; the slots of the caches need hold no keys.
 
-        first: write to the earlier slots, since memory that was never written is read from a single page.
+        zero_cache: write to the earlier slots, since memory that was never written is read from a single page.
         """
         engine = self.engine
         half = engine.target.length // 2
@@ -131,18 +131,18 @@ class TimedEngine:
         for cache in (engine.cache, getattr(engine.proposer, "cache", None)):
             if cache is not None:
                 cache.used.fill_(engine.target.slots + half)
-                if first:
+                if zero_cache:
                     cache.kv[..., : engine.target.slots + half, :].zero_()
 
 
-def trimmed(values: Sequence[float]) -> float:
+def trimmed_mean(values: Sequence[float]) -> float:
     """Return the mean without the `TRIM` least and greatest values."""
     num_trimmed = int(len(values) * TRIM)
     inner = sorted(values)[num_trimmed : len(values) - num_trimmed]
     return sum(inner) / len(inner)
 
 
-def now(engine: Engine) -> float:
+def synchronized_time(engine: Engine) -> float:
     """Wait until the engine's device is idle; return the seconds of a clock."""
     if engine.codes.device.type == "cuda":
         torch.cuda.synchronize()

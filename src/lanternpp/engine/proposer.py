@@ -16,7 +16,7 @@ from lanternpp.models.base import Target
 from lanternpp.trees.base import TreeBuilder
 from lanternpp.types import Admission, Dials, Draft, TargetOutput
 
-LATENTS = (
+LATENTS_MESSAGE = (
     "this model draws continuous latents, which are drafted in a chain by an EAGLE drafter or not at all: use --method "
     "eagle --tree chain-4 --verify token, or --method ar"
 )
@@ -107,9 +107,9 @@ class Proposer(ABC):
     a smaller target of the same codes; None: no network."""
     aux_layers: tuple[int, ...] = ()
     """The layers of the target whose outputs the proposer gets after the features, as `Decoder.forward` returns them."""
-    numbers_ahead: int = 64
+    max_precomputed: int = 64
     """The random numbers of a level, and of every other purpose, that are computed in advance."""
-    whole_steps: bool = False
+    supports_fused_steps: bool = False
     """Whether a backend may take over `propose` and `observe`, of `NoDraft` and of `Parallel` with chains of all levels, but not of
     classes that derive from them; set by `open`."""
     size: int
@@ -130,7 +130,7 @@ class Proposer(ABC):
     def check(self, target: Target) -> None:
         """Check that the proposer drafts what the target predicts, codes or latents; raise InputError if not."""
         if target.channels:
-            raise InputError(LATENTS)
+            raise InputError(LATENTS_MESSAGE)
 
     def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
         """Allocate the state of a batch; called once, before all methods below."""

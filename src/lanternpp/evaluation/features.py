@@ -17,7 +17,7 @@ from lanternpp.errors import InputError
 from lanternpp.evaluation.classifier import has_classifier, read_classifier
 from lanternpp.evaluation.pictures import square, to_pixels
 from lanternpp.models.hub import quiet
-from lanternpp.nn.files import wrong_file
+from lanternpp.nn.files import input_errors
 from lanternpp.util.terminal import Progress
 
 CLIP_EXAMPLE = "openai/clip-vit-base-patch32"
@@ -91,7 +91,7 @@ class Inception(Extractor):
             "put weights-inception-2015-12-05-6726825d.pth of torch-fidelity's release v0.2.0 into "
             f"{Path(torch.hub.get_dir()) / 'checkpoints'}, or use --features classifier"
         )
-        with wrong_file("the weights of features inception cannot be had", remedy):
+        with input_errors("the weights of features inception cannot be had", remedy):
             network = package.FeatureExtractorInceptionV3("inception-v3-compat", ["2048"])
         return cls(network.eval().requires_grad_(False).to(device), device)
 
@@ -133,7 +133,7 @@ class Clip:
         from transformers import AutoConfig, CLIPModel, CLIPProcessor
 
         remedy = f"give the folder of a CLIP model with its processor, or a hub id such as {CLIP_EXAMPLE}"
-        with quiet(), wrong_file(f"--clip {name} cannot be had", remedy):
+        with quiet(), input_errors(f"--clip {name} cannot be had", remedy):
             kind = AutoConfig.from_pretrained(name, trust_remote_code=False).model_type
             if kind != "clip":
                 raise InputError(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lanternpp.api.picture import open_image, squarest
 from lanternpp.errors import InputError
-from lanternpp.nn.files import listed
+from lanternpp.nn.files import join_names
 from lanternpp.util import files
 from lanternpp.util.jsonfile import read_lines
 
@@ -66,7 +66,7 @@ class Gallery(Sequence[Image.Image]):
             items += [replace(item, prompt=captions.get(name) or item.prompt) for item in content]
             sizes[name] = content[0].size
         if faults:
-            raise InputError(f"{folder} has pictures that cannot be read: {listed(faults)}")
+            raise InputError(f"{folder} has pictures that cannot be read: {join_names(faults)}")
         if len(items) < min_pictures:
             raise InputError(f"{folder} holds {len(items)} pictures; at least {min_pictures} are needed")
         (width, height), _ = Counter(sizes.values()).most_common(1)[0]
@@ -74,7 +74,7 @@ class Gallery(Sequence[Image.Image]):
         if one_size and different:
             raise InputError(
                 f"{folder} mixes sizes, which are measured separately; most pictures are {width} x {height}, "
-                f"but not {listed(different)}"
+                f"but not {join_names(different)}"
             )
         return cls(folder, items)
 

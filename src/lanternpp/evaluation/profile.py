@@ -14,7 +14,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from lanternpp.api.pipeline import Pipeline
-from lanternpp.engine.batching import opened
+from lanternpp.engine.batching import open_batch
 from lanternpp.engine.decode import Engine, Observer, Phase
 from lanternpp.engine.threads import AdaptiveThreads
 from lanternpp.evaluation.race import Race
@@ -130,7 +130,7 @@ def profile_steps(engine: Engine, conditions: Sequence[str | None], seeds: Seque
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     cuda = [ProfilerActivity.CUDA] if engine.codes.device.type == "cuda" else []
     marks = PhaseMarks()
-    with opened(engine, conditions, seeds) as batch, AdaptiveThreads(engine.target.decoder) as threads:
+    with open_batch(engine, conditions, seeds) as batch, AdaptiveThreads(engine.target.decoder) as threads:
         run = batch.run()
         list(islice(run, engine.batch))
         engine.observers.append(marks)

@@ -10,9 +10,9 @@ from typing import Any
 
 from lanternpp.errors import InputError
 from lanternpp.models.hub import TIMEOUT, hub_id, quiet_downloads
-from lanternpp.nn.files import wrong_file
+from lanternpp.nn.files import input_errors
 from lanternpp.util import files
-from lanternpp.util.jsonfile import LINES, read_json, read_lines, read_text
+from lanternpp.util.jsonfile import MAX_LOG_BYTES, read_json, read_lines, read_text
 
 PROMPTS = "prompts.txt"
 REMEDY = "give one prompt per line, captions of MS-COCO (.json), PartiPrompts.tsv, or a .jsonl of objects with a prompt"
@@ -34,7 +34,7 @@ def read_prompts(path: Path | None, model: Path) -> list[str]:
     elif suffix == ".jsonl":
         lines = [row["prompt"] for row in read_rows(source)]
     else:
-        text = read_text(source, "give a file with one prompt per line", LINES)
+        text = read_text(source, "give a file with one prompt per line", MAX_LOG_BYTES)
         if suffix == ".tsv":
             lines = table_column(text, source)
         else:
@@ -53,7 +53,7 @@ def fetch(path: Path) -> Path:
     from huggingface_hub import hf_hub_download
 
     quiet_downloads()
-    with wrong_file(f"prompts {path} are not here, nor to be had from the hub", "name a file that is"):
+    with input_errors(f"prompts {path} are not here, nor to be had from the hub", "name a file that is"):
         options: dict[str, Any] = {"revision": source.revision, "etag_timeout": TIMEOUT}
         return Path(hf_hub_download(source.repo, source.file, repo_type="dataset", **options))
 

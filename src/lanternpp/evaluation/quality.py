@@ -17,9 +17,9 @@ from lanternpp.errors import InputError
 from lanternpp.evaluation.classifier import CLASSIFIER, REFERENCE, Classifier, fingerprint, has_classifier
 from lanternpp.evaluation.features import EXTRACTORS, ClassifierFeatures, Clip, Extractor, extract
 from lanternpp.evaluation.pictures import Gallery, reference_folder
-from lanternpp.nn.files import check_finite, wrong_file
+from lanternpp.nn.files import check_finite, input_errors
 from lanternpp.util.devices import pick_device
-from lanternpp.util.registry import check_class, check_made, find, importable
+from lanternpp.util.registry import check_class, check_instance, find, importable
 from lanternpp.util.terminal import Progress
 
 NUM_NEIGHBOURS = 3  # k of precision and recall
@@ -76,7 +76,7 @@ class Quality:
         check_class("features", name, kind, Extractor)
         extractor = classifier if classifier and kind is ClassifierFeatures else kind.open(folder, device)
         if kind not in EXTRACTORS.values():
-            check_made("features", name, extractor, Extractor, "side")
+            check_instance("features", name, extractor, Extractor, "side")
             check_features(name, extractor)
         if reference is not None:
             gallery = Gallery.read(reference_folder(reference), MIN_PICTURES)
@@ -159,7 +159,7 @@ def read_reference(folder: Path, classifier: Classifier) -> Tensor:
     path = folder / CLASSIFIER / REFERENCE
     if not path.is_file():
         raise InputError(f"{path} is missing; give --reference DIR, a folder of pictures to compare with")
-    with wrong_file(f"{path} cannot be read", "give --reference DIR"):
+    with input_errors(f"{path} cannot be read", "give --reference DIR"):
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             features = file.get_tensor("features").float()

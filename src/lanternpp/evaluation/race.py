@@ -26,7 +26,7 @@ from lanternpp.engine.observers import Stopwatch
 from lanternpp.errors import InputError
 from lanternpp.util.devices import device_name
 from lanternpp.util.files import digest
-from lanternpp.util.jsonfile import Journal, checked, differences, key_of, read_object, write_json
+from lanternpp.util.jsonfile import Journal, differences, key_of, read_object, validated, write_json
 from lanternpp.util.terminal import Progress
 
 RUN, TURNS, PICTURES = "run.json", "turns.jsonl", "pictures"
@@ -200,7 +200,7 @@ class Race:
             if progress and key_of(key) not in journal:
                 progress(len(journal), num_turns)
             figures = journal.once(key, partial(self._measure_turn, folder, entry, prompt, seed))
-            turns.append(checked("its turn", key | figures, Turn))
+            turns.append(validated("its turn", key | figures, Turn))
         # Removed pictures are drawn again after all turns, as a stopwatch would time them with the next turn.
         for (entry, prompt, seed), turn in zip(self.turns(), turns, strict=True):
             if not all((folder / name).is_file() for name in turn.files):
@@ -211,7 +211,7 @@ class Race:
         """Return the settings fitted to the machine; of a resumed run those of its `run.json`, as a fit may differ by now."""
         if previous is None:
             return {label: self.pipe.fit(settings) for label, settings in self.requested.items()}
-        fitted = checked(FITTED, previous.get(FITTED), dict[str, Settings])
+        fitted = validated(FITTED, previous.get(FITTED), dict[str, Settings])
         resumed = {}
         for label, settings in self.requested.items():
             requested, values = previous["methods"][label], vars(fitted.get(label, settings))
@@ -233,7 +233,7 @@ class Race:
         return {
             "seconds": result.stats.seconds,
             "phases": phases,
-            "accepted": [request.found[i].accepted for i in range(self.turn_size)],
+            "accepted": [request.samples[i].accepted for i in range(self.turn_size)],
             "files": self._save(folder, entry, prompt, seed, result),
             "tv_cost": tv_cost,
         }

@@ -14,7 +14,7 @@ from lanternpp.api.fit import plain_settings
 from lanternpp.api.options import BASELINE, Settings
 from lanternpp.api.picture import notes, png_notes
 from lanternpp.api.results import Stats
-from lanternpp.api.settings import typed, with_tree
+from lanternpp.api.settings import convert_override, with_tree
 from lanternpp.engine.decode import FinishedSample
 from lanternpp.errors import InputError
 from lanternpp.util import jsonfile
@@ -76,7 +76,7 @@ def plan_images(prompts: Sequence[str], n: int, seed: int) -> list[PlannedImage]
     return [PlannedImage(prompt, seed + i) for prompt in dict.fromkeys(prompts) for i in range(n)]
 
 
-def missing(
+def missing_images(
     folder: Path, planned: Sequence[PlannedImage], info: JobInfo, overwrite: bool = False
 ) -> list[PlannedImage]:
     """Return the pictures whose file is missing or damaged; with `overwrite`, also those drawn with other settings.
@@ -106,7 +106,7 @@ def differences(old: Mapping[str, str], new: Mapping[str, str]) -> str:
     return "; ".join(jsonfile.differences(_deciding(old), _deciding(new)))
 
 
-def begun(folder: Path, planned: Sequence[PlannedImage]) -> dict[str, Any]:
+def drawn_settings(folder: Path, planned: Sequence[PlannedImage]) -> dict[str, Any]:
     """Return the settings of the first picture that the folder has already; empty where it has none."""
     existing = (png_notes(folder / image.name) for image in planned)
     return next((_deciding(picture_notes) for picture_notes in existing if picture_notes), {})
@@ -124,7 +124,7 @@ def with_draft_of(settings: Settings, picture_settings: Mapping[str, Any]) -> Se
         elif picture_settings.get("method") == BASELINE:
             candidate = plain_settings(settings)
         elif settings.window is not None:
-            candidate = replace(settings, window=typed("window", picture_settings.get("window")))
+            candidate = replace(settings, window=convert_override("window", picture_settings.get("window")))
         else:
             candidate = with_tree(settings, str(picture_settings.get("tree")))
         candidate = replace(candidate, fit=is_fitted)
@@ -159,7 +159,7 @@ def run(
     """
     sweep(folder, stale=0)  # the folder is locked, so no other job is writing its temporary files
     info = renderer.info
-    images = missing(folder, planned, info, overwrite)
+    images = missing_images(folder, planned, info, overwrite)
     if images:
         rejected, prompt_warnings = renderer.check(list(dict.fromkeys(image.prompt for image in images)))
         if rejected:
@@ -181,7 +181,7 @@ def run(
 
 def rejection_message(rejected: Mapping[str, str], prompts: Path) -> str:
     """Name the first rejected prompt by its line in the file, with the reason, and the number of further ones."""
-    lines = [line.strip() for line in jsonfile.read_text(prompts, most=jsonfile.LINES).split("\n")]
+    lines = [line.strip() for line in jsonfile.read_text(prompts, most=jsonfile.MAX_LOG_BYTES).split("\n")]
     prompt, reason = next(iter(rejected.items()))
     line = f", line {lines.index(prompt) + 1}" if prompt in lines else ""
     noun = "line" if len(rejected) == 2 else "lines"

@@ -14,7 +14,7 @@ from lanternpp.api.options import DrawOptions, Settings
 from lanternpp.api.picture import png_bytes
 from lanternpp.api.pipeline import Pipeline, versions
 from lanternpp.api.results import check_output
-from lanternpp.engine.batching import drawing
+from lanternpp.engine.batching import draw_samples
 from lanternpp.engine.decode import FinishedSample
 from lanternpp.errors import InputError
 from lanternpp.jobs.job import JobInfo, PlannedImage, with_draft_of
@@ -28,7 +28,7 @@ class Renderer:
     """Draws pictures with one model and one engine, in this process or as an actor of Ray.
 
     info: the properties that all pictures share; None: they follow from the options. threads: None: PyTorch's default.
-    begun: the settings of a picture that the job has drawn before, whose draft is used again. Raises InputError.
+    drawn_settings: the settings of a picture that the job has drawn before, whose draft is used again. Raises InputError.
     """
 
     def __init__(
@@ -36,24 +36,27 @@ class Renderer:
         options: DrawOptions,
         info: JobInfo | None = None,
         threads: int | None = None,
-        begun: Mapping[str, Any] = {},
+        drawn_settings: Mapping[str, Any] = {},
     ):
         if threads:
             torch.set_num_threads(threads)
         pipe = self.pipe = Pipeline.from_pretrained(**options.pretrained)
         check_output(pipe.target)
         overrides = {"batch_size": DEFAULT_BATCH_SIZE, **options.overrides}
-        settings = info.settings if info else self._fitted(pipe.settings(options.method, **overrides), begun)
+        if info:
+            settings = info.settings
+        else:
+            settings = self._fitted(pipe.settings(options.method, **overrides), drawn_settings)
         described = pipe.describe(settings)
         auto = pipe.chosen(options.method).reason(settings)
         effect = str(pipe.model.effect) if pipe.model.effect else None
         self.info = JobInfo(pipe.name, settings, described, versions(), pipe.target.length, auto, effect)
         self._make_engine(DEFAULT_BATCH_SIZE)  # so that a wrong part is found before a picture is drawn
 
-    def _fitted(self, settings: Settings, begun: Mapping[str, Any]) -> Settings:
-        """Return settings with the draft that the job has begun with, or with a draft fitted to the batch size of a small job."""
-        if settings.fit and (settings_begun := with_draft_of(settings, begun)):
-            return settings_begun
+    def _fitted(self, settings: Settings, drawn_settings: Mapping[str, Any]) -> Settings:
+        """Return settings with the draft of the job's earlier pictures, or with a draft fitted to the batch size of a small job."""
+        if settings.fit and (resumed := with_draft_of(settings, drawn_settings)):
+            return resumed
         size = batch_size(settings.batch_size, DEFAULT_BATCH_SIZE)  # the pictures are not known yet
         return replace(self.pipe.fit(replace(settings, batch_size=size)), batch_size=settings.batch_size)
 
@@ -92,7 +95,7 @@ class Renderer:
         if needs_larger or old_settings != self.info.settings:
             self._make_engine(len(images))
         prompts, seeds = [image.prompt for image in images], [image.seed for image in images]
-        samples = drawing(self.engine, prompts, seeds, progress)
+        samples = draw_samples(self.engine, prompts, seeds, progress)
         while True:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

@@ -29,12 +29,14 @@ MAX_RESTARTS = 5  # of a worker; the job fails when it dies once more
 class WorkerPool:
     """Several workers with the interface of one `Renderer`. Raises InputError where the options are wrong."""
 
-    def __init__(self, ray: Any, options: DrawOptions, resources: Share, begun: Mapping[str, Any] = {}):
-        """begun: as of `Renderer`."""
+    def __init__(
+        self, ray: Any, options: DrawOptions, resources: Share, drawn_settings: Mapping[str, Any] = {}
+    ):
+        """drawn_settings: as of `Renderer`."""
         self.ray = ray
         ray_options = {"max_restarts": MAX_RESTARTS, "max_task_retries": -1, **resources.options}
         actor = ray.remote(Renderer).options(**ray_options)
-        self._workers = [actor.remote(options, threads=resources.threads, begun=begun)]
+        self._workers = [actor.remote(options, threads=resources.threads, drawn_settings=drawn_settings)]
         self.info: JobInfo = self._get(self._workers[0].report.remote())
         for _ in range(resources.workers - 1):
             self._workers.append(actor.remote(options, self.info, resources.threads))
@@ -109,8 +111,8 @@ class WorkerPool:
 
 @contextmanager
 def worker_pool(
-    address: str, actors: int | None, options: DrawOptions, begun: Mapping[str, Any]
+    address: str, actors: int | None, options: DrawOptions, drawn_settings: Mapping[str, Any]
 ) -> Iterator[WorkerPool]:
     """Yield a pool on the Ray cluster at an address, whose workers end with the block. Raises InputError."""
     with cluster(address, actors) as ray:
-        yield WorkerPool(ray, options, share(ray, address, actors, options.device), begun)
+        yield WorkerPool(ray, options, share(ray, address, actors, options.device), drawn_settings)

@@ -63,7 +63,7 @@ def fused_step(engine: Engine, verify: str) -> KernelStep | None:
     plain = type(target).constrain is Target.constrain and type(target).forward is Target.forward
     if type(engine) is not Engine or engine.measure_tv or engine.sampling.greedy or not plain:
         return None
-    budget = engine.rule.as_numbers(proposer.depth) if proposer.whole_steps else None
+    budget = engine.rule.as_numbers(proposer.depth) if proposer.supports_fused_steps else None
     if budget is None or (joint and not (engine.rule.lossless or budget.optimal)):
         return None
     decoder, head = target.decoder.native, target.native_head

@@ -100,7 +100,9 @@ class LlamaGenTarget(Target):
             target = cls(config)
         if isinstance(target.condition, TextCondition):
             target.condition.text = find_text_encoder(folder, source.config, source.given.get("text"))
-        source.fill(target, [SAME] if ours else rules(config), dtype, () if ours else SKIPPED_TENSORS, device)
+        source.fill(
+            target, [SAME] if ours else rename_rules(config), dtype, () if ours else SKIPPED_TENSORS, device
+        )
         # The tokenizer is no submodule, as it has its own folder.
         vars(target)["vq"] = read_vqgan(vq, dtype, LLAMAGEN, grid=config.grid).to(device)
         check_codes(source.path, config.vocab, vq.path, len(target.vq.codebook))
@@ -144,7 +146,7 @@ class LlamaGenTarget(Target):
             self.text.release()
 
 
-def rules(config: LlamaGenConfig) -> list[Rename]:
+def rename_rules(config: LlamaGenConfig) -> list[Rename]:
     """Return the renames of both layouts, Llama's and the official one; pairs of channels of queries and keys become halves."""
     query_rows, key_rows = config.heads * config.head_dim, config.num_kv_heads * config.head_dim
     rotary_part = (0, query_rows + key_rows)

@@ -23,7 +23,7 @@ from lanternpp.nn.sources import SAME, Rename, Source, blank
 from lanternpp.types import Prompt
 from lanternpp.util.jsonfile import read_text
 
-SILENT = frozenset(["a", "an", "the", "of", "photo", "photograph", "picture", "image", "and", "with"])
+IGNORED_WORDS = frozenset(["a", "an", "the", "of", "photo", "photograph", "picture", "image", "and", "with"])
 SYNONYMS = "synonyms.txt"
 MAX_LISTED_WORDS = 12  # in a warning
 OLD_TABLES = Rename(r"(codes_in|codes_out)\.table", r"\1.weight")  # names in the files of earlier versions
@@ -136,7 +136,7 @@ class PromptedTarget(Target):
         """Return the T ids of a sentence in the word table (0: no word). Warn of replaced and unknown words."""
         if sentence is None:
             return [0] * self.slots
-        pairs = [(word, self.known_word(word)) for word in split(sentence) if word not in SILENT]
+        pairs = [(word, self.known_word(word)) for word in split(sentence) if word not in IGNORED_WORDS]
         ids = [self.config.words.index(match) + 1 for _, match in pairs if match]
         if not any(match in self.config.subjects for _, match in pairs):
             raise InputError(

@@ -22,7 +22,7 @@ from lanternpp.errors import InputError
 from lanternpp.nn.files import check_finite, metas, opened
 from lanternpp.nn.files import read_pt as read_pt
 from lanternpp.util.files import replacing, umask, write_text
-from lanternpp.util.jsonfile import Between, checked, read_object
+from lanternpp.util.jsonfile import Between, read_object, validated
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -99,7 +99,7 @@ def config_as(kind: type[T], config: Mapping[str, Any], source: Path) -> T:
     Raises InputError where a field without a default is missing or a value cannot be used.
     """
     try:
-        return checked("", config, kind)
+        return validated("", config, kind)
     except (TypeError, ValueError, ArithmeticError) as error:
         raise InputError(f"{source}: config.json: {error}") from None
 

@@ -303,21 +303,21 @@ class Decoder(nn.Module):
         self,
         x: Tensor,
         positions: Tensor | None = None,
-        seen: Tensor | None = None,
+        mask: Tensor | None = None,
         aux_layers: tuple[int, ...] = (),
     ) -> Tensor:
         """x [B, T, D] -> features [B, T, D], without a cache; aux_layers as in `forward`.
 
-        positions [b, T]; None: 0..T-1. seen [b, 1, T, T]: the mask, True where attended to; None: causal. b is B or 1.
+        positions [b, T]; None: 0..T-1. mask [b, 1, T, T]: the mask, True where attended to; None: causal. b is B or 1.
         """
 
         def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
             gqa = q.shape[1] != k.shape[1]
-            if seen is None and not gqa and torch.compiler.is_compiling() and q.device.type == "cpu":
-                mask = causal_mask(q.shape[2], q) if self.causal is None else self.causal
-                return plain_attention(q, k, v, mask).transpose(1, 2)
-            y = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, enable_gqa=gqa)
+            if mask is None and not gqa and torch.compiler.is_compiling() and q.device.type == "cpu":
+                causal = causal_mask(q.shape[2], q) if self.causal is None else self.causal
+                return plain_attention(q, k, v, causal).transpose(1, 2)
+            y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=gqa)
             return y.transpose(1, 2)
 
         return self._layers(x, positions, attend, aux_layers)

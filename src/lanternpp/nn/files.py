@@ -34,14 +34,13 @@ WEIGHT_KEYS = ("model", "module", "state_dict", "ema")  # of the weights in a tr
 NEIGHBOURS = "neighbours-"  # how the names of tables begin that lie beside a model's weights
 NOT_WEIGHTS = {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth"}
 MAX_PICKLE_BYTES = 1 << 21  # about 10,000 tensors
-SAFE_CLASSES: list[Any] = [
-    argparse.Namespace
-]  # a training script's options, which may lie beside its weights
+# A training script's options may lie beside its weights.
+SAFE_CLASSES: list[Any] = [argparse.Namespace]
 MAX_EXPANDED_BYTES = 1 << 24  # of a tensor that repeats fewer bytes of its file
 
 
 @contextmanager
-def wrong_file(sentence: str, remedy: str = "fetch it again") -> Iterator[None]:
+def input_errors(sentence: str, remedy: str = "fetch it again") -> Iterator[None]:
     """Turn errors of a library in this block into InputError: the sentence, the reason, the remedy."""
     try:
         yield
@@ -67,12 +66,12 @@ def opened(path: Path) -> Iterator[tuple[list[str], Callable[[str], Tensor]]]:
         yield list(weights), weights.__getitem__
         return
     with ExitStack() as stack:
-        with wrong_file(f"{path} is truncated or no safetensors file"):
+        with input_errors(f"{path} is truncated or no safetensors file"):
             file = stack.enter_context(safe_open(path, framework="pt"))
             names = list(file.keys())
 
         def get(name: str) -> Tensor:
-            with wrong_file(f"{path}: {name} cannot be read"):
+            with input_errors(f"{path}: {name} cannot be read"):
                 return file.get_tensor(name)
 
         yield names, get
@@ -224,7 +223,7 @@ def only(folder: Path, paths: list[Path]) -> Path:
     return candidates[0]
 
 
-def listed(items: Sequence[str]) -> str:
+def join_names(items: Sequence[str]) -> str:
     """Return the first ten items, and the number of further ones, as text."""
     ending = f", and {len(items) - 10} more" if len(items) > 10 else ""
     return ", ".join(items[:10]) + ending
@@ -246,7 +245,7 @@ def indexed(index: Path) -> list[Path]:
         )
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
-        raise InputError(f"{index} lists shards that are missing: {listed(missing)}; fetch them again.")
+        raise InputError(f"{index} lists shards that are missing: {join_names(missing)}; fetch them again.")
     return [index.parent / name for name in names]
 
 

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from lanternpp.errors import InputError
 from lanternpp.nn.checkpoints import CONFIG, dequantised_metas, load_config, read_tensors
 from lanternpp.nn.decoder import Block, DecoderConfig
-from lanternpp.nn.files import files, listed, metas
+from lanternpp.nn.files import files, join_names, metas
 
 CHUNK = 1 << 26  # bytes of tensors after which a file is opened again, which frees the pages that were read
 
@@ -239,7 +239,7 @@ class Source:
         buffers = {name for name, _ in module.named_buffers()}
         pieces, faults = self._plan(tensors, rules, skip)
         if faults:
-            raise InputError(f"{self.path} does not fit {type(module).__name__}: {listed(faults)}.")
+            raise InputError(f"{self.path} does not fit {type(module).__name__}: {join_names(faults)}.")
         blocks: dict[str, nn.Module] = {}
         if self.pack is not None:
             blocks = {f"{name}.": child for name, child in module.named_modules() if isinstance(child, Block)}

@@ -34,7 +34,7 @@ class NetworkProposer(Proposer):
         self.drafter, self.builder = drafter, builder
         self.size, self.depth = builder.size, builder.depth
         max_nodes, max_children = builder.draws
-        self.numbers_ahead = max(self.numbers_ahead, max_nodes * draws_of(max_children))
+        self.max_precomputed = max(self.max_precomputed, max_nodes * draws_of(max_children))
 
     @classmethod
     def build(cls, parts: Parts) -> Self:

@@ -31,7 +31,7 @@ class NoDraft(Proposer):
         """Allocate the state of a batch."""
         super().open(target, sampling, guidance, batch)
         self._tree = chain_tree(batch, 0, self.root.device)
-        self.whole_steps = type(self) is NoDraft
+        self.supports_fused_steps = type(self) is NoDraft
 
     def propose(self, noise: Noise) -> Draft:
         """Return a draft of the root."""

@@ -71,7 +71,7 @@ class Parallel(NetworkProposer):
         # [V, H], the `prev_code` of `combine` for every code
         self.prev_code_table = self.drafter.before(target.embed(codes).to(like.dtype))
         self._whole_chain = is_drawn_chain(self.builder)
-        self.whole_steps = type(self) is Parallel and self._whole_chain and not self.min_survival
+        self.supports_fused_steps = type(self) is Parallel and self._whole_chain and not self.min_survival
         if self._whole_chain:
             dtype = like.dtype if like.element_size() == 8 else torch.float32
             self.probs_of_nodes = torch.zeros(batch, depth + 1, target.vocab, dtype=dtype, device=like.device)
@@ -212,7 +212,7 @@ class Parallel(NetworkProposer):
         return self.sampling.probs(self.target.constrain(logits, index))
 
 
-def why_not_shortened(min_survival: float, tree: TreeBuilder, compiled: bool) -> str | None:
+def unshortened_reason(min_survival: float, tree: TreeBuilder, compiled: bool) -> str | None:
     """Return the reason why chains cannot end early, in a sentence; None where they can."""
     if not is_drawn_chain(tree):
         fault = "is no chain of the library's" if tree.chain else "branches"

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lanternpp.drafters.base import Drafter
 from lanternpp.drafters.eagle import check_heads
-from lanternpp.engine.proposer import LATENTS
+from lanternpp.engine.proposer import LATENTS_MESSAGE
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
 from lanternpp.nn.decoder import AttentionCache
@@ -28,7 +28,7 @@ class TreeProposer(AutoregressiveProposer):
     def check(self, target: Target) -> None:
         """InputError where the target predicts latents and the tree is no drawn chain, or where the heads differ in kind."""
         if target.channels and not (self.builder.chain and self.builder.drawn):
-            raise InputError(LATENTS)
+            raise InputError(LATENTS_MESSAGE)
         check_heads(target, self.drafter)
 
     def drafter_forward(self, codes: Tensor, features: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:

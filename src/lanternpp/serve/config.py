@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
-from lanternpp.api.options import AUTO, LONGEST, DraftDials, PartDials, RuleDials, check_method, names
+from lanternpp.api.options import AUTO, MAX_SECONDS, DraftDials, PartDials, RuleDials, check_method, names
 from lanternpp.errors import InputError
 from lanternpp.util.options import Option, declared
 
@@ -65,7 +65,7 @@ class ServerConfig:
         Option(
             "Seconds after which an unfinished picture is given up; its request gets 504.",
             gt=0,
-            le=LONGEST,
+            le=MAX_SECONDS,
         ),
     ] = 300.0
     prompt_limit: Annotated[int, Option("Most characters of a prompt.", ge=1)] = 1000

@@ -25,9 +25,8 @@ from lanternpp.serve.config import EDITS, ServerConfig, host_name
 from lanternpp.serve.error_responses import error_response
 
 TOO_LARGE = "the body is larger than {} bytes; send less"
-ORIGIN = re.compile(
-    "^[a-z]+://[^/]*", re.IGNORECASE
-)  # a client that takes this server for a proxy sends a whole URL
+# A client that takes this server for a proxy sends a whole URL.
+ORIGIN = re.compile("^[a-z]+://[^/]*", re.IGNORECASE)
 HEADERS = {  # added to every answer that does not set them itself
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",

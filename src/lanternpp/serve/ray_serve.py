@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from lanternpp.api.options import place_of
+from lanternpp.api.options import device_text
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.errors import InputError
 from lanternpp.jobs.cluster import Share, cluster, share
@@ -39,9 +39,9 @@ GRACE_SECONDS = 10.0  # time that a call to all replicas may take beyond the rep
 log = logging.getLogger("lanternpp.serve")
 
 
-def drawn_by(pipe: Pipeline) -> tuple[str, str | None]:
+def describe_model(pipe: Pipeline) -> tuple[str, str | None]:
     """Return texts for the user: the model with its device and dtype; the effect of 8-bit weights, or None without them."""
-    device_and_dtype = place_of({"device": str(pipe.device), "dtype": pipe.dtype})
+    device_and_dtype = device_text({"device": str(pipe.device), "dtype": pipe.dtype})
     return f"{pipe.name} on {device_and_dtype}", str(pipe.model.effect) if pipe.model.effect else None
 
 
@@ -177,7 +177,7 @@ def run(
 ) -> bool:
     """Deploy the replicas and serve at a socket until a signal, as `server.run`. Raises InputError.
 
-    `ready` is called once requests are answered, with the number of replicas and the texts of `drawn_by`. Only this machine
+    `ready` is called once requests are answered, with the number of replicas and the texts of `describe_model`. Only this machine
     listens, wherever the replicas run.
     """
     with cluster(address, replicas) as ray:
@@ -196,11 +196,11 @@ def run(
 
 
 def check_on_worker(ray: Any, spec: ServerSpec, resources: Share) -> tuple[str, str | None]:
-    """Read the model on one worker, so that a mistake is one InputError and not one of each replica; return `drawn_by` of it."""
+    """Read the model on one worker, so that a mistake is one InputError and not one of each replica; return `describe_model` of it."""
 
     def check() -> tuple[str, str | None]:
         torch.set_num_threads(resources.threads)
-        return drawn_by(spec.load_model())
+        return describe_model(spec.load_model())
 
     try:
         task = ray.remote(max_retries=0, max_calls=1, **resources.options)(check)

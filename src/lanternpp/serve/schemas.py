@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from lanternpp.api.options import (
     DIALS,
-    LONGEST,
+    MAX_SECONDS,
     Dial,
     DraftDials,
     MeasureDials,
@@ -53,7 +53,7 @@ class _RequestFields(BaseModel):
     seed: Annotated[int, Field(ge=0, le=2**62)] | None = Field(
         None, description="Of the first picture; default: a random one, which the answer has."
     )
-    deadline: Annotated[float, Field(gt=0, le=LONGEST)] | None = Field(
+    deadline: Annotated[float, Field(gt=0, le=MAX_SECONDS)] | None = Field(
         None, description="Seconds after which pictures that are not finished are given up."
     )
     method: Name | None = Field(None, description="A method by name; default: the server's.")

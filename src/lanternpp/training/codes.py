@@ -23,7 +23,7 @@ from lanternpp.engine.sampling import Guidance
 from lanternpp.errors import InputError
 from lanternpp.evaluation.prompts import PROMPTS, read_prompts
 from lanternpp.models.base import Target
-from lanternpp.models.vq.codes import Reader, stored_as
+from lanternpp.models.vq.codes import Reader, storage_dtype
 from lanternpp.nn.checkpoints import checksum
 from lanternpp.training.material import Done, Shard, build_shards, read_file
 from lanternpp.training.pictures import Rows, crop, read_rows
@@ -170,7 +170,7 @@ class PictureCodes:
         reader = self.reader
         for split, rows in self.rows.items():
             variants = 2 * self.crops if split == "train" else 1
-            picture_bytes = reader.stored.itemsize * variants * reader.length * prod(reader.each)
+            picture_bytes = reader.storage_dtype.itemsize * variants * reader.length * prod(reader.item_shape)
             folder, contents = self.store / f"{split}-{self.key}", f"codes of the {split} pictures"
             encode = partial(self._encode, rows, variants)
             paths = build_shards(folder, len(rows.files), SHARD_SIZE, encode, contents, picture_bytes)
@@ -187,12 +187,16 @@ class PictureCodes:
         reader = self.reader
         for part in parts:
             images = rows.decode(part, reader.size)
-            codes = torch.empty(len(images), variants, reader.length, *reader.each, dtype=reader.stored)
+            codes = torch.empty(
+                len(images), variants, reader.length, *reader.item_shape, dtype=reader.storage_dtype
+            )
             for variant in range(variants):
                 crops = self._crops(list(images.values()), variant, part.start)
                 for first in range(0, len(crops), BATCH_SIZE):
                     batch = torch.stack(crops[first : first + BATCH_SIZE]).to(reader.device)
-                    codes[first : first + BATCH_SIZE, variant] = reader.encode(batch).cpu().to(reader.stored)
+                    codes[first : first + BATCH_SIZE, variant] = (
+                        reader.encode(batch).cpu().to(reader.storage_dtype)
+                    )
                 done(len(part) * (variant + 1) / variants)
             names = rows.files[part.start : part.stop]
             skipped = [(name, rows.bad[name]) for name in names if name in rows.bad]
@@ -279,7 +283,7 @@ class OwnCodes:
         target, count = self.teacher.target, len(self.texts)
         folder = self.teacher.store / f"self-{self.key}"
         contents = f"codes of the target's own pictures, {self.num_held_out} of them to validate"
-        picture_bytes = target.length * max(target.channels, 1) * stored_as(target.vocab).itemsize
+        picture_bytes = target.length * max(target.channels, 1) * storage_dtype(target.vocab).itemsize
         paths = build_shards(folder, count, DRAWN_SHARD_SIZE, self._draw, contents, picture_bytes)
         pictures = Split.of([read_file(path, "codes", "texts") for path in paths])
         num_train = count - self.num_held_out
@@ -316,7 +320,7 @@ class OwnCodes:
     def shard(self, samples: Sequence[Any], texts: Sequence[str]) -> Shard:
         """Return the tensors and facts that a file stores of samples and their texts."""
         codes = torch.stack([sample.codes for sample in samples])
-        return {"codes": codes.to(stored_as(self.teacher.target.vocab))}, {"texts": texts}
+        return {"codes": codes.to(storage_dtype(self.teacher.target.vocab))}, {"texts": texts}
 
 
 def folder_codes(folder: Path, target: Target) -> Codes:
@@ -352,7 +356,7 @@ def folder_codes(folder: Path, target: Target) -> Codes:
                 raise InputError(
                     f"{path} has codes that are not of 0 to {target.vocab - 1}, as this model's are."
                 )
-            codes = integers.to(stored_as(target.vocab))
+            codes = integers.to(storage_dtype(target.vocab))
         shards.append(({"codes": codes}, {"texts": texts}))
     if not shards:
         raise InputError(f"{folder} has no codes: --codes takes a folder of safetensors files.")

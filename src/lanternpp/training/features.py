@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lanternpp.errors import InputError
 from lanternpp.models.base import PromptWarning, Target
-from lanternpp.nn.files import wrong_file
+from lanternpp.nn.files import input_errors
 from lanternpp.training.codes import Split
 from lanternpp.training.loop import team
 from lanternpp.training.material import REMEDY, Done, Shard, build_shards
@@ -98,7 +98,7 @@ def drafter_inputs(
     """
     inputs = slot_inputs(target, prompts, codes)
     mask = causal_mask(start, inputs.shape[1])
-    return inputs[:, 1:], target.decoder.forward_sequence(inputs, seen=mask, aux_layers=aux_layers)
+    return inputs[:, 1:], target.decoder.forward_sequence(inputs, mask=mask, aux_layers=aux_layers)
 
 
 def spread_aux_layers(count: int, layers: int) -> tuple[int, ...]:
@@ -128,7 +128,7 @@ class FeatureCache:
         paths = build_shards(folder, len(split), self.shard_size, self._compute, contents, picture_bytes)
         self.shards = []  # slices [M, variants, 2, S, D] of files, read on access
         for path in paths:
-            with wrong_file(f"{path} cannot be read", REMEDY):
+            with input_errors(f"{path} cannot be read", REMEDY):
                 self.shards.append(safe_open(path, framework="pt").get_slice("features"))
 
     def __call__(self, index: Tensor, variant: Tensor, branches: int, drop: Tensor | None = None) -> Tensor:

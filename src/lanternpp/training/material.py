@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lanternpp.errors import InputError
-from lanternpp.nn.files import wrong_file
+from lanternpp.nn.files import input_errors
 from lanternpp.training.loop import team
 from lanternpp.training.state import Report
 from lanternpp.util.files import megabytes, replacing, sweep
@@ -74,7 +74,7 @@ def write_shards(files: Mapping[range, Path], compute: Compute, contents: str, s
 
 def read_file(path: Path, *names: str, remedy: str = REMEDY) -> Shard:
     """Read the tensors and facts of a shard; raise InputError, which ends with the remedy, where it is broken or lacks one of the names."""
-    with wrong_file(f"{path} cannot be read", remedy), safe_open(path, "pt") as file:
+    with input_errors(f"{path} cannot be read", remedy), safe_open(path, "pt") as file:
         facts = json.loads((file.metadata() or {}).get("facts", "{}"))
         if missing := set(names).difference(file.keys(), facts):
             raise ValueError(f"it has no {', '.join(sorted(missing))}")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lanternpp.errors import InputError
 from lanternpp.evaluation.pictures import LAYOUT, METADATA, list_pictures, open_image, to_pixels
-from lanternpp.nn.files import listed
+from lanternpp.nn.files import join_names
 from lanternpp.util.files import digest
 from lanternpp.util.jsonfile import read_lines
 
@@ -74,7 +74,7 @@ class Rows:
             warnings.warn(text, DataWarning, stacklevel=3)
 
     def _faults(self) -> str:
-        return listed([f"{name} ({reason})" for name, reason in self.bad.items()])
+        return join_names([f"{name} ({reason})" for name, reason in self.bad.items()])
 
 
 def read_rows(data: str | Path, split: str, limit: int | None = None) -> Rows:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lanternpp.api.options import RuleDials, names
 from lanternpp.drafters.parallel import ParallelDrafter
-from lanternpp.engine.batching import drawing
+from lanternpp.engine.batching import draw_samples
 from lanternpp.engine.decode import Engine, Observer
 from lanternpp.engine.sampling import Guidance
 from lanternpp.errors import InputError
@@ -75,7 +75,7 @@ def record(
     """Draw a picture for each text and seed, by an engine that drafts chains with a parallel drafter; return their rollouts in order."""
     recorder, rollouts = Recorder(engine.guidance), dict[int, Rollout]()
     engine.observers = [recorder]
-    for index, sample in drawing(engine, texts, seeds):
+    for index, sample in draw_samples(engine, texts, seeds):
         (_, prompt), *passes = recorder.passes[sample.slot]
         counts, features = zip(*passes, strict=True)
         codes, kept = sample.codes.to(torch.int32), torch.tensor(counts, dtype=torch.int16)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lanternpp.errors import InputError
 from lanternpp.nn import checkpoints
-from lanternpp.nn.files import wrong_file
+from lanternpp.nn.files import input_errors
 from lanternpp.training.options import TrainingOptions
 from lanternpp.util import files
 from lanternpp.util.jsonfile import append_row, differences, keep_rows
@@ -127,7 +127,7 @@ def begin_or_resume(task: Task, options: TrainingOptions) -> State:
         (options.folder / LOG).unlink(missing_ok=True)
         return State()
     content = read_state(path, task.settings)
-    with wrong_file(f"{path} {NO_STATE}", RESTART):
+    with input_errors(f"{path} {NO_STATE}", RESTART):
         for part, objects in task.parts().items():
             for name, x in objects.items():
                 x.load_state_dict(content[part][name])

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lanternpp.api.model import MODELS, Model, model_folder, placed, read_target
+from lanternpp.api.model import MODELS, Model, model_folder, pick_placement, read_target
 from lanternpp.api.options import BASELINE, Settings
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.drafters.base import Drafter
@@ -42,7 +42,9 @@ class Teacher:
         self.folder, device = model_folder(str(model)), team().device(options.device)
         self.device, self.dtype = device, compute_dtype(device)
         # Drawing may be faster in another dtype than training.
-        self.drawing_dtype = placed(device, "auto", self.folder)[1] if device.type == "cpu" else self.dtype
+        self.drawing_dtype = (
+            pick_placement(device, "auto", self.folder)[1] if device.type == "cpu" else self.dtype
+        )
         self.target = self._read(self.drawing_dtype if draws else self.dtype)
         # Drawing packs the weights, and autograd cannot run through packed weights.
         self._packed = draws and device.type == "cpu" and self.drawing_dtype == torch.bfloat16

@@ -11,7 +11,7 @@ from lanternpp.errors import InputError
 from lanternpp.trees.base import TreeBuilder
 from lanternpp.trees.static import SHAPES, Shape, StaticTree
 from lanternpp.util.jsonfile import parse_json, read_json
-from lanternpp.util.registry import Importable, check_class, check_made, find
+from lanternpp.util.registry import Importable, check_class, check_instance, find
 
 PATHS = "a tree is a list of paths such as [[0], [0, 0], [1]]"
 
@@ -43,7 +43,7 @@ def build_tree(name: str) -> TreeBuilder:
             entry = entry()
         except TypeError as error:
             raise InputError(f"tree {name} cannot be made without arguments: {error}") from None
-    check_made("tree", name, entry, TreeBuilder, "size", "depth", "scratch")
+    check_instance("tree", name, entry, TreeBuilder, "size", "depth", "scratch")
     return cast("TreeBuilder", entry)
 
 

@@ -58,7 +58,7 @@ def best_tree(table: Tensor, nodes: int, depth: int) -> Shape:
     return tuple(sorted(paths((), max_nodes), key=lambda path: (len(path), path)))
 
 
-def expected(table: Tensor, shape: Shape) -> float:
+def expected_codes(table: Tensor, shape: Shape) -> float:
     """Return the expected codes per pass of a shape: its accepted nodes, and the code drawn after them; table [D, K]."""
     rows = table.tolist()
     accepted: dict[Path, float] = {(): 1.0}  # the probability of each node

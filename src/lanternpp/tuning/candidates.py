@@ -12,14 +12,14 @@ from torch import Tensor
 from lanternpp.api.fit import warm_step
 from lanternpp.api.options import Settings
 from lanternpp.api.pipeline import Pipeline
-from lanternpp.api.settings import dials_read, greatest
+from lanternpp.api.settings import dial_limits, dials_read
 from lanternpp.engine.decode import Engine
-from lanternpp.engine.observers import AcceptanceByRank, TimedEngine, now, trimmed
+from lanternpp.engine.observers import AcceptanceByRank, TimedEngine, synchronized_time, trimmed_mean
 from lanternpp.engine.verify.choose import BLOCK
 from lanternpp.errors import InputError
 from lanternpp.evaluation.equal import STRENGTHS
 from lanternpp.trees import shape_name, static_shape
-from lanternpp.trees.search import best_tree, expected
+from lanternpp.trees.search import best_tree, expected_codes
 from lanternpp.trees.static import Shape, chain, is_chain
 from lanternpp.tuning.options import TuningOptions
 
@@ -119,7 +119,7 @@ class Space:
             return None
         kind = self._kind(overrides)
         counts = [counts for tried, counts in observations if self._kind(tried) == kind]
-        return expected(acceptance_table(counts, max(map(len, shape)), 1 + max(map(max, shape))), shape)
+        return expected_codes(acceptance_table(counts, max(map(len, shape)), 1 + max(map(max, shape))), shape)
 
     def _kind(self, overrides: Mapping[str, Any]) -> tuple[Any, ...]:
         """Return what acceptance depends on besides depth and rank: the rule's strength, and if a draft is a chain and ends early."""
@@ -156,7 +156,7 @@ class Space:
 
     def _window(self, trial: Trial, overrides: dict[str, Any]) -> dict[str, Any] | None:
         target = self.pipe.target
-        limits = greatest(target) | {"window": min(self.depth, target.length // 2)}
+        limits = dial_limits(target) | {"window": min(self.depth, target.length // 2)}
         for name in self.window_dials:
             low = WINDOWS[name][0]
             if self.fixed.get(name) is not None:
@@ -217,7 +217,7 @@ class PlainEngine(TimedEngine):
     def __init__(self, pipe: Pipeline, settings: Settings, prompt: str | None):
         super().__init__(pipe.new_engine(settings))
         prefill = self.admit([prompt] * settings.batch_size, range(settings.batch_size))
-        self.midway_step(first=True)
+        self.midway_step(zero_cache=True)
         self.prefill_steps = prefill / self.midway_step()[0]
 
 
@@ -241,17 +241,17 @@ def draw(
         steps.append(sum(timed.step().values()))
         if len(steps) % STEPS_PER_PLAIN_STEP == 1:
             plain_steps.append(warm_step(plain)[0])
-    start = now(engine)
+    start = synchronized_time(engine)
     samples = [engine.collect(slot) for slot in range(engine.batch)]
     pipe.images(torch.stack([sample.codes for sample in samples]))
-    pixels = (now(engine) - start) / engine.batch
-    plain_step = trimmed(plain_steps)
+    pixels = (synchronized_time(engine) - start) / engine.batch
+    plain_step = trimmed_mean(plain_steps)
     passes = sum(len(sample.accepted) for sample in samples) / engine.batch
     return {
         "outside": prefill + pixels,
         "plain": plain_step * (plain.prefill_steps + length - 1) + pixels,
         "codes_per_pass": length / passes,
-        "step": trimmed(steps),
+        "step": trimmed_mean(steps),
         "plain_step": plain_step,
         "nodes": engine.proposer.size - 1,
         "tried": counts.tried.tolist(),

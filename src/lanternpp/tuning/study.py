@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 
-from lanternpp.api.defaults import CHOSEN
+from lanternpp.api.defaults import TUNED_DIALS
 from lanternpp.api.options import BASELINE, EngineDials, SamplingDials, Settings, names
 from lanternpp.api.pipeline import Pipeline, versions
 from lanternpp.api.rates import passes
@@ -215,7 +215,7 @@ class Tuner:
         return {
             "method": self.method,
             "model": self.pipe.name,
-            "settings": {k: overrides[k] for k in CHOSEN if k in dials and overrides.get(k) is not None},
+            "settings": {k: overrides[k] for k in TUNED_DIALS if k in dials and overrides.get(k) is not None},
             "speedup": candidate.speedup,
             "measured": {row["method"]: {name: row[name] for name in figures} for row in race},
             "tried": [asdict(tried) for tried in self.candidates()],

@@ -20,7 +20,7 @@ from lanternpp.errors import InputError, one_line
 from lanternpp.util.files import write_text
 
 T = TypeVar("T")
-MAX_BYTES, LINES = 1 << 26, 1 << 32  # maximum bytes of a file, and of a log or another list of lines
+MAX_BYTES, MAX_LOG_BYTES = 1 << 26, 1 << 32  # maximum bytes of a file, and of a log or another list of lines
 MAX_DEPTH = 64  # levels of nested lists and objects
 REMEDY = "restore it from its source"
 MAX_VALUE_CHARS = 80  # characters of a wrong value that a message repeats
@@ -85,7 +85,7 @@ def parse_json(text: str, source: str, remedy: str = REMEDY) -> Any:
 
 def read_lines(path: Path, key: str, remedy: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield "FILE, line N," and the object of each line of a .jsonl. Raise InputError if an object has no text under `key`."""
-    for number, line in enumerate(read_text(path, remedy, LINES).split("\n"), 1):
+    for number, line in enumerate(read_text(path, remedy, MAX_LOG_BYTES).split("\n"), 1):
         if line.strip():
             row = None
             with suppress(InputError):
@@ -131,7 +131,7 @@ def _adapter(hint: Any) -> Any:
     return TypeAdapter(tuple[hint], config=ConfigDict(strict=True, allow_inf_nan=False))
 
 
-def checked(name: str, value: Any, hint: type[T]) -> T:
+def validated(name: str, value: Any, hint: type[T]) -> T:
     """Return the value converted to type `hint`: a list to a tuple, an object to its dataclass.
 
     Keys of an object that the dataclass does not have are ignored, and null counts as absent. Raise InputError, calling the value
@@ -202,7 +202,7 @@ def _complete_lines(path: Path, remedy: str) -> list[str]:
     """Return the lines of a log. An incomplete last line, left by a killed process, is removed from the file."""
     if not path.exists():
         return []
-    text = read_text(path, remedy, LINES)
+    text = read_text(path, remedy, MAX_LOG_BYTES)
     complete = text[: text.rfind("\n") + 1]
     if complete != text:
         write_text(path, complete)

@@ -31,10 +31,10 @@ class Importable(str):
     """
 
 
-class Given(Importable):
+class GivenEntry(Importable):
     """A class or instance that the caller gave in place of a name, as text the class's name.
 
-    Two `Given` are equal only if they hold the same class or instance, as two classes may have the same name.
+    Two `GivenEntry` are equal only if they hold the same class or instance, as two classes may have the same name.
     """
 
     entry: Any
@@ -47,7 +47,7 @@ class Given(Importable):
         return self
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Given) and self.entry is other.entry
+        return isinstance(other, GivenEntry) and self.entry is other.entry
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -59,7 +59,8 @@ class Given(Importable):
         return str(self)
 
 
-HERE: list[str] = []  # folders that modules are imported from, besides Python's path: the command line's own
+# Folders that modules are imported from, besides Python's path: the command line's own.
+IMPORT_FOLDERS: list[str] = []
 
 
 def importable(name: Any) -> Any:
@@ -72,7 +73,7 @@ def find(kind: str, name: str, table: Mapping[str, Any], alternative: str = "") 
 
     Raise InputError with the known names if `name` is unknown; alternative: a further allowed value, for the message.
     """
-    if isinstance(name, Given):
+    if isinstance(name, GivenEntry):
         return name.entry
     entry = table.get(name) if isinstance(name, str) else None
     if entry is not None:
@@ -105,8 +106,8 @@ def import_extensions() -> None:
 
 
 def _import_for_user(kind: str, entry: str) -> Any:
-    """Import an entry that the user named, also from the folders in `HERE`."""
-    sys.path += [folder for folder in HERE if folder not in sys.path]
+    """Import an entry that the user named, also from the folders in `IMPORT_FOLDERS`."""
+    sys.path += [folder for folder in IMPORT_FOLDERS if folder not in sys.path]
     return imported(kind, entry)
 
 
@@ -121,7 +122,7 @@ def check_class(kind: str, name: str, entry: Any, base: type) -> None:
         raise InputError(f"{kind} {str(name)!r} cannot be made: it does not define {methods}")
 
 
-def check_made(kind: str, name: str, made: Any, base: type, *sizes: str) -> None:
+def check_instance(kind: str, name: str, made: Any, base: type, *sizes: str) -> None:
     """Check that an object is a `base` whose attributes `sizes` are whole numbers; raise InputError if it is not."""
     if not isinstance(made, base) or not all(
         isinstance(getattr(made, size, None), Integral) for size in sizes

@@ -65,12 +65,12 @@ def best_for(drafts: DraftTraits) -> str:
     This is block on a chain, if the rule's output distribution is fast, and traversal on a tree, if the rule is lossless: a
     relaxed rule has another output distribution token by token, where it relaxes again for every sibling.
     """
-    if has_fast_distribution(drafts.rule) and why_unsupported(drafts, BLOCK) is None:
+    if has_fast_distribution(drafts.rule) and unsupported_reason(drafts, BLOCK) is None:
         return BLOCK
-    return TRAVERSAL if drafts.rule.lossless and why_unsupported(drafts, TRAVERSAL) is None else TOKEN
+    return TRAVERSAL if drafts.rule.lossless and unsupported_reason(drafts, TRAVERSAL) is None else TOKEN
 
 
-def why_unsupported(drafts: DraftTraits, name: str) -> str | None:
+def unsupported_reason(drafts: DraftTraits, name: str) -> str | None:
     """Return why a verifier does not support these drafts, in a sentence; None where it does."""
     if name == TOKEN:
         return None
@@ -87,7 +87,7 @@ def why_unsupported(drafts: DraftTraits, name: str) -> str | None:
         remedy += ", or residual optimal"
     elif name == BLOCK and not drafting.chain:
         reason = "the tree branches"
-        if why_unsupported(drafts, TRAVERSAL) is None:
+        if unsupported_reason(drafts, TRAVERSAL) is None:
             remedy = f"use verify {TRAVERSAL} or {TOKEN}"
     elif name == TRAVERSAL and not drafting.chain and not drafting.fixed:
         reason = "the shape of the tree is decided while it is drawn"

@@ -22,7 +22,7 @@ from lanternpp.models.transformers.opening import CORRECT, GENERATION, Text, ada
 from lanternpp.models.vq.codes import Reader
 from lanternpp.nn.backend import backend
 from lanternpp.nn.checkpoints import Store
-from lanternpp.nn.files import wrong_file
+from lanternpp.nn.files import input_errors
 from lanternpp.nn.sources import Source
 from lanternpp.types import Prompt
 
@@ -83,7 +83,7 @@ class TransformersTarget(Target):
     def read(cls, source: Source, dtype: torch.dtype, device: torch.device | str = "cpu") -> Self:
         """Open the model in `source` by its own class, and the tokenizers beside it; return the target."""
         make: Callable[[Any], Self] = cls
-        with wrong_file(f"{source.path} cannot be opened", CORRECT):
+        with input_errors(f"{source.path} cannot be opened", CORRECT):
             target = adapted(make, cls.model_in(source, dtype, cls.optional))
         target.read_vq(source, dtype)
         target.to(device)
@@ -348,7 +348,7 @@ class TransformersTarget(Target):
             )
         side = self.pixels_per_code
         self.model.config.size = f"{self.raster.columns * side}x{self.raster.rows * side}"
-        with wrong_file(f"its {GENERATION} cannot be written", "correct it"):
+        with input_errors(f"its {GENERATION} cannot be written", "correct it"):
             self.model.generation_config.validate(strict=True)
         with quiet():
             self.model.save_pretrained(folder / "target")

@@ -15,7 +15,7 @@ import torch
 
 from lanternpp.errors import InputError
 from lanternpp.models.hub import quiet
-from lanternpp.nn.files import INDEX, check_finite, files, listed, wrong_file
+from lanternpp.nn.files import INDEX, check_finite, files, input_errors, join_names
 from lanternpp.nn.files import opened as contents
 from lanternpp.nn.sources import Source, blank
 from lanternpp.util.files import replacing, write_text
@@ -49,7 +49,7 @@ class Text:
 
         if not self.path.is_file():
             raise InputError(f"{self.path} is missing: copy it there from the model's repository.")
-        with wrong_file(f"{self.path} is no tokenizer"):
+        with input_errors(f"{self.path} is no tokenizer"):
             return Tokenizer.from_file(str(self.path))
 
     def save(self, folder: Path) -> None:
@@ -80,7 +80,7 @@ class Text:
             raise InputError(
                 f"{self.path} is missing: copy the folder `{PROCESSOR}` of the model's repository there."
             )
-        with quiet(), wrong_file(f"{self.path} cannot be opened"):
+        with quiet(), input_errors(f"{self.path} cannot be opened"):
             return getattr(transformers, class_name).from_pretrained(self.path.parent, local_files_only=True)
 
 
@@ -131,7 +131,7 @@ class Ranks(Text):
                 pairs = (line.split() for line in lines if line)
                 return {b64decode(token, validate=True): int(rank) for token, rank in pairs}
 
-        with wrong_file(f"{self.path} is no file of tiktoken"):
+        with input_errors(f"{self.path} is no file of tiktoken"):
             converter = Converter(None, PATTERN, extra_special_tokens=list(self.special))
             tokenizer: Tokenizer = converter.converted()
         tokenizer.normalizer = normalizers.NFC()
@@ -183,10 +183,10 @@ def opened(
     if source.given.get("tensor_parallel"):
         options["distributed_config"] = DistributedConfig(tp_plan="auto")
     if (path := source.folder / GENERATION).is_file():
-        with quiet(), wrong_file(f"{path} cannot be read", "correct it"):
+        with quiet(), input_errors(f"{path} cannot be read", "correct it"):
             options["generation_config"] = transformers.GenerationConfig.from_pretrained(source.folder)
     remedy = f"fetch it again, or {CORRECT}"
-    with quiet(), wrong_file(f"{source.path} cannot be opened", remedy), ExitStack() as stack:
+    with quiet(), input_errors(f"{source.path} cannot be opened", remedy), ExitStack() as stack:
         default = next((path for name in WEIGHTS if (path := source.folder / name).is_file()), None)
         folder = source.folder if default and files(default) == source.files else None
         if folder is None:  # in its folder transformers would read another file
@@ -216,7 +216,7 @@ def check_loaded(
     required = [name for name in faults if not any(re.match(pattern, name) for pattern in optional)]
     if required:
         raise InputError(
-            f"{path} does not fit {type(model).__name__}: {listed([faults[name] for name in required])}."
+            f"{path} does not fit {type(model).__name__}: {join_names([faults[name] for name in required])}."
         )
     saved = model.state_dict()  # with buffers such as the moving averages of a norm
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

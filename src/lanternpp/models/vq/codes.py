@@ -24,7 +24,7 @@ from lanternpp.util.files import replacing, user_cache
 from lanternpp.util.terminal import progress_bar
 
 CHUNK_ROWS = 64  # codes whose distances are computed at once and stay in the L2 cache
-SHORT = 1 << 16  # the largest vocabulary whose codes fit in 16 bits
+MAX_UINT16_CODES = 1 << 16  # the largest vocabulary whose codes fit in 16 bits
 MIN_PROGRESS_CODES = 1 << 15  # the smallest vocabulary with a progress bar
 PAIRWISE = "donot_use_mm_for_euclid_dist"  # a mode of torch.cdist without the rounding of matrix products
 
@@ -37,14 +37,14 @@ class Reader:
     length: int  # codes of a picture, row ends included
     codes: int  # V; 0 for latents
     key: tuple[str, ...]  # hashes of the weights that determine the codes
-    encode: Callable[[Tensor], Tensor]  # images [B, 3, size, size] in [-1, 1] -> [B, length, *each]
+    encode: Callable[[Tensor], Tensor]  # images [B, 3, size, size] in [-1, 1] -> [B, length, *item_shape]
     device: torch.device
-    each: tuple[int, ...] = ()  # () for codes, (2 C,) for moments
+    item_shape: tuple[int, ...] = ()  # () for codes, (2 C,) for moments
 
     @property
-    def stored(self) -> torch.dtype:
+    def storage_dtype(self) -> torch.dtype:
         """The dtype of the codes or moments in a cache on disk."""
-        return stored_as(self.codes)
+        return storage_dtype(self.codes)
 
     @classmethod
     def of(
@@ -75,11 +75,11 @@ class Reader:
         return cls(size, length, len(codebook), hashes(encoder) + hashes(codebook), encode, like.device)
 
 
-def stored_as(codes: int) -> torch.dtype:
+def storage_dtype(codes: int) -> torch.dtype:
     """Return the dtype in a cache on disk of the codes of a vocabulary; with a vocabulary of 0, of latents and moments."""
     if not codes:
         return torch.float16
-    return torch.uint16 if codes <= SHORT else torch.int32
+    return torch.uint16 if codes <= MAX_UINT16_CODES else torch.int32
 
 
 def hashes(weights: nn.Module | Tensor) -> tuple[str, ...]:

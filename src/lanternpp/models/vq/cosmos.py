@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lanternpp.models.vq.vqgan import VQGAN, VQGANConfig, norm
 from lanternpp.nn.checkpoints import config_as
-from lanternpp.nn.files import wrong_file
+from lanternpp.nn.files import input_errors
 from lanternpp.nn.sources import SAME, Source, blank
 
 Conv = tuple[Tensor, Tensor]  # weight [out, in, h, w] and bias [out]
@@ -60,7 +60,7 @@ def read_cosmos(source: Source, codebook: Tensor, dtype: torch.dtype) -> VQGAN:
     if ours:
         source.fill(vq, [SAME], dtype)
         return vq.prepare_for_inference()
-    with wrong_file(f"{source.path} is no decoder of Cosmos"):
+    with input_errors(f"{source.path} is no decoder of Cosmos"):
         tensors = folded(dict(source.tensors(source.metas)), config.blocks)
         weights = {name: tensor.to(dtype) for name, tensor in tensors.items()}
         vq.load_state_dict(weights | {"codebook": codebook.float()}, assign=True)

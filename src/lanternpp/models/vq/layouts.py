@@ -68,7 +68,7 @@ def shape_of(source: Source, names: Names, prefix: str = "") -> dict[str, Any]:
     }
 
 
-def rules(config: VQGANConfig, names: Names, prefix: str = "", encoder: bool = False) -> list[Rename]:
+def rename_rules(config: VQGANConfig, names: Names, prefix: str = "", encoder: bool = False) -> list[Rename]:
     """Return the renames of a layout, below `prefix` (a regular expression), to a `VQGAN` or a `VQGANEncoder`."""
     num_stages, width = len(config.multiples), config.channels * config.multiples[-1]
     if encoder:
@@ -126,7 +126,7 @@ def read_vqgan(
         return vq.prepare_for_inference()
     pattern = re.escape(prefix)
     skipped = [f"(?!{pattern}).*", f"{pattern}(?!{DECODER_TENSORS}).*"]
-    source.fill(vq, rules(config, names, pattern), dtype, skipped)
+    source.fill(vq, rename_rules(config, names, pattern), dtype, skipped)
     if not prefix:
         encoder_dtype = dtype if names is LLAMAGEN else torch.float32
         vq.encoder = partial(read_encoder, source, config, names, encoder_dtype)
@@ -141,7 +141,7 @@ def read_encoder(source: Source, config: VQGANConfig, names: Names, dtype: torch
         )
     with blank(source.path):
         encoder = VQGANEncoder(config)
-    source.fill(encoder, rules(config, names, encoder=True), dtype, [f"(?!({ENCODER_TENSORS})).*"])
+    source.fill(encoder, rename_rules(config, names, encoder=True), dtype, [f"(?!({ENCODER_TENSORS})).*"])
     return channels_last(encoder).eval().requires_grad_(False)
 
 

@@ -18,7 +18,7 @@ from lanternpp.accept import RULES
 from lanternpp.api.options import BASELINE, DIALS, METHODS, Dial, SamplingDials, Settings, names
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.api.results import grid
-from lanternpp.api.settings import dials_read, greatest, part
+from lanternpp.api.settings import dial_limits, dials_read, part
 from lanternpp.errors import InputError
 from lanternpp.evaluation.prompts import PROMPTS, read_prompts
 from lanternpp.serve.config import ServerConfig
@@ -107,7 +107,7 @@ def method_row(pipe: Pipeline, config: ServerConfig, method: str) -> dict[str, A
 def limits(pipe: Pipeline, settings: Settings) -> dict[str, tuple[float, float]]:
     """Return (low, high) of the dials whose range on this model with these settings is not the range in `dial_row`."""
     ranges: dict[str, tuple[float, float]] = {}
-    for name, max_value in greatest(pipe.target).items():
+    for name, max_value in dial_limits(pipe.target).items():
         low, high, _ = DIALS[name].slider
         ranges[name] = low, min(high, max_value)
     if pipe.target.channels:
