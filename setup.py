@@ -158,7 +158,8 @@ def build(folder: Path) -> list[str]:
             kinds, seconds = ", ".join(kind for kind in made if kind != "cpu"), time.perf_counter() - began
             said.append(f"compiled kernels for {kinds} by {tools.version}, in {seconds:.0f} s")
         except LookupError as error:
-            remedy = "unset or mend CC" if os.environ.get("CC") else "install gcc or clang"
+            install = "pip install ziglang" if sys.platform == "win32" else "install gcc or clang"
+            remedy = "unset or mend CC" if os.environ.get("CC") else install
             missing = f"{error}; {remedy} and install lanternpp again"
             said = [f"no kernels were compiled, so that passes take several times as long: {missing}"]
         manifest = Path(temporary, "manifest.json")

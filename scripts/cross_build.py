@@ -24,6 +24,8 @@ def main() -> None:
     options.add_argument("platform", choices=TARGETS)
     options.add_argument("-o", "--out", default="dist", help="the folder for the wheel")
     given = options.parse_args()
+    if sys.platform == "win32":
+        options.error("on Windows Python builds wheels for Windows alone: use Linux or macOS")
     zig = importlib.util.find_spec("ziglang")
     if zig is None or zig.origin is None:
         options.error("ziglang is not installed: pip install ziglang 'setuptools>=77'")

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # Kinds of CPU that multiply numbers of 8 bits, with a scale for every 64 inputs; others have inputs of 16 bits.
-GROUPED = ("avx512-vnni", "avx512-bf16", "avx-vnni", "emulated bfloat16", "armv8.2-dotprod", "armv8.6-i8mm")
+GROUPED = ("avx512-vnni", "avx512-bf16", "avx-vnni", "emulated bfloat16", "armv8.2-dotprod")
 GROUP = 64
 
 

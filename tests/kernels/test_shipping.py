@@ -43,8 +43,7 @@ installed = pytest.mark.skipif(loading.library() is None, reason="no kernels her
         (AMX - {"avx512vl"}, CLIENT),
         (V4, ["x86-64-v4", "x86-64-v3"]),
         (V3 - {"fma"}, []),
-        ({"aarch64", "dotprod", "i8mm"}, ["armv8.2-dotprod", "armv8-a"]),
-        ({"aarch64", "dotprod", "i8mm", "bf16"}, ["armv8.6-i8mm", "armv8.2-dotprod", "armv8-a"]),
+        ({"aarch64", "dotprod"}, ["armv8.2-dotprod", "armv8-a"]),
         ({"riscv64"}, []),
     ],
 )

@@ -243,3 +243,18 @@ def test_a_cache_folder_is_never_the_working_directory(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", given)
     assert files.user_cache() == Path.home() / ".cache" / "lanternpp"
+
+
+def test_on_windows_a_folder_is_locked_without_its_holders_name_and_the_cache_is_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_text(path: Path, text: str, encoding: str) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(files.sys, "platform", "win32")
+    monkeypatch.setattr(Path, "write_text", write_text)  # the lock holds against a second handle too
+    monkeypatch.delattr(os, "geteuid")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with files.locked(tmp_path / "new"):
+        assert (tmp_path / "new").is_dir()
+    assert files.code_cache() == tmp_path / "cache" / "lanternpp"

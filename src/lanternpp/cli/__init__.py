@@ -5,6 +5,7 @@ A verb's file is imported when the verb is given, and this module does not impor
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import signal
@@ -93,7 +94,9 @@ def main(args: Sequence[str] | None = None) -> None:
         say("error", sentence(error))
         status = 2
     except OSError as error:
-        if isinstance(error, BrokenPipeError) and unread():
+        # Windows reports a closed pipe as an invalid argument.
+        is_pipe = isinstance(error, BrokenPipeError) or (os.name == "nt" and error.errno == errno.EINVAL)
+        if is_pipe and unread():
             sys.exit(141)  # as a shell reports SIGPIPE
         path = error.filename or "while writing"
         if is_full(error):
@@ -110,7 +113,7 @@ def unread() -> bool:
     """Return whether the reader of stdout has gone, as in `lanternpp models | head`; if so, silence Python's flush at exit."""
     try:
         print(flush=True)  # fails again, even if the buffer of stdout is empty
-    except BrokenPipeError:
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return True
     return False

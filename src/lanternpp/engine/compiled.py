@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import sys
 import threading
 import warnings
 from collections import Counter
@@ -40,7 +41,8 @@ def compiled_folder() -> Path:
 def check_compiler(device: torch.device) -> None:
     """Check that the compiler that torch.compile calls is installed; raise InputError if not."""
     if device.type == "cpu":
-        language, variable, names = "C++", "CXX", ("g++", "clang++")
+        names = ("cl", "g++", "clang++") if sys.platform == "win32" else ("g++", "clang++")
+        language, variable = "C++", "CXX"
     else:
         language, variable, names = "C", "CC", ("gcc", "clang")
     if not any(map(shutil.which, (os.environ.get(variable, names[0]), *names))):

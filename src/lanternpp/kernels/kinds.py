@@ -34,7 +34,6 @@ KINDS = (
     Kind("x86-64-v4", V4, (*WIDE, "-mtune=tigerlake")),
     Kind("avx-vnni", V3 | {"avxvnni"}, ("-march=x86-64-v3", "-mavxvnni", "-mtune=alderlake")),
     Kind("x86-64-v3", V3, ("-march=x86-64-v3", "-mtune=haswell")),
-    Kind("armv8.6-i8mm", ARM | {"dotprod", "bf16", "i8mm"}, ("-march=armv8.2-a+dotprod+bf16+i8mm",)),
     Kind("armv8.2-dotprod", ARM | {"dotprod"}, ("-march=armv8.2-a+dotprod",)),
     Kind("armv8-a", ARM, ("-march=armv8-a",)),
 )

@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
-import resource
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +25,9 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lanternpp.errors import InputError
+
+if sys.platform != "win32":
+    import resource
 
 log = logging.getLogger("lanternpp.serve")
 OTHER_FILES = 64  # open files other than connections
@@ -54,6 +56,8 @@ class Limits:
 
 def raise_soft_limit(connections: int) -> int:
     """Raise the process's limit on open files for this number of connections; return the number that it can have."""
+    if sys.platform == "win32":  # has no such limit
+        return connections
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_files = connections + OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < num_files:
@@ -205,7 +209,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server(address, family=family, dualstack_ipv6=dualstack)
     except OSError as error:
-        reason = os.strerror(error.errno or 0)
+        reason = (error.strerror or "").partition(" (while")[0]
         raise InputError(
             f"port {port} of {host} cannot be used ({reason}); stop what uses it, or give another --port"
         ) from None

@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import stat
+import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator
@@ -97,8 +98,10 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             try:
                 path.write_text(f"{os.getpid()} on {platform.node()}", encoding="utf-8")
-            except OSError as error:  # the error of a full disk names no file
-                raise OSError(error.errno, error.strerror, str(path)) from None
+            except OSError as error:
+                # Windows has locked the file against every other handle. The error of a full disk names no file.
+                if sys.platform != "win32":
+                    raise OSError(error.errno, error.strerror, str(path)) from None
             yield
         finally:
             with suppress(OSError):
@@ -112,10 +115,23 @@ def sweep(folder: Path, stale: float = STALE) -> None:
     # Unfinished files of safetensors match the second pattern.
     for path in (*folder.glob(".*.tmp"), *folder.glob(".tmp" + "[A-Za-z0-9]" * 6)):
         owner = path.name.split(".")[-2]
-        alive = Path(f"/proc/{owner}").exists() or not Path("/proc").is_dir()
-        abandoned = owner.isdecimal() and not alive if path.suffix == ".tmp" else path.is_file()
+        abandoned = (
+            owner.isdecimal() and not _is_running(int(owner)) if path.suffix == ".tmp" else path.is_file()
+        )
         if abandoned and time.time() - path.stat().st_mtime > stale:
             path.unlink(missing_ok=True)
+
+
+def _is_running(pid: int) -> bool:
+    """Return whether a process exists; always True on Windows, where `os.kill` would end it."""
+    try:
+        if os.name == "posix":
+            os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # a process of another user
+        pass
+    return True
 
 
 def user_cache() -> Path:
@@ -130,6 +146,8 @@ def code_cache() -> Path:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         parent, status = folder.parent.stat(), folder.lstat()
+        if not hasattr(os, "geteuid"):  # on Windows the folders of a user are private
+            return folder
         if not (stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()):
             reason = "is no folder of this user"
         # A user who can write to a parent without the sticky bit can replace the folder.

@@ -70,11 +70,9 @@ static const char *machine(void) { return "x86_64"; }
 
 static const struct {
     const char *name, *apple;
-    uint64_t second, bit; /* of Linux's AT_HWCAP or, where `second`, AT_HWCAP2 */
+    uint64_t bit; /* of Linux's AT_HWCAP */
 } FEATURES[] = {
-    {"dotprod", "hw.optional.arm.FEAT_DotProd", 0, 20},
-    {"i8mm", "hw.optional.arm.FEAT_I8MM", 1, 13},
-    {"bf16", "hw.optional.arm.FEAT_BF16", 1, 14},
+    {"dotprod", "hw.optional.arm.FEAT_DotProd", 20},
 };
 
 static uint64_t kept_registers(void) { return 0; }
@@ -86,7 +84,7 @@ static int has(size_t i, uint64_t kept) {
     size_t size = sizeof found;
     return sysctlbyname(FEATURES[i].apple, &found, &size, NULL, 0) == 0 && found;
 #elif defined(__linux__)
-    return getauxval(FEATURES[i].second ? AT_HWCAP2 : AT_HWCAP) >> FEATURES[i].bit & 1;
+    return getauxval(AT_HWCAP) >> FEATURES[i].bit & 1;
 #else
     return 0;
 #endif
