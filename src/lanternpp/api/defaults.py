@@ -69,13 +69,13 @@ class Chosen:
     """A method, and the reason why `auto` took it."""
 
     method: str
-    auto_reason: str | None = None  # None: the caller named the method
+    why: str | None = None  # None: the caller named the method
 
     def reason(self, settings: Settings) -> str | None:
-        """Return `auto_reason`, without "lossless" where the rule of these settings is not lossless."""
-        if self.auto_reason is None or part("accept", settings.accept).lossless:
-            return self.auto_reason
-        return self.auto_reason.removesuffix(LOSSLESS)
+        """Return `why`, without "lossless" where the rule of these settings is not lossless."""
+        if self.why is None or part("accept", settings.accept).lossless:
+            return self.why
+        return self.why.removesuffix(LOSSLESS)
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Defaults:
     ) -> Settings:
         """Return a method's settings, tuned where their conditions hold. placement: device type and dtype. InputError."""
         chosen, own = self.chosen(method), self.model_defaults
-        auto = chosen.auto_reason is not None
+        auto = chosen.why is not None
         if self.tuned:
             # Overrides of the draft do not decide whether an entry applies: its other dials are still used.
             other_overrides = {name: value for name, value in overrides.items() if name not in DRAFT_DIALS}

@@ -95,7 +95,7 @@ class Partial:
     """Pictures that are being drawn, after a prompt was read or a pass was made.
 
     codes: the codes decided so far of every picture, in the order of the result, [decided] int64; empty before its prefill.
-    total: the number of codes of all finished pictures. result: the result of the call, in the last partial of a stream.
+    total: the number of codes that all pictures have once finished. result: of the call, in the last partial of a stream.
     """
 
     codes: list[Tensor]

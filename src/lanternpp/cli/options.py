@@ -248,9 +248,7 @@ def check(options: DrawOptions) -> Settings:
     has_drafter = method is None or method.dials["proposer"] == "tree"
     defaults = defaults_of(options if has_drafter else dataclasses.replace(options, drafter=None))
     chosen = defaults.chosen(options.method)
-    settings = resolve(
-        chosen.method, defaults.model_defaults, options.overrides, chosen.auto_reason is not None
-    )
+    settings = resolve(chosen.method, defaults.model_defaults, options.overrides, chosen.why is not None)
     if settings.accept in RULES:  # a rule of another package might not take an empty table
         build_rule(settings, lambda k: torch.empty(0, k, dtype=torch.int32))
     if network_needed(settings) is None and options.drafter is not None:
