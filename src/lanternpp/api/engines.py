@@ -129,20 +129,21 @@ class Engines:
     def _table(self, k: int, read: bool = True) -> Tensor:
         """Return the k nearest codes of every code, [V, k], or zeros without `read`; raise InputError without a codebook."""
         target, folder = self.model.target, self.model.folder
-        if target.codebook is None:
+        codebook = target.codebook  # read once: a family may compute it
+        if codebook is None:
             rules = "exact" if target.channels else "exact or cool"
             if hasattr(target, "denoiser"):
                 rules = "exact or cspd"
             raise InputError(
                 f"{self.name} has no codebook of latents, so no code has neighbours; use the rule {rules}"
             )
-        vocab = len(target.codebook)
+        vocab = len(codebook)
         check_neighbours(k, vocab)
         if not read:
             return torch.zeros((), dtype=torch.int32).expand(vocab, k)
         width = min(next((width for width in TABLE_WIDTHS if width >= k), k), vocab - 1)
         table_folder = cache_folder(folder.parent if folder.is_file() else folder)
-        table = neighbours(target.codebook.cpu(), width, table_folder)
+        table = neighbours(codebook.cpu(), width, table_folder)
         return table[:, :k].contiguous().to(self.model.device)
 
     def warm(self, settings: Settings) -> list[str]:

@@ -142,7 +142,7 @@ def suits(settings: Settings, target: Target) -> bool:
     """Return whether a target has the codebook or diffusion head that the rule needs, and can verify the drafts."""
     has_needed_head = hasattr(target, "denoiser") or not part("accept", settings.accept).trajectories
     relaxed = "neighbours" in dials_read(settings.proposer, settings.accept)
-    has_needed_codebook = target.codebook is not None or not relaxed
+    has_needed_codebook = not relaxed or target.codebook is not None
     return has_needed_head and has_needed_codebook and (not target.channels or suits_latents(settings))
 
 
