@@ -232,7 +232,8 @@ def relaxed_methods(pipe: Pipeline) -> list[str]:
     drafter = "parallel" if pipe.can_draft(pipe.settings("parallel")) else "eagle"
     with_neighbours = [rule for rule in STRENGTHS if "neighbours" in dials_read("none", rule)]
     suffixes = dict.fromkeys(with_neighbours, f" k={pipe.settings('lantern++').neighbours}")
-    rules = [rule for rule in STRENGTHS if rule not in suffixes or pipe.target.codebook is not None]
+    has_codebook = pipe.target.codebook is not None
+    rules = [rule for rule in STRENGTHS if has_codebook or rule not in suffixes]
     return [f"{drafter} accept={rule}{suffixes.get(rule, '')}" for rule in rules]
 
 
