@@ -46,7 +46,7 @@ def one_per_subject(prompts: list[str], subjects: tuple[str, ...], most: int) ->
 
 
 def split_words(text: str) -> list[str]:
-    """The words of a caption, in lower case, without those that carry no meaning (`SILENT`)."""
+    """The words of a caption, in lower case, without those that carry no meaning (`IGNORED_WORDS`)."""
     return [word for word in re.findall(r"[^\W_]+", text.lower()) if word not in IGNORED_WORDS]
 
 

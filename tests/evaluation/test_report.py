@@ -75,9 +75,11 @@ def test_the_columns_of_papers_are_means_over_pictures_without_the_prefill() -> 
     lines = report.markdown(table, RUN, report.PAPER).splitlines()
     assert lines[0] == "| method | latency, s | speed-up | step compression | CLIP |"
     assert lines[3] == "| `fast` | 2.50 | 1.60x | 4.08x | 30.00 |"
+    assert "means over pictures" in lines[-1] and "TV" not in lines[-1]
     rows = list(csv.DictReader(report.comma_separated(table, report.PAPER).splitlines()))
     assert [row["method"] for row in rows] == ["ar", "fast"] and rows[0]["clip"] == ""
     assert float(rows[1]["step_compression"]) == fast["step_compression"]
+    assert "batch_size" in report.columns([plain, fast | {"batch_size": 4}], report.PAPER)
 
 
 def test_codes_per_pass_go_to_the_row_of_the_image_where_the_pass_began() -> None:

@@ -144,6 +144,6 @@ def generate(
     seeds: Sequence[int],
     progress: Callable[[int, int], None] | None = None,
 ) -> list[FinishedSample]:
-    """Draw one sample per condition and seed as `drawing` does; return the samples in order."""
+    """Draw one sample per condition and seed as `draw_samples` does; return the samples in order."""
     samples = dict(draw_samples(engine, conditions, seeds, progress))
     return [samples[i] for i in range(len(conditions))]

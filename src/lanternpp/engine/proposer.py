@@ -38,7 +38,7 @@ class DraftSampling:
 
     chain: bool = False  # no node has more than one child
     samples_from_q: bool = False
-    """Whether every draft code follows the distribution that it is offered with, given all codes before it. Joint
+    """Whether every draft code follows its q, given all codes drawn and all decisions made at earlier places. Joint
     verification looks at the codes after a rejected code, which changes their distribution for the next pass:
     `joint.rejected_distribution` computes this distribution from `Verdict.distribution`."""
     reason: str = "does not declare how it samples its drafts"  # of False, as a clause without its subject

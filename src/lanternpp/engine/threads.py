@@ -18,7 +18,7 @@ from torch import nn
 # Nanoseconds that the calling thread ran, and that it waited for a core.
 SCHEDSTAT = Path("/proc/thread-self/schedstat")
 CHECK_SECONDS = 0.03  # seconds that the thread runs between two checks
-CONTENDED = 0.15  # a check finds contention if the thread waited for more than this share of the time since the last check
+CONTENDED = 0.15  # a check finds contention if the thread waited for more than this share of the time that it ran or waited
 MIN_RETRY, MAX_RETRY = 0.3, 10.0  # seconds of running without contention before more threads are tried
 # A warning follows this number of checks with contention, at most so many seconds apart.
 MIN_CONTENDED_CHECKS, MAX_GAP = 3, 2.0

@@ -43,6 +43,7 @@ HEADINGS = {
 }
 PAPER = {  # the columns of LANTERN++'s tables (arXiv 2502.06352): means over pictures, the prefill not among the passes
     "method": "method",
+    "batch_size": "batch",
     "draft": "draft",
     "latency": "latency, s",
     "latency_speedup": "speed-up",
@@ -179,7 +180,7 @@ def markdown(
     lines = [[headings[name] for name in names], ["---", *["--:"] * (len(names) - 1)]]
     lines += [[cell(row, name) for name in names] for row in table]
     text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    return f"{text}\n{settings_line(table, run)}\n"
+    return f"{text}\n{settings_line(table, run, headings)}\n"
 
 
 def count_range(counts: Iterable[int]) -> str:
@@ -190,15 +191,20 @@ def count_range(counts: Iterable[int]) -> str:
     return str(ordered[0]) if ordered else ""
 
 
-def settings_line(table: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) -> str:
+def settings_line(
+    table: Sequence[Mapping[str, Any]], run: Mapping[str, Any], headings: Mapping[str, str]
+) -> str:
     """Return the settings and the machine of the figures in one sentence."""
     plain = run["methods"][BASELINE]
     images = count_range(row["images"] for row in table)
     batch_sizes = count_range(row["batch_size"] for row in table)
-    tv_images = count_range(row["tv_cost_images"] for row in table if row["tv_cost"])
+    tv_images = count_range(
+        row["tv_cost_images"] for row in table if row["tv_cost"] and "tv_cost" in headings
+    )
+    statistics = "means over pictures" if headings is PAPER else "medians, quartiles in brackets"
     return (
         f"{run['model']}, {images} pictures of {len(run['prompts'])} prompts per method, "
-        f"{batch_sizes} at a time, methods taking turns; medians, quartiles in brackets. "
+        f"{batch_sizes} at a time, methods taking turns; {statistics}. "
         f"cfg {plain['cfg']:g}, temperature {plain['temperature']:g}, top-k {plain['top_k']}, top-p {plain['top_p']:g}; "
         f"{run['dtype']}, {'compiled' if plain['compile'] else 'not compiled'}, {run['device']}, "
         f"{run['threads']} threads, torch {run['versions']['torch']}."

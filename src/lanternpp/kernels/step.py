@@ -106,7 +106,7 @@ class KernelStep:
         step.seed, step.passes, step.count = engine.noise.seed, engine.passes, engine.count
         step.decided, step.accepted = engine.codes, engine.accepted
         step.root, step.root_count = proposer.root, proposer.count
-        # The kernels read and write complete vectors: the last one may pass the end of these tensors.
+        # The kernels read and write complete vectors: there is room for one after the last number.
         step.x, step.features = new(rows, nodes, dim), new(rows * nodes * parts * dim + LANES)
         if levels:
             verify.q, step.guided = proposer.probs_of_nodes, proposer.features

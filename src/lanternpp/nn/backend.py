@@ -59,7 +59,7 @@ class Step(Protocol):
 
 
 class Backend:
-    """The interface, and the backend that leaves everything to PyTorch: its methods return None."""
+    """The interface, and the backend that leaves everything to PyTorch. A method returns None where PyTorch is to compute."""
 
     name = "none"  # of the compiled variant; measured speeds hold for one name
 

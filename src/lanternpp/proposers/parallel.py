@@ -159,8 +159,8 @@ class Parallel(NetworkProposer):
         """Return the chains of a batch without the nodes after the end of the longest chain."""
         if draft.survival is None:
             return draft
-        missing = (self.target.length - 1 - self.count).clamp(min=1)  # codes of the picture after the root
-        lengths = (1 + (draft.survival[:, 1:] >= self.min_survival).sum(1)).minimum(missing)
+        max_drafted = (self.target.length - 1 - self.count).clamp(min=1)  # the last code is a bonus
+        lengths = (1 + (draft.survival[:, 1:] >= self.min_survival).sum(1)).minimum(max_drafted)
         depth = int(lengths.max())
         if depth not in self._trees:
             self._trees[depth] = chain_tree(len(lengths), depth, lengths.device)

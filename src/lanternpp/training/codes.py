@@ -40,7 +40,7 @@ MIN_PICTURES = 100  # training pictures, where the user gives no number
 
 @dataclass(frozen=True)
 class Split:
-    """One split: codes [M, variants, length] as `stored_as` says, or moments [M, variants, length, 2 C] float16; M captions and labels.
+    """One split: codes [M, variants, length] as `storage_dtype` says, or moments [M, variants, length, 2 C] float16; M captions and labels.
 
     A label is "" where there is none. runs: the M recorded runs, where the training is on runs.
     """

@@ -20,7 +20,7 @@ from lanternpp.errors import InputError
 from lanternpp.nn.files import input_errors
 from lanternpp.training.loop import team
 from lanternpp.training.state import Report
-from lanternpp.util.files import megabytes, replacing, sweep
+from lanternpp.util.files import megabytes, replacing, sweep, umask
 
 REMEDY = "delete it to make it again"
 SPARE_BYTES = 1 << 28  # of a disk that stay free
@@ -69,6 +69,7 @@ def write_shards(files: Mapping[range, Path], compute: Compute, contents: str, s
             on_host = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
             with replacing(path) as temporary:
                 save_file(on_host, temporary, metadata={"facts": json.dumps(facts)})
+                temporary.chmod(0o666 & ~umask())  # safetensors makes files that only their owner can read
             num_written += len(part)
 
 

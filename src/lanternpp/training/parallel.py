@@ -14,7 +14,7 @@ a drafter that may raise q there learns the recorded codes by heart, and drafts 
 
 The same chains train the drafter to predict acceptance. A draft code is accepted, given that the codes before it are, with
 probability w_i / w_{i-1}, whose mean over the code is sum_y min(p_i(y), q_i(y) / w_{i-1}). A chain is drafted and accepted
-up to level i with the probability that the target draws it, times exp(-max_{j < i} s_j).
+before level i with the probability that the target draws it, times exp(-max_{j < i} s_j).
 """
 
 from __future__ import annotations

@@ -117,6 +117,7 @@ class Runs(OwnCodes):
         super().__init__(teacher, prompts, source.rollouts, source.sample_batch, settings.seed + 1)
         drafter = ParallelDrafter.read(Source.open(source.drafter), teacher.target, teacher.drawing_dtype)
         origin = key_of(drafter)
+        torch.manual_seed(settings.seed)  # of the weights of added blocks
         self.drafter = grown(drafter, settings, teacher.target)
         config = self.drafter.config
         self.settings = replace(

@@ -102,7 +102,7 @@ class State:
 
     step: int = 0
     seconds: float = 0.0
-    checked: int = 0  # checks so far
+    checked: int = 0  # the last check that was due, of `checks`
     best: dict[str, Any] | None = None  # {"figure", "step", "weights"} where the task keeps its best
     sums: dict[str, Tensor] = field(default_factory=dict)  # of the losses since the log was last written
     counted: int = 0  # steps in `sums`

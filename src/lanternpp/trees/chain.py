@@ -17,5 +17,5 @@ def chain_tree(batch: int, depth: int, device: torch.device, alternatives: int =
 
 
 def is_drawn_chain(tree: TreeBuilder) -> bool:
-    """Return whether drafts are chains of a fixed length that `StaticTree.grow` draws, not a caller's own builder."""
+    """Return whether drafts are chains of a fixed length that `StaticTree.grow` draws, without a `grow` of the caller's."""
     return tree.chain and tree.drawn and type(tree).grow is StaticTree.grow

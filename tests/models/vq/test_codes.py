@@ -31,6 +31,7 @@ def test_the_nearest_come_first_and_are_read_from_the_file_the_next_time(
 def test_a_damaged_file_is_made_again(damage: bytes | None, tmp_path: Path) -> None:
     table = neighbours(BOOK, 4, tmp_path)
     (file,) = tmp_path.iterdir()
+    assert file.stat().st_mode & 0o077, "others may read it as far as the umask allows"
     whole = file.read_bytes()
     file.write_bytes(whole[:-8] if damage is None else damage)
     assert torch.equal(neighbours(BOOK, 4, tmp_path), table)

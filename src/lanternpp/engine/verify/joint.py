@@ -16,7 +16,7 @@ it is kept with probability a_x, the first value of a, whatever the nodes below 
 below were rejected: a tree is computed a level at a time, a chain with all its levels at once, and one random number then
 chooses among all nodes. On a chain a draft decides 1 + sum E[a_x] codes.
 
-The output follows p only if the q of each drafted code does not depend on later codes. A relaxed rule replaces p at every
+The output follows p if each drafted code follows a q that does not depend on later codes. A relaxed rule replaces p at every
 node with children by the distribution that one child has under the rule (`Acceptance.output_distribution`), which the
 output then follows exactly.
 """
@@ -161,7 +161,7 @@ def node_weights(p: Tensor, q: Tensor, codes: Tensor) -> Tensor:
 def rejected_distribution(p: Tensor, q: Tensor, codes: Tensor) -> Tensor:
     """Return the distributions [B, g, V] that the rejected codes of a chain follow; arguments as of `node_weights`.
 
-    Let x_i be the first rejected code. x_i was drawn from q_i, and x_i or a code after it would have been kept with
+    Let x_i be any code after the last kept one. x_i was drawn from q_i, and x_i or a code after it would have been kept with
     probability a_i = min(a_{i-1} p_i(x_i) / q_i(x_i), 1). So given the rejection and the codes before, x_i follows
     q_i (1 - a_i), normalised, which is [q_i - a_{i-1} p_i]+.
     """

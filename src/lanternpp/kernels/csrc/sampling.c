@@ -74,7 +74,7 @@ static int64_t count_above(const bits32 *x, int64_t size, int32_t bits) {
     return count;
 }
 
-/* The bits of the smallest number with less than `limit` of x [size] >= 0 above it; `some` [size] is scratch. */
+/* The bits of the smallest number with less than `limit` of x [size] >= 0 above it; `candidates` [size] is scratch. */
 static int32_t least_of(const float *x, int64_t size, int64_t limit, bits32 *candidates) {
     const bits32 *from = (const bits32 *)x;
     int32_t least = INT32_MAX;
@@ -151,7 +151,7 @@ static void probabilities_of(const Sampling *sampling, const float *logits, int6
     probabilities(&plain, x, codes, up_to(BLOCK, codes), spare);
 }
 
-/* The first of x [from, to) at which `sum` and what they add up to exceeds `most`; else the last that is above 0, or `from`. */
+/* The first of x [from, to) at which `sum` and what they add up to exceeds `threshold`; else the last that is above 0, or `from`. */
 static int64_t first_above(const float *x, int64_t from, int64_t to, double sum, double threshold) {
     int64_t code = from;
     for (int64_t i = from; i < to; i++)
@@ -198,7 +198,7 @@ static double sum_of_row(const float *x, int64_t size) {
     return sum;
 }
 
-/* `draw` for many shares u [each] of x [codes]; running sums are in `until` [blocks]. */
+/* `draw` for many shares u [each] of x [codes]; `running_sums` [blocks] is scratch. */
 static void draw_all(const float *x, int64_t codes, const double *u, int64_t each, int64_t *drawn, double *running_sums) {
     const int64_t blocks = up_to(BLOCK, codes) / BLOCK;
     for (int64_t b = 0; b < blocks; b++) {

@@ -46,7 +46,7 @@ static inline f32x16 gather(const float *x, const int32_t *place) {
 #endif
 }
 
-/* The mass that each of LANES codes y is accepted with, min(q(y), p(y) + what its neighbours give); all is p of all codes.
+/* The mass that each of LANES codes y is accepted with, min(q(y), p(y) + what its neighbours give); probs is p of all codes.
 
    The longest prefix of its neighbours moves whose mass is at most the limit; a code of probability 1 never moves. */
 static inline f32x16 accepted(const float *probs, f32x16 p, f32x16 q, f32x16 limit, const int32_t *table, int64_t near) {

@@ -105,7 +105,7 @@ class GlmImage(TransformersTarget):
         if call.processors.allowed is not None:
             raise InputError("prefix_allowed_tokens_fn is not supported for GLM-Image; leave it out")
         grids, counts = call.model_kwargs.get("image_grid_thw"), call.model_kwargs.get("images_per_sample")
-        if grids is None:
+        if grids is None or not len(grids):
             return Format.plain(call.max_new_tokens)
         # For num_return_sequences transformers repeats the rows of every tensor.
         step = call.config.num_return_sequences

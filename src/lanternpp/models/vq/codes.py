@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lanternpp.errors import InputError
 from lanternpp.nn.checkpoints import checksum
 from lanternpp.nn.files import NEIGHBOURS
-from lanternpp.util.files import replacing, user_cache
+from lanternpp.util.files import replacing, umask, user_cache
 from lanternpp.util.terminal import progress_bar
 
 CHUNK_ROWS = 64  # codes whose distances are computed at once and stay in the L2 cache
@@ -153,6 +153,7 @@ def neighbours(codebook: Tensor, k: int, folder: Path | None = None) -> Tensor:
         try:
             with replacing(path) as temporary:
                 save_file({"neighbours": table.cpu()}, temporary)
+                temporary.chmod(0o666 & ~umask())  # safetensors makes files that only their owner can read
         except InputError as error:
             warnings.warn(
                 f"the table of codebook neighbours is not kept for the next run: {error}", stacklevel=2

@@ -148,7 +148,7 @@ def read_encoder(source: Source, config: VQGANConfig, names: Names, dtype: torch
 def find_tokenizer(folder: Path, tokenizer: Path | None = None) -> Source:
     """Open LlamaGen's tokenizer: the path `tokenizer`, else `tokenizer/` in the folder, else a tokenizer's file in the folder.
 
-    Raise InputError if there is none, or the first path that can only be a tokenizer cannot be read.
+    Raise InputError if no path can be read: the first fault of a path that can only be a tokenizer, if any.
     """
     default = tokenizer or folder / "tokenizer"
     files = (path for path in folder.iterdir() if path.suffix in (SAFE, *PICKLED))
