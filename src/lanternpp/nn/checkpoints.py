@@ -72,11 +72,15 @@ def save(
     target = folder / CONFIG
     if target.exists() and target.read_text(encoding="utf-8") != text:
         target.unlink()  # A kill must not leave new weights beside an old config.
-    with replacing(folder / WEIGHTS) as temporary:
-        # The metadata has one entry, as safetensors writes several entries in any order.
-        save_file(packed, temporary, metadata={"format": "pt"})
-        temporary.chmod(0o666 & ~umask())  # safetensors makes files that only their owner can read.
+    write_safetensors(folder / WEIGHTS, packed, {"format": "pt"})
     write_text(target, text)
+
+
+def write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file, replaced as a whole; metadata of several entries has any order. InputError."""
+    with replacing(path) as temporary:
+        save_file(tensors, temporary, metadata)
+        temporary.chmod(0o666 & ~umask())  # safetensors makes files that only their owner can read
 
 
 def load(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

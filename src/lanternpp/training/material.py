@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from lanternpp.errors import InputError
+from lanternpp.nn.checkpoints import write_safetensors
 from lanternpp.nn.files import input_errors
 from lanternpp.training.loop import team
 from lanternpp.training.state import Report
-from lanternpp.util.files import megabytes, replacing, sweep, umask
+from lanternpp.util.files import megabytes, sweep
 
 REMEDY = "delete it to make it again"
 SPARE_BYTES = 1 << 28  # of a disk that stay free
@@ -67,9 +67,7 @@ def write_shards(files: Mapping[range, Path], compute: Compute, contents: str, s
     with report.bar():
         for (part, path), (tensors, facts) in zip(files.items(), compute(list(files), done), strict=True):
             on_host = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-            with replacing(path) as temporary:
-                save_file(on_host, temporary, metadata={"facts": json.dumps(facts)})
-                temporary.chmod(0o666 & ~umask())  # safetensors makes files that only their owner can read
+            write_safetensors(path, on_host, {"facts": json.dumps(facts)})
             num_written += len(part)
 
 

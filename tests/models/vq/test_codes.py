@@ -9,6 +9,7 @@ from safetensors import SafetensorError
 
 from lanternpp.models.vq import codes as module
 from lanternpp.models.vq.codes import neighbours
+from lanternpp.nn import checkpoints
 from lanternpp.nn.files import files
 from lanternpp.util.terminal import progress_bar
 
@@ -39,11 +40,11 @@ def test_a_damaged_file_is_made_again(damage: bytes | None, tmp_path: Path) -> N
 
 
 def test_a_full_disk_costs_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(tensors: object, path: Path) -> None:
+    def full(tensors: object, path: Path, metadata: object) -> None:
         path.write_bytes(b"half")
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(module, "save_file", full)
+    monkeypatch.setattr(checkpoints, "save_file", full)
     with pytest.warns(UserWarning, match="the disk is full"):
         table = neighbours(BOOK, 4, tmp_path)
     assert torch.equal(table, neighbours(BOOK, 4)) and not list(tmp_path.iterdir())

@@ -37,10 +37,9 @@ class GlmImage(TransformersTarget):
 
     def __init__(self, model: Any):
         super().__init__(model, model.model.language_model, range(model.config.text_config.vision_vocab_size))
-        self.recommended = {"cfg": 1.0}
-        for name in ("temperature", "top_k", "top_p"):
-            if value := getattr(model.generation_config, name, None):
-                self.recommended[name] = value
+        config = model.generation_config
+        sampling = {name: getattr(config, name, None) for name in ("temperature", "top_k", "top_p")}
+        self.recommended = {"cfg": 1.0, **{name: value for name, value in sampling.items() if value}}
 
     def _lay_out(self, raster: Raster, slots: int, format: Format | None = None) -> None:
         # The model's own `generate` draws further tokens, which end a picture.
@@ -49,9 +48,8 @@ class GlmImage(TransformersTarget):
 
     def conditional(self, text: str) -> list[int]:
         """Return the tokens of the prompt and of the sizes of both pictures; of the large one after pictures shown."""
-        if isinstance(text, Depicted):
-            return list(text.tokens)
-        return list(self._inputs(text)["input_ids"][0].tolist())
+        tokens = text.tokens if isinstance(text, Depicted) else self._inputs(text)["input_ids"][0].tolist()
+        return list(tokens)
 
     @cached_property
     def _processor(self) -> Any:
@@ -107,6 +105,9 @@ class GlmImage(TransformersTarget):
         grids, counts = call.model_kwargs.get("image_grid_thw"), call.model_kwargs.get("images_per_sample")
         if grids is None or not len(grids):
             return Format.plain(call.max_new_tokens)
+        if bool((call.ids == self.model.config.image_end_token_id).any()):
+            reason = "the prompt holds codes of a picture, and drafts are for text alone"
+            raise InputError(f"{reason}; give pixel_values, with which transformers draws without drafts")
         # For num_return_sequences transformers repeats the rows of every tensor.
         step = call.config.num_return_sequences
         samples = [grids[::step]] if counts is None else grids[::step].split(counts[::step].tolist())

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from PIL import Image
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
-from lanternpp.nn.checkpoints import checksum
+from lanternpp.nn.checkpoints import checksum, write_safetensors
 from lanternpp.nn.files import NEIGHBOURS
-from lanternpp.util.files import replacing, umask, user_cache
+from lanternpp.util.files import user_cache
 from lanternpp.util.terminal import progress_bar
 
 CHUNK_ROWS = 64  # codes whose distances are computed at once and stay in the L2 cache
@@ -151,9 +151,7 @@ def neighbours(codebook: Tensor, k: int, folder: Path | None = None) -> Tensor:
                 progress(int(codes[-1]) + 1, vocab)
     if path:
         try:
-            with replacing(path) as temporary:
-                save_file({"neighbours": table.cpu()}, temporary)
-                temporary.chmod(0o666 & ~umask())  # safetensors makes files that only their owner can read
+            write_safetensors(path, {"neighbours": table.cpu()})
         except InputError as error:
             warnings.warn(
                 f"the table of codebook neighbours is not kept for the next run: {error}", stacklevel=2
