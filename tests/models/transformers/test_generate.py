@@ -429,6 +429,17 @@ def test_a_call_keeps_the_pipeline_that_another_thread_frees(
     assert not hasattr(model, accelerate.HELD)
 
 
+def test_glm_image_refuses_a_prompt_that_holds_the_codes_of_a_picture(made: Callable[[str], Case]) -> None:
+    case = made("glm-image")
+    lanternpp.accelerate(case.model, window=5)
+    shown = torch.tensor([[70, CODES, *range(6), CODES + 1, 72, CODES]])
+    grids = torch.tensor([[1, 2, 3], [1, 4, 3]])
+    with pytest.raises(InputError, match="drafts are for text alone; give pixel_values"):
+        case.model.generate(input_ids=shown, image_grid_thw=grids, images_per_sample=torch.tensor([2]))
+    given = {"input_ids": shown[:, -2:], "image_grid_thw": grids[:0], "max_new_tokens": 3}
+    assert case.model.generate(**given).shape == (1, 5)  # no grid: any tokens, at positions of text
+
+
 def test_a_draw_leaves_the_positions_of_another_call_as_they_are(made: Callable[[str], Case]) -> None:
     """GLM-Image keeps them in the model; here a picture of another size is drawn in the middle of a plain call."""
     case = made("glm-image")
