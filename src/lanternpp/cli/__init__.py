@@ -95,8 +95,8 @@ def main(args: Sequence[str] | None = None) -> None:
         status = 2
     except OSError as error:
         # Windows reports a closed pipe as an invalid argument.
-        is_pipe = isinstance(error, BrokenPipeError) or (os.name == "nt" and error.errno == errno.EINVAL)
-        if is_pipe and unread():
+        is_invalid = sys.platform == "win32" and error.errno == errno.EINVAL
+        if (isinstance(error, BrokenPipeError) or is_invalid) and unread():
             sys.exit(141)  # as a shell reports SIGPIPE
         path = error.filename or "while writing"
         if is_full(error):

@@ -217,7 +217,7 @@ class Engine:
         return features, target.constrain(self._guided_logits(features), index)
 
     def _guided_logits(self, features: Tensor) -> Tensor:
-        """Return the guided logits [B, N, V] of features [R, N, (1 + aux) D], of which the head reads the first D."""
+        """Return the guided logits [B, N, V] of features [R, N, (1 + aux) D]; the head reads the first D channels."""
         if self._aux_layers:
             features = features[..., : self.target.decoder.config.dim]
         return self.guidance.logits(self.target, features)

@@ -48,7 +48,7 @@ class GaussianMixture:
         return (self.log_weight - nats).logsumexp(-1)
 
     def draw(self, u: Tensor) -> Tensor:
-        """Draw latents [..., M, C] by uniform u [..., M, 1 + C], the first of which chooses the component."""
+        """Draw latents [..., M, C] by uniform u [..., M, 1 + C]; the first number chooses the component."""
         component = draw(self.log_weight.exp(), u[..., 0])[..., None]  # [..., M, 1]
         component = component.expand(*u.shape[:-1], self.mean.shape[-1])
         std = self.log_std.exp().gather(-2, component)

@@ -43,7 +43,7 @@ class Kernels(Backend):
         return packable(like)
 
     def pack(self, module: nn.Module, int8: bool = False) -> None:
-        """Pack linear layers, convolutions, group norms and decoders, of which decoders alone can have 8 bits."""
+        """Pack linear layers, convolutions, group norms and decoders; decoders alone can have 8 bits."""
         pack(module, self.library, int8)
 
     def decoder(

@@ -132,7 +132,7 @@ class KernelLinear(nn.Module):
     def product(
         self, x: Tensor, dtype: torch.dtype = torch.bfloat16, branches: int = 1, guidance: float = 1.0
     ) -> Tensor:
-        """x [..., D] in bfloat16, of which the first `in` columns are read -> [..., packed outputs] in bfloat16 or float32.
+        """x [..., D] in bfloat16, whose first `in` columns are read -> [..., packed outputs] in bfloat16 or float32.
 
         branches 2: x [2 B, ...] is first guided with the scale `guidance` -> [B, ...].
         """

@@ -20,7 +20,7 @@ from lanternpp.models.base import Target
 from lanternpp.trees.chain import chain_tree
 from lanternpp.types import NeighbourBudget, Tree, Warping
 
-MAX_EMBEDDINGS = 1 << 26  # numbers of a table of embeddings, of which the kernels keep a copy
+MAX_EMBEDDINGS = 1 << 26  # numbers of a table of embeddings that the kernels copy
 
 
 def verification(
@@ -54,7 +54,7 @@ def by_lanes(table: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def fused_step(engine: Engine, verify: str) -> KernelStep | None:
-    """Return the whole steps of a new engine in C; None where C lacks a part of them. verify: the name of the verifier.
+    """Return the fused steps of a new engine in C; None where C lacks a part of them. verify: the name of the verifier.
 
     C has no measured steps, no greedy choice and no target that constrains its codes.
     """

@@ -115,7 +115,7 @@ class PromptedTarget(Target):
 
     @property
     def words(self) -> Mapping[str, Sequence[str]]:
-        """The subjects, of which a prompt needs at least one, and the other words."""
+        """The subjects (a prompt needs at least one), and the other words."""
         subjects = self.config.subjects
         return {"subjects": subjects, "beside them": [w for w in self.config.words if w not in subjects]}
 

@@ -152,7 +152,7 @@ def _load(path: Path, mmap: bool) -> Any:
 
 
 class _BoundedReader(io.BufferedReader):
-    """A file of which at most `MAX_PICKLE_BYTES` are read as pickle; torch reads tensors from the descriptor instead."""
+    """A file that is read as pickle up to `MAX_PICKLE_BYTES`; torch reads tensors from the descriptor instead."""
 
     remaining = MAX_PICKLE_BYTES
 

@@ -115,9 +115,10 @@ def sweep(folder: Path, stale: float = STALE) -> None:
     # Unfinished files of safetensors match the second pattern.
     for path in (*folder.glob(".*.tmp"), *folder.glob(".tmp" + "[A-Za-z0-9]" * 6)):
         owner = path.name.split(".")[-2]
-        abandoned = (
-            owner.isdecimal() and not _is_running(int(owner)) if path.suffix == ".tmp" else path.is_file()
-        )
+        if path.suffix == ".tmp":
+            abandoned = owner.isdecimal() and not _is_running(int(owner))
+        else:
+            abandoned = path.is_file()
         if abandoned and time.time() - path.stat().st_mtime > stale:
             path.unlink(missing_ok=True)
 
@@ -125,7 +126,7 @@ def sweep(folder: Path, stale: float = STALE) -> None:
 def _is_running(pid: int) -> bool:
     """Return whether a process exists; always True on Windows, where `os.kill` would end it."""
     try:
-        if os.name == "posix":
+        if sys.platform != "win32":
             os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False

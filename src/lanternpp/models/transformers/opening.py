@@ -144,7 +144,7 @@ def opened(
     """Open the model in a checkpoint by a class of transformers, on the CPU.
 
     fields: of its config, in place of those of config.json. optional: patterns of the beginnings of the names of tensors that a
-    checkpoint may lack, or have in other shapes. Raises InputError for a config of which no network can be made, and for tensors
+    checkpoint may lack, or have in other shapes. Raises InputError for a config that makes no network, and for tensors
     that are missing, misshaped or no finite numbers.
     """
     import transformers
