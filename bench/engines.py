@@ -1,19 +1,19 @@
-"""One decoder pass in several engines, in turn, beside what the machine can do at best; and how much each engine rounds.
+"""Times of a decoder pass in several engines, in turn, beside the machine's roofline; and the rounding of each engine.
 
     python bench/engines.py [--shapes S,XL,3B] [--engines ...] [--rows 2,10,16,26] [--kind amx] [-o engines.json]
     python bench/engines.py --show engines.json [more.json] [--into docs/performance.md]
 
-A pass is the whole stack and the head over n rows (two branches of guidance with n / 2 nodes each) after 256 filled slots of the KV cache. S
-has nature-128's weights, XL and 3B random ones in LlamaGen's shapes (arXiv 2406.06525). Each engine has a process of its own; they take
-turns, and figures are medians. The roofline of a cell is the larger of weight bytes / bandwidth and 2 x rows x weights / rate, from
-what this machine reads and computes, measured in the same run with loops in C (engines/rates.c): bandwidth over as many bytes as the
-weights have, rates of the instructions that multiply bfloat16 or float32, or 8 bits, in registers.
+A pass is all layers and the head over n rows (two branches of guidance with n / 2 nodes each) after 256 filled slots of the KV cache. S
+has nature-128's weights, XL and 3B have random weights in LlamaGen's shapes (arXiv 2406.06525). Each engine runs in a process of its
+own; engines take turns, and figures are medians. The roofline of a cell is the larger of weight bytes / bandwidth and 2 x rows x weights
+/ rate. Loops in C (engines/rates.c) measure bandwidth and rates in the same run: bandwidth over as many bytes as the weights have, and
+rates of the instructions that multiply bfloat16, float32 or 8-bit integers in registers.
 
-Engines that are not installed are left out with a line that says how to get them: `pip install openvino llama-cpp-python gguf`, the last two beside
-`CMAKE_ARGS=-DGGML_NATIVE=ON` for llama.cpp's own choice of instructions (GCC 12 miscompiles its AMX kernels; add
-"-DCMAKE_CXX_FLAGS='-fno-tree-dse -fno-dse -fno-tree-sra'"). torch-compile takes minutes on large shapes and runs on S alone unless it is
-named. --kind imitates an older CPU: oneDNN and OpenVINO then use its instructions alone, llama.cpp no AMX, and our kernels are
-those for it. Weights are written into --folder once: 0.3 GB for S, 9 for XL, 35 for 3B with all engines.
+Engines that are not installed are left out, with a message. `pip install openvino llama-cpp-python gguf` installs them; set
+`CMAKE_ARGS=-DGGML_NATIVE=ON` so that llama.cpp chooses its instructions (GCC 12 miscompiles its AMX kernels: add
+"-DCMAKE_CXX_FLAGS='-fno-tree-dse -fno-dse -fno-tree-sra'"). torch-compile takes minutes on large shapes and runs on S alone unless
+--engines names it. --kind emulates an older CPU: oneDNN and OpenVINO then use its instructions only, llama.cpp uses no AMX, and our
+kernels are those of this kind. Weights are written into --folder once: 0.3 GB for S, 9 for XL, 35 for 3B with all engines.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ENGINES = {
     "ours": ("**ours, bf16**", 2, 2.5),
     "ours-int8": ("**ours, int8**", 1, 1.5),
 }
-"""Label, bytes of a weight as it is read, bytes of memory that it takes besides mapped files."""
+"""By engine: its label, the bytes per weight that it reads, and the bytes per weight in memory besides mapped files."""
 KINDS = {
     "x86-64-v3": "AVX2",
     "avx-vnni": "AVX2_VNNI",
@@ -53,7 +53,7 @@ KINDS = {
     "avx512-bf16": "AVX512_CORE_BF16",
     "amx": "AVX512_CORE_AMX",
 }
-"""CPUs by what they have, each more than the one before: our kernels' name and oneDNN's."""
+"""Kinds of CPUs in ascending order: the name in our kernels, and the name in oneDNN."""
 INSTRUCTIONS = {
     "avx2 fma fp32": ("x86-64-v3", "fma", 2),
     "avx2 vpdpbusd": ("avx-vnni", "avx_vnni", 1),
@@ -63,12 +63,12 @@ INSTRUCTIONS = {
     "amx bf16": ("amx", "amx_bf16", 2),
     "amx int8": ("amx", "amx_int8", 1),
 }
-"""Of rates.c: the first kind that has it, the CPU's flag, and for weights of how many bytes it is."""
+"""By instruction of rates.c: the first kind of CPU that has it, its flag in /proc/cpuinfo, and the bytes of the weights that it reads."""
 MARKS = ("<!-- engines: begin -->", "<!-- engines: end -->")
 
 
 class Machine:
-    """What the machine can do: rates of instructions in operations a second, and reading."""
+    """The measured limits of the machine: rates of instructions in operations per second, and bandwidths in bytes per second."""
 
     def __init__(self, folder: Path, threads: int, kind: str):
         path, self.threads = folder / "rates.so", threads
@@ -76,36 +76,40 @@ class Machine:
         subprocess.run([*command, str(path)], check=True)
         self.library = ctypes.CDLL(str(path))
         self.library.rate.restype = self.library.reading.restype = ctypes.c_double
-        self.readings: dict[int, float] = {}  # what `reading` gave
+        self.bandwidths: dict[int, float] = {}  # by bytes of the buffer
         info = Path("/proc/cpuinfo").read_text().splitlines()
         fields = dict(map(str.strip, line.split(":", 1)) for line in info if ":" in line)
         self.cpu, flags = fields.get("model name", "unknown"), fields.get("flags", "").split()
         kinds = list(KINDS)
-        known = kinds if kind == "native" else kinds[: kinds.index(kind) + 1]
-        names = [name for name, (at, flag, _) in INSTRUCTIONS.items() if at in known and flag in flags]
+        allowed_kinds = kinds if kind == "native" else kinds[: kinds.index(kind) + 1]
+        names = [
+            name
+            for name, (first_kind, flag, _) in INSTRUCTIONS.items()
+            if first_kind in allowed_kinds and flag in flags
+        ]
         self.rates = {name: self.library.rate(name.encode(), threads) for name in names}
 
-    def reading(self, size: int) -> float:
-        """Bytes a second from a buffer of so many bytes, or of 2 GB where it is larger; measured once."""
-        if size not in self.readings:
-            self.readings[size] = self.library.reading(ctypes.c_int64(min(size, 1 << 31)), self.threads)
-        return self.readings[size]
+    def bandwidth(self, size: int) -> float:
+        """Return bytes per second read from a buffer of `size` bytes, at most 2 GB; a size is measured once."""
+        if size not in self.bandwidths:
+            self.bandwidths[size] = self.library.reading(ctypes.c_int64(min(size, 1 << 31)), self.threads)
+        return self.bandwidths[size]
 
     def rate(self, size: int) -> float:
-        """Operations a second with weights of so many bytes; 8 bits may be widened, and bfloat16 too."""
-        fit = [rate for name, rate in self.rates.items() if INSTRUCTIONS[name][2] >= size]
-        return max(fit, default=float("inf"))
+        """Return operations per second with weights of `size` bytes, which may be widened to a larger type."""
+        rates = [rate for name, rate in self.rates.items() if INSTRUCTIONS[name][2] >= size]
+        return max(rates, default=float("inf"))
 
     def roofline(self, layers: int, head: int, size: int, rows: int) -> float:
-        """Milliseconds of a pass at best; the head has two bytes a weight."""
-        read = layers * size + head * 2
+        """Return the least milliseconds of a pass. layers, head: numbers of weights; the head has two bytes per weight."""
+        num_bytes = layers * size + head * 2
         compute = 2 * rows * (layers / self.rate(size) + head / self.rate(2))
-        return 1e3 * max(read / self.reading(read), compute)
+        return 1e3 * max(num_bytes / self.bandwidth(num_bytes), compute)
 
 
 @dataclass
 class Worker:
-    """An engine's process."""
+    """The process of an engine, and its milliseconds per pass by number of rows."""
 
     engine: str
     process: subprocess.Popen[str]
@@ -114,7 +118,7 @@ class Worker:
 
     @classmethod
     def start(cls, engine: str, shape: str, options: argparse.Namespace) -> Worker:
-        """Start it; `receive` says when it is ready."""
+        """Start the process; its first answer follows when it is ready."""
         env = os.environ | {"OMP_NUM_THREADS": str(options.threads), "MALLOC_MMAP_THRESHOLD_": "262144"}
         if options.kind != "native":
             env |= {"ONEDNN_MAX_CPU_ISA": KINDS[options.kind], "LANTERNPP_KERNELS": options.kind}
@@ -132,97 +136,101 @@ class Worker:
         return cls(engine, process, log)
 
     def receive(self) -> dict[str, Any]:
-        """Its next answer; {"unavailable": why} where it ended."""
+        """Return the next answer, or {"unavailable": reason} if the process has ended."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if line:
-            found: dict[str, Any] = json.loads(line)
-            return found
+            answer: dict[str, Any] = json.loads(line)
+            return answer
         lines = self.log.read_text(errors="replace").strip().splitlines() or ["no message"]
-        return {"unavailable": f"it ended with status {self.process.wait()}: {lines[-1][:200]}"}
+        return {"unavailable": f"the process ended with status {self.process.wait()}: {lines[-1][:200]}"}
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        """The answer to a request."""
+        """Send a request, and return the answer."""
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):
             print(json.dumps(request), file=self.process.stdin, flush=True)
         return self.receive()
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self.process.communicate()
 
 
-def note(text: str) -> None:
-    """A line for who waits."""
+def say(text: str) -> None:
+    """Print a line on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
-def groups(engines: list[str], weights: int, limit: float) -> list[list[str]]:
-    """Engines that take turns: as many as fit into `limit` bytes together."""
-    found: list[list[str]] = []
+def group_engines(engines: list[str], weights: int, max_bytes: float) -> list[list[str]]:
+    """Split engines into groups that fit into memory together; the engines of a group take turns."""
+    groups: list[list[str]] = []
     used = float("inf")
     for engine in engines:
         size = weights * ENGINES[engine][2]
-        if used + size > limit:
-            found.append([])
+        if used + size > max_bytes:
+            groups.append([])
             used = 0
-        found[-1].append(engine)
+        groups[-1].append(engine)
         used += size
-    return found
+    return groups
 
 
-def turns(workers: list[Worker], rows: list[int], seconds: float) -> None:
-    """One round: every engine's passes over each number of rows."""
-    for count in rows:
+def run_round(workers: list[Worker], row_counts: list[int], seconds: float) -> None:
+    """Time passes of every engine over each number of rows, and remove engines that have ended from `workers`."""
+    for count in row_counts:
         for worker in list(workers):
             answer = worker.ask(rows=count, seconds=seconds)
             if "ms" in answer:
                 worker.ms.setdefault(count, []).extend(answer["ms"])
             else:
-                note(f"{worker.engine}: {answer['unavailable']}")
+                say(f"{worker.engine}: {answer['unavailable']}")
                 workers.remove(worker)
 
 
 def time_shape(shape: str, machine: Machine, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A shape's cells: engine, rows, milliseconds, and the roofline's."""
+    """Time all engines on a shape, and return a cell for each engine and number of rows."""
     engines = [name for name in options.engines if shape == "S" or name != "torch-compile" or options.named]
-    probe = Worker.start("torch", shape, options)  # it writes the weights
+    # The first worker writes the weights.
+    probe = Worker.start("torch", shape, options)
     size = probe.receive()
     probe.close()
     layers, head = size["layers"], size["head"]
     cells = []
-    for group in groups(engines, layers + head, 1e9 * options.memory):
+    for group in group_engines(engines, layers + head, 1e9 * options.memory):
         workers = []
         for engine in group:
             worker = Worker.start(engine, shape, options)
             answer = worker.receive()
             if "unavailable" in answer:
-                note(f"{shape}, {engine}: left out: {answer['unavailable']}")
+                say(f"{shape}, {engine}: left out: {answer['unavailable']}")
             else:
                 workers.append(worker)
         if workers:
-            note(f"{shape}: {', '.join(worker.engine for worker in workers)}")
-        turns(workers, options.rows, 0)  # compiles and warms up
+            say(f"{shape}: {', '.join(worker.engine for worker in workers)}")
+        run_round(workers, options.rows, 0)  # compile and warm up
         for worker in workers:
             worker.ms.clear()
         for _ in range(options.rounds):
-            turns(workers, options.rows, options.seconds)
+            run_round(workers, options.rows, options.seconds)
         for worker in workers:
             memory = worker.ask(rows=options.rows[0], seconds=0).get("memory")
             worker.close()
-            for rows, taken in worker.ms.items():
-                best = machine.roofline(layers, head, ENGINES[worker.engine][1], rows)
+            for rows, ms in worker.ms.items():
+                roofline = machine.roofline(layers, head, ENGINES[worker.engine][1], rows)
                 cell = {"shape": shape, "engine": worker.engine, "rows": rows, "weights": layers + head}
                 cells.append(
-                    {**cell, "ms": statistics.median(taken), "roofline_ms": best, "memory_gb": memory}
+                    {**cell, "ms": statistics.median(ms), "roofline_ms": roofline, "memory_gb": memory}
                 )
     return cells
 
 
 def measure_rounding(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Each engine's distances from float32, on S. llama.cpp has no rotations along two axes; compiled it rounds as PyTorch does."""
-    found = []
+    """Return the distances of each engine from float32, on S.
+
+    llama.cpp is left out, as it has no rotary embedding along two axes, and torch-compile, as it rounds as PyTorch does.
+    """
+    rows = []
     for engine in ("float32", *options.engines):
         if engine.startswith("llama.cpp") or engine == "torch-compile":
             continue
@@ -230,40 +238,43 @@ def measure_rounding(options: argparse.Namespace) -> list[dict[str, Any]]:
         if "unavailable" not in worker.receive():
             answer = worker.ask(rounding=True)
             if "unavailable" not in answer and engine != "float32":
-                found.append({"engine": engine, **answer})
+                rows.append({"engine": engine, **answer})
         worker.close()
-    return found
+    return rows
 
 
 def milliseconds(ms: float) -> str:
-    """Three digits, or all before the point."""
+    """Return milliseconds as text with three digits, or without decimals from 100 on."""
     return f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}"
 
 
 def table(result: dict[str, Any]) -> str:
-    """A result in Markdown."""
+    """Return a result as tables in Markdown."""
     rates = ", ".join(f"{name} {rate / 1e9:,.0f}" for name, rate in result["rates"].items())
-    reads = ", ".join(
+    bandwidths = ", ".join(
         f"{int(size) / 1e6:,.0f} MB {rate / 1e9:.0f}" for size, rate in result["reading"].items()
     )
     packages = ", ".join(f"{name} {number}" for name, number in result["packages"].items())
-    imitated = "" if result["kind"] == "native" else f", as a CPU of the kind {result['kind']}"
-    lines = [f"{result['cpu']}{imitated}, {result['threads']} threads; {packages}.", ""]
-    lines += [f"Rates, GFLOP/s or GOP/s: {rates}. Reading, GB/s: {reads}.", ""]
+    emulated = "" if result["kind"] == "native" else f", as a CPU of the kind {result['kind']}"
+    lines = [f"{result['cpu']}{emulated}, {result['threads']} threads; {packages}.", ""]
+    lines += [f"Rates, GFLOP/s or GOP/s: {rates}. Reading, GB/s: {bandwidths}.", ""]
     cells = {(cell["shape"], cell["engine"], cell["rows"]): cell for cell in result["cells"]}
     for shape in dict.fromkeys(shape for shape, _, _ in cells):
-        rows = [rows for rows in result["rows"] if any(at[0] == shape and at[2] == rows for at in cells)]
-        weights = next(cell["weights"] for at, cell in cells.items() if at[0] == shape)
+        rows = [rows for rows in result["rows"] if any(key[0] == shape and key[2] == rows for key in cells)]
+        weights = next(cell["weights"] for key, cell in cells.items() if key[0] == shape)
         lines.append(
             f"| {shape}, {weights / 1e6:,.0f} M weights | {' | '.join(f'{n} rows' for n in rows)} | GB |"
         )
         lines.append(f"|---|{'--:|' * (len(rows) + 1)}")
         for engine, (label, _, _) in ENGINES.items():
-            own = [cells.get((shape, engine, count)) for count in rows]
-            if not any(own):
+            engine_cells = [cells.get((shape, engine, count)) for count in rows]
+            if not any(engine_cells):
                 continue
-            texts = [f"{milliseconds(c['ms'])} x{c['ms'] / c['roofline_ms']:.1f}" if c else "" for c in own]
-            memory = next(cell["memory_gb"] for cell in own if cell)
+            texts = [
+                f"{milliseconds(c['ms'])} x{c['ms'] / c['roofline_ms']:.1f}" if c else ""
+                for c in engine_cells
+            ]
+            memory = next(cell["memory_gb"] for cell in engine_cells if cell)
             lines.append(f"| {label} | {' | '.join(texts)} | {memory:.1f} |")
         lines.append("")
     if result["rounding"]:
@@ -271,18 +282,18 @@ def table(result: dict[str, Any]) -> str:
             "| against float32 on S | KL, nats | total variation | KL after guidance 4 |",
             "|---|--:|--:|--:|",
         ]
-        for one in result["rounding"]:
+        for row in result["rounding"]:
             texts = [
-                f"{one[name]:.1e}" if "KL" in name else f"{one[name]:.4f}"
+                f"{row[name]:.1e}" if "KL" in name else f"{row[name]:.4f}"
                 for name in ("KL", "TV", "KL guided")
             ]
-            lines.append(f"| {ENGINES[one['engine']][0]} | {' | '.join(texts)} |")
+            lines.append(f"| {ENGINES[row['engine']][0]} | {' | '.join(texts)} |")
         lines.append("")
     return "\n".join(lines)
 
 
 def insert(text: str, path: Path) -> None:
-    """Put it between the marks of a page."""
+    """Replace the text between the marks of a page."""
     page = path.read_text()
     if any(mark not in page for mark in MARKS):
         sys.exit(f"{path} has no line {MARKS[0]} and {MARKS[1]}")
@@ -290,39 +301,41 @@ def insert(text: str, path: Path) -> None:
     path.write_text(f"{before}{MARKS[0]}\n\n{text}\n{MARKS[1]}{after}")
 
 
-def installed(name: str) -> str | None:
-    """A package's version."""
+def installed_version(name: str) -> str | None:
+    """Return the version of a package, or None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
         return None
 
 
-def listed(text: str) -> list[str]:
-    """The parts between commas."""
+def split(text: str) -> list[str]:
+    """Split an option at its commas."""
     return text.split(",")
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure, or read earlier results, and print the tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shapes", type=listed, default=["S", "XL", "3B"])
-    parser.add_argument("--engines", type=listed, help=", ".join(ENGINES))
-    parser.add_argument("--rows", type=lambda text: [int(n) for n in listed(text)], default=[2, 10, 16, 26])
+    parser.add_argument("--shapes", type=split, default=["S", "XL", "3B"])
+    parser.add_argument("--engines", type=split, help=", ".join(ENGINES))
+    parser.add_argument("--rows", type=lambda text: [int(n) for n in split(text)], default=[2, 10, 16, 26])
     parser.add_argument("--kind", choices=("native", *KINDS), default="native")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--seconds", type=float, default=0.3, help="of an engine's turn at one number of rows"
+        "--seconds", type=float, default=0.3, help="seconds of an engine's turn at one number of rows"
     )
-    parser.add_argument("--memory", type=float, default=10, help="GB for engines that take turns")
+    parser.add_argument("--memory", type=float, default=10, help="GB of memory for engines that take turns")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "engines-weights")
     parser.add_argument("--no-rounding", action="store_true")
     parser.add_argument("-o", "--out", type=Path, default=Path("engines.json"))
     parser.add_argument("--show", type=Path, nargs="+", help="files of earlier runs, instead of measuring")
-    parser.add_argument("--into", type=Path, help="a page whose marked part the tables replace")
+    parser.add_argument(
+        "--into", type=Path, help="page whose text between two marks is replaced by the tables"
+    )
     options = parser.parse_args()
     if not options.show:
         options.named = options.engines is not None
@@ -337,9 +350,9 @@ def main() -> None:
             "kind": options.kind,
             "threads": options.threads,
             "rows": options.rows,
-            "packages": {name: found for name in PACKAGES if (found := installed(name))},
+            "packages": {name: number for name in PACKAGES if (number := installed_version(name))},
             "rates": machine.rates,
-            "reading": dict(sorted(machine.readings.items())),
+            "reading": dict(sorted(machine.bandwidths.items())),
             "cells": cells,
             "rounding": [] if options.no_rounding else measure_rounding(options),
         }

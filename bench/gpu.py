@@ -1,11 +1,11 @@
-"""What there is to measure on a GPU, in one command and one file: `make gpu`, or
+"""All measurements on a GPU by one command, in one file: `make gpu`, or
 
     python bench/gpu.py [--model nature-128] [--random XL] [--batch-sizes 1,8] [-n 1] [--dtype auto] [--compile] [--out gpu.md]
 
-The tests marked `gpu`, then races and profiles of two models, on two prompts each: --model, which needs an EAGLE drafter and a
-parallel one, and one of random weights in LlamaGen's shape. The costs of its steps are those of trained weights, while its
-acceptance, and so its speed-ups, say nothing about a trained drafter. The file is written after every part, also where a test or a
-race failed, which it says; the status is then 1. Without a GPU it is 2, unless --device names another device.
+The script runs the tests marked `gpu`, then races and profiles two models on two prompts each: --model, which needs an EAGLE drafter
+and a parallel one, and a model with random weights in LlamaGen's shape. The steps of the second cost as much as those of trained
+weights, but its acceptance, and so its speed-ups, say nothing about a trained drafter. The file is written after every part. A failed
+test or race is named in the file, and the exit status is then 1. The exit status is 2 without a GPU, unless --device names a device.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from lanternpp.evaluation.prompts import read_prompts
 from lanternpp.util.devices import pick_device
 from lanternpp.util.files import write_text
 
-FIELD = (
+METHODS = (
     "lantern++ proposer=tree tree=lantern-57, eagle tree=eagle-25, eagle tree=chain-4, parallel tree=chain-4"
 )
 
 
 def run(*command: object) -> tuple[int, str, str]:
-    """The status of a command, what it printed, and its errors, which are printed here too as they come."""
-    words = [sys.executable, "-m", *map(str, command)]
+    """Run a module, print its errors as they come, and return its exit status, its output and its errors."""
+    arguments = [sys.executable, "-m", *map(str, command)]
     with (
-        TemporaryFile("w+") as printed,
-        subprocess.Popen(words, stdout=printed, stderr=subprocess.PIPE, text=True) as process,
+        TemporaryFile("w+") as output,
+        subprocess.Popen(arguments, stdout=output, stderr=subprocess.PIPE, text=True) as process,
     ):
         assert process.stderr is not None
         errors = []
@@ -42,12 +42,12 @@ def run(*command: object) -> tuple[int, str, str]:
             errors.append(line)
             print(line, end="", file=sys.stderr, flush=True)
         status = process.wait()
-        printed.seek(0)
-        return status, printed.read(), "".join(errors)
+        output.seek(0)
+        return status, output.read(), "".join(errors)
 
 
 def main() -> None:
-    """Measure, and write the file."""
+    """Run all measurements, and write the file."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -65,58 +65,58 @@ def main() -> None:
     )
     parser.add_argument("--tests", default=Path(__file__).parents[1] / "tests")
     parser.add_argument("--out", type=Path, default=Path("gpu.md"))
-    given = parser.parse_args()
+    options = parser.parse_args()
     try:
-        if pick_device(given.device).type == "cpu" and given.device == "auto":
+        if pick_device(options.device).type == "cpu" and options.device == "auto":
             raise InputError(
                 "this machine has no CUDA GPU that PyTorch sees; run it on one, or try it with --device cpu"
             )
-        prompts = read_prompts(given.prompts, model_folder(given.model))[:2]
+        prompts = read_prompts(options.prompts, model_folder(options.model))[:2]
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     parts = ["# Measured on a GPU\n"]
 
-    def say(text: str) -> None:
+    def write_part(text: str) -> None:
         parts.append(text)
-        write_text(given.out, "\n".join(parts))
+        write_text(options.out, "\n".join(parts))
 
     print("the tests marked gpu, some minutes", file=sys.stderr, flush=True)
-    status, told, _ = run("pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", given.tests)
-    # pytest's status 5: no test was found
+    status, output, _ = run("pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", options.tests)
+    # Status 5 of pytest: no test was found.
     failed = status not in (0, 5)
-    faults = [line for line in told.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    last = (told.strip().splitlines() or ["none"])[-1].strip("= ")
-    say("\n".join((f"Tests marked `gpu`: {last}\n", *(f"* {line}\n" for line in faults))))
-    with TemporaryDirectory() as room, random_model(given.random) as random:
-        for model, conditions in ((given.model, prompts), (str(random), ["207", "979"])):
+    failures = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    summary = (output.strip().splitlines() or ["none"])[-1].strip("= ")
+    write_part("\n".join((f"Tests marked `gpu`: {summary}\n", *(f"* {line}\n" for line in failures))))
+    with TemporaryDirectory() as parent, random_model(options.random) as random:
+        for model, conditions in ((options.model, prompts), (str(random), ["207", "979"])):
             print(f"the race and the profile of {Path(model).name}", file=sys.stderr, flush=True)
-            listed = Path(room) / "prompts.txt"
-            write_text(listed, "\n".join(conditions))
-            folder = Path(room) / Path(model).name
-            asked = [
+            prompts_file = Path(parent) / "prompts.txt"
+            write_text(prompts_file, "\n".join(conditions))
+            folder = Path(parent) / Path(model).name
+            arguments = [
                 "--model",
                 model,
                 "--device",
-                given.device,
+                options.device,
                 "--dtype",
-                given.dtype,
+                options.dtype,
                 "--methods",
-                FIELD,
+                METHODS,
                 "-n",
-                given.n,
+                options.n,
                 "--prompts",
-                listed,
+                prompts_file,
                 "-o",
                 folder,
             ]
-            asked += ["--compile"] if given.compile else []
-            status, told, errors = run(
+            arguments += ["--compile"] if options.compile else []
+            status, output, errors = run(
                 "lanternpp",
                 "bench",
-                *asked,
+                *arguments,
                 "--batch-sizes",
-                given.batch_sizes,
+                options.batch_sizes,
                 "--profile",
                 "--no-plots",
                 "--no-quality",
@@ -127,8 +127,8 @@ def main() -> None:
                 else f"Failed, status {status}\n"
             )
             failed |= status != 0
-            say(f"## {Path(model).name}\n\n{table}\n```\n{told}{errors if status else ''}```\n")
-    print(f"{given.out}: one file to send")
+            write_part(f"## {Path(model).name}\n\n{table}\n```\n{output}{errors if status else ''}```\n")
+    print(f"{options.out}: one file to send")
     sys.exit(1 if failed else 0)
 
 

@@ -1,10 +1,10 @@
-"""Seconds a picture and peak memory of Janus-Pro-1B, open in transformers, on a CPU. Random weights at its real shape.
+"""Seconds per picture and peak memory of Janus-Pro-1B, opened in transformers, on a CPU; with random weights in its shape.
 
     python bench/janus_cost.py [--by transformers | pytorch | bfloat16 | int8] [--codes 64] [--runs 3] [--threads 2]
 
 transformers: its own `generate`. pytorch: `accelerate(model)`, plain decoding. bfloat16, int8: the same with `kernels=`. A run
-draws so many codes of the 576 with guidance, and seconds are scaled to 576; the words' table and head are cut to 1,000 words,
-which a picture does not use. Run one after the other, each in a process of its own, as peak memory is the process's.
+draws --codes of the 576 codes with guidance, and seconds are scaled to 576. The embedding table and the head of text tokens have
+1,000 rows, as a picture uses neither. Each variant needs a process of its own, as the peak memory is the process's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers import GenerationConfig, JanusConfig, JanusForConditionalGener
 
 import lanternpp
 
-PICTURE = 576
+PICTURE_CODES = 576
 TEXT = {
     "model_type": "llama",
     "hidden_size": 2048,
@@ -39,7 +39,7 @@ CODEBOOK = {"num_embeddings": 16384, "embed_dim": 8, "projection_dim": 2048, "im
 
 
 def janus(codes: int) -> Any:
-    """A Janus-Pro-1B of pictures of so many codes, in bfloat16."""
+    """Build a Janus-Pro-1B whose pictures have `codes` codes, in bfloat16."""
     torch.manual_seed(0)
     config = JanusConfig(
         text_config=TEXT, vision_config=VISION | {"num_image_tokens": codes}, vq_config=CODEBOOK
@@ -53,7 +53,7 @@ def janus(codes: int) -> Any:
 
 
 def main() -> None:
-    """Print one line of JSON."""
+    """Measure, and print one line of JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -63,31 +63,31 @@ def main() -> None:
     parser.add_argument("--codes", type=int, default=64)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
-    model = janus(given.codes)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    model = janus(options.codes)
     ids = torch.tensor([[0, *range(10, 28), 2]])
     inputs: dict[str, Tensor] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    more: dict[str, Any] = {"generation_mode": "image", "do_sample": True, "guidance_scale": 5.0}
-    found: dict[str, Any] = {"by": given.by}
-    if given.by != "transformers":
-        begin = time.perf_counter()
-        lanternpp.accelerate(model, method="ar", kernels=None if given.by == "pytorch" else given.by)
-        found["seconds to pack"] = round(time.perf_counter() - begin, 2)
-        found["packed GB"] = round(model.generate.packed_bytes / 1e9, 2)
+    generation: dict[str, Any] = {"generation_mode": "image", "do_sample": True, "guidance_scale": 5.0}
+    result: dict[str, Any] = {"by": options.by}
+    if options.by != "transformers":
+        start = time.perf_counter()
+        lanternpp.accelerate(model, method="ar", kernels=None if options.by == "pytorch" else options.by)
+        result["seconds to pack"] = round(time.perf_counter() - start, 2)
+        result["packed GB"] = round(model.generate.packed_bytes / 1e9, 2)
     seconds = []
-    for _ in range(1 + given.runs):
-        begin = time.perf_counter()
-        model.generate(**inputs, **more)
-        seconds.append(time.perf_counter() - begin)
-    each = statistics.median(seconds[1:]) / given.codes
-    found |= {
-        "ms a code": round(1e3 * each, 1),
-        "seconds a picture": round(PICTURE * each, 1),
+    for _ in range(1 + options.runs):
+        start = time.perf_counter()
+        model.generate(**inputs, **generation)
+        seconds.append(time.perf_counter() - start)
+    seconds_per_code = statistics.median(seconds[1:]) / options.codes
+    result |= {
+        "ms a code": round(1e3 * seconds_per_code, 1),
+        "seconds a picture": round(PICTURE_CODES * seconds_per_code, 1),
         "peak GB": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 2),
         "weights GB": round(sum(x.numel() * x.element_size() for x in model.parameters()) / 1e9, 2),
     }
-    print(json.dumps(found))
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""FID, HPSv2 or ImageReward of a folder of `bench`, by the package that papers use; each wants an environment of its own.
+"""FID, HPSv2 or ImageReward of a folder of `bench`, by the package that papers use; each needs an environment of its own.
 
     pip install clean-fid==0.1.35;                       python bench/published_metrics.py fid PICTURES REFERENCE
     pip install hpsv2==1.2.0;                            python bench/published_metrics.py hpsv2 PICTURES
     pip install image-reward==1.5 'transformers<5';      python bench/published_metrics.py image-reward PICTURES
 
-PICTURES holds metadata.jsonl with a file_name and a text a line, as `out/bench/pictures/METHOD` does.
+PICTURES holds metadata.jsonl, whose lines have a file_name and a text, as `out/bench/pictures/METHOD` does.
 """
 
 import json
@@ -19,7 +19,7 @@ SIDE = 256  # pixels of LANTERN's FID (eval_fid_clip.py of jadohu/LANTERN)
 
 
 def crop(pixels: np.ndarray) -> np.ndarray:
-    """The central square of [H, W, 3] uint8, resampled to [SIDE, SIDE, 3] with Lanczos' filter."""
+    """Crop [H, W, 3] uint8 to its central square, and resample the square to [SIDE, SIDE, 3] with Lanczos' filter."""
     image = Image.fromarray(pixels)
     side = min(image.size)
     left, top = (image.width - side) // 2, (image.height - side) // 2
@@ -28,30 +28,30 @@ def crop(pixels: np.ndarray) -> np.ndarray:
 
 
 def fid(pictures: str, reference: str) -> float:
-    """The Fréchet distance of clean-fid."""
+    """Return the Fréchet distance of clean-fid."""
     from cleanfid import fid
 
     return fid.compute_fid(reference, pictures, custom_image_tranform=crop)
 
 
-def mean(pictures: str, score: Callable[[str, str], float]) -> float:
-    """The mean score of the pictures, each with its prompt."""
+def mean_score(pictures: str, score: Callable[[str, str], float]) -> float:
+    """Return the mean of `score(prompt, path)` over the pictures."""
     rows = map(json.loads, (Path(pictures) / "metadata.jsonl").read_text(encoding="utf-8").splitlines())
     return float(np.mean([score(row["text"], str(Path(pictures) / row["file_name"])) for row in rows]))
 
 
 def hpsv2(pictures: str) -> float:
-    """The mean of HPSv2.1."""
+    """Return the mean of HPSv2.1."""
     import hpsv2
 
-    return mean(pictures, lambda text, path: hpsv2.score(path, text, hps_version="v2.1")[0])
+    return mean_score(pictures, lambda text, path: hpsv2.score(path, text, hps_version="v2.1")[0])
 
 
 def image_reward(pictures: str) -> float:
-    """The mean of ImageReward 1.0."""
+    """Return the mean of ImageReward 1.0."""
     import ImageReward
 
-    return mean(pictures, ImageReward.load("ImageReward-v1.0").score)
+    return mean_score(pictures, ImageReward.load("ImageReward-v1.0").score)
 
 
 METRICS: dict[str, Callable[..., float]] = {"fid": fid, "hpsv2": hpsv2, "image-reward": image_reward}

@@ -33,7 +33,7 @@ STD = 0.02  # of the weights, as trained ones have it
 
 
 def check_size(name: str) -> str:
-    """A name of SIZES; InputError lists them."""
+    """Return a name that is in SIZES; raise InputError for any other."""
     if name not in SIZES:
         raise InputError(unknown("size", name, SIZES))
     return name
@@ -41,18 +41,15 @@ def check_size(name: str) -> str:
 
 @contextmanager
 def random_model(name: str) -> Iterator[Path]:
-    """A folder with a class-conditional target of this size and both kinds of drafter for it; it is removed at the end.
-
-    InputError where there is no room for it.
-    """
-    with TemporaryDirectory() as room:
-        folder = Path(room) / f"llamagen-{check_size(name)}-random"
+    """Write a class-conditional target of a size, with both kinds of drafters, into a temporary folder, and yield its path."""
+    with TemporaryDirectory() as parent:
+        folder = Path(parent) / f"llamagen-{check_size(name)}-random"
         write_random(folder, name)
         yield folder
 
 
 def write_random(folder: Path, name: str) -> None:
-    """Write the model of a size of SIZES."""
+    """Write a model of a size of SIZES into a folder."""
     dim, layers, heads, hidden, grid, codes = SIZES[name]
     torch.manual_seed(0)
     config = LlamaGenConfig(dim, layers, heads, hidden, grid=grid, vocab=codes, classes=CLASSES)
@@ -64,18 +61,18 @@ def write_random(folder: Path, name: str) -> None:
         vq = VQGAN(VQGANConfig(grid, codes, **small))
         drafters = {"drafter": EagleDrafter(eagle, table), "parallel": ParallelDrafter(parallel, table)}
     for part, kind, flat in (("drafter", "eagle", eagle.flat()), ("parallel", "parallel", parallel.flat())):
-        save(folder / part, {"kind": kind, **flat}, drawn(drafters[part]), "bfloat16")
-    vq.load_state_dict(drawn(vq), assign=True)
+        save(folder / part, {"kind": kind, **flat}, random_state(drafters[part]), "bfloat16")
+    vq.load_state_dict(random_state(vq), assign=True)
     save_tokenizer(vq, folder / "tokenizer", "bfloat16")
-    save(folder / "target", {"kind": KIND, **asdict(config)}, drawn(target), "bfloat16")
+    save(folder / "target", {"kind": KIND, **asdict(config)}, random_state(target), "bfloat16")
 
 
-def drawn(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Random tensors for all that a module keeps; the weights of norms are 1 and biases 0."""
-    made = {}
-    for name, like in module.state_dict().items():
-        tensor = torch.zeros(like.shape, dtype=torch.bfloat16)
+def random_state(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return random tensors for the state dict of a module; the weights of norms are 1, and biases 0."""
+    state = {}
+    for name, weight in module.state_dict().items():
+        tensor = torch.zeros(weight.shape, dtype=torch.bfloat16)
         if not name.endswith("bias"):
-            tensor = tensor.fill_(1) if like.dim() == 1 else tensor.normal_(0, STD)
-        made[name] = tensor
-    return made
+            tensor = tensor.fill_(1) if weight.dim() == 1 else tensor.normal_(0, STD)
+        state[name] = tensor
+    return state

@@ -1,8 +1,8 @@
-"""A sheet of 6 x 6 pictures, four of each subject of nature-128, for looking at two models side by side.
+"""A sheet of 6 x 6 pictures, four of each subject of nature-128, to compare two models by eye.
 
     python bench/sheet.py --model nature-128 --out after.png [--method ar] [--seed 0]
 
-The same prompts and seeds for every model, none left out. The prompts are printed, a row of the sheet a line.
+Every model draws the same prompts with the same seeds. The script prints the prompts, a line for each row of the sheet.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COLUMNS = 6
 
 
 def main() -> None:
-    """Draw and write the sheet."""
+    """Draw the pictures, and write the sheet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="nature-128")
     parser.add_argument("--out", type=Path, required=True)
@@ -47,10 +47,10 @@ def main() -> None:
     args = parser.parse_args()
     try:
         pipe = Pipeline.from_pretrained(args.model)
-        drawn = pipe(PROMPTS, method=args.method, seed=args.seed, cfg=args.cfg)
+        output = pipe(PROMPTS, method=args.method, seed=args.seed, cfg=args.cfg)
     except InputError as error:
         parser.error(str(error))
-    grid(drawn.images).save(args.out)
+    grid(output.images).save(args.out)
     for row in range(0, len(PROMPTS), COLUMNS):
         print("; ".join(prompt.removeprefix("a photo of ") for prompt in PROMPTS[row : row + COLUMNS]))
 

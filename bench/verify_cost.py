@@ -1,18 +1,18 @@
-"""What verification costs beside a pass: 57 drafted nodes, V = 16,384, a 12-layer, 768-wide target, B = 1.
+"""Cost of verification beside a forward pass: 57 draft codes, V = 16,384, a target of 12 layers and width 768, B = 1.
 
     python bench/verify_cost.py [--runs 40] [--cfg 7.5]
 
-Prints medians of interleaved runs. The drafted codes are drawn from a distribution near the target's own,
-so that walks have the lengths they have in use (printed beside the figures).
+The script prints medians of interleaved runs. Draft codes are sampled from a distribution near the target's, so that as many are
+accepted as with a trained drafter; the number is printed too.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import time
 
 import torch
+from llamagen_cost import now, random_neighbours
 from torch import nn
 
 from lanternpp.accept.base import Acceptance
@@ -29,7 +29,7 @@ from lanternpp.trees.static import SHAPES, StaticTree
 from lanternpp.types import Draft, Frontier
 from lanternpp.util.devices import pick_device, pick_dtype
 
-VOCAB, DIM, PREFIX, GRID = 16384, 768, 120, 16
+VOCAB, DIM, PREFIX, GRID, WARM_UP_RUNS = 16384, 768, 120, 16, 5
 
 
 def main() -> None:
@@ -41,76 +41,71 @@ def main() -> None:
     device = pick_device()
     dtype = pick_dtype("auto", device)
     torch.manual_seed(0)
-    shape = DecoderConfig(DIM, layers=12, heads=12, hidden=2048)
-    decoder = Decoder(shape, grid_table(PREFIX, GRID, shape.head_dim).float()).to(device, dtype).eval()
+    config = DecoderConfig(DIM, layers=12, heads=12, hidden=2048)
+    decoder = Decoder(config, grid_table(PREFIX, GRID, config.head_dim).float()).to(device, dtype).eval()
     head = nn.Sequential(nn.Linear(DIM, VOCAB, bias=False)).to(device, dtype)
     backend().pack(decoder.requires_grad_(False))
     backend().pack(head.requires_grad_(False))
     guidance, sampling = Guidance(options.cfg), Sampling(top_k=1000, backend=backend())
     tree = StaticTree(SHAPES["lantern-57"])
     cache = Cache(
-        shape, guidance.branches, PREFIX + GRID * GRID + tree.size, torch.empty(0, device=device, dtype=dtype)
+        config,
+        guidance.branches,
+        PREFIX + GRID * GRID + tree.size,
+        torch.empty(0, device=device, dtype=dtype),
     )
     cache.used += PREFIX + GRID * GRID // 2
-    table = (
-        torch.stack([torch.randperm(VOCAB)[:1000] for _ in range(64)]).repeat(VOCAB // 64, 1).int().to(device)
-    )
+    table = random_neighbours(VOCAB, device)
     rules: dict[str, Acceptance] = {"exact": Exact(), "lantern++ (1000, 2)": LanternPlusPlus(table, 2.0)}
     seconds: dict[str, list[float]] = {name: [] for name in ("pass", *rules)}
-    kept: dict[str, list[int]] = {name: [] for name in rules}
+    num_codes: dict[str, list[int]] = {name: [] for name in rules}
     walk = with_native(verify_tokenwise, backend())
     with torch.inference_mode():
-        for run in range(options.runs + 5):
+        for run in range(WARM_UP_RUNS + options.runs):
             noise = Noise(torch.tensor([run], device=device), torch.tensor([1], device=device))
-            draft, logits = make(tree, sampling, noise)
+            draft, logits = draft_and_logits(tree, sampling, noise)
             x = torch.randn(guidance.branches, tree.size, DIM, device=device).to(dtype)
             nodes = cache.nodes(guidance.rows(draft.tree.depth), guidance.rows(draft.tree.mask))
-            began = now()
+            start = now()
             guidance.merge(head(decoder(x, nodes, cache)))
-            took = {"pass": now() - began}
+            run_seconds = {"pass": now() - start}
             for name, rule in rules.items():
-                began = now()
+                start = now()
                 verdict = walk(draft, logits, sampling, rule, noise, False)
-                took[name] = now() - began
-                if run >= 5:
-                    kept[name].append(int(verdict.kept))
-            if run >= 5:
-                for name, t in took.items():
-                    seconds[name].append(t)
-    one = statistics.median(seconds["pass"])
+                run_seconds[name] = now() - start
+                if run >= WARM_UP_RUNS:
+                    num_codes[name].append(int(verdict.kept))
+            if run >= WARM_UP_RUNS:
+                for name, value in run_seconds.items():
+                    seconds[name].append(value)
+    pass_seconds = statistics.median(seconds["pass"])
     print(
         f"{device}, {dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}, cfg {options.cfg}"
     )
-    print(f"pass of {tree.size} nodes in {guidance.branches} rows: {1e3 * one:.2f} ms")
+    print(f"pass of {tree.size} nodes in {guidance.branches} rows: {1e3 * pass_seconds:.2f} ms")
     for name in rules:
-        t = statistics.median(seconds[name])
-        mean = statistics.mean(kept[name])
+        verify_seconds = statistics.median(seconds[name])
+        share = verify_seconds / pass_seconds
+        codes = statistics.mean(num_codes[name])
         print(
-            f"verify, {name}: {1e3 * t:.2f} ms = {100 * t / one:.1f} % of the pass ({mean:.2f} codes kept per pass)"
+            f"verify, {name}: {1e3 * verify_seconds:.2f} ms = {share:.1%} of the pass; {codes:.2f} codes per pass"
         )
 
 
-def make(tree: StaticTree, sampling: Sampling, noise: Noise) -> tuple[Draft, torch.Tensor]:
-    """A draft and the target's logits at its nodes: both flat over many codes, as visual models are."""
+def draft_and_logits(tree: StaticTree, sampling: Sampling, noise: Noise) -> tuple[Draft, torch.Tensor]:
+    """Return a draft and the target's logits [1, N, V] at its nodes, both flat over many codes, as visual models' are."""
     device = noise.seed.device
     common = torch.randn(1, tree.size, VOCAB, device=device) * 2
     logits = common + 0.7 * torch.randn_like(common)
     q = sampling.probs(common)
 
-    def extend(at: Frontier) -> torch.Tensor:
-        return q.gather(1, at.node[..., None].expand(-1, -1, VOCAB))
+    def extend(frontier: Frontier) -> torch.Tensor:
+        return q.gather(1, frontier.node[..., None].expand(-1, -1, VOCAB))
 
     def children(q: torch.Tensor, count: int, level: int) -> torch.Tensor:
         return sampling.children(q, count, noise, Noise.DRAFT + level)
 
     return tree.grow(torch.zeros(1, dtype=torch.int64, device=device), q[:, 0], extend, children), logits
-
-
-def now() -> float:
-    """Seconds, with the device's work done."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 if __name__ == "__main__":

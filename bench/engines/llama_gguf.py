@@ -22,7 +22,7 @@ NAMES = {
 def write(weights: Path, kind: str, path: Path) -> None:
     """Write a model of the architecture "llama" with these weights; kind: "BF16" or "Q8_0", the head's too.
 
-    Its rotations are along one axis and pair other channels, which costs the same and computes something else.
+    Its rotary embedding has one axis and pairs other channels: the cost is equal, the logits are not.
     """
     import gguf
 
@@ -98,7 +98,7 @@ class LlamaCpp:
         self.forward(torch.randn(BRANCHES, FILLED, config.dim), 0)
 
     def forward(self, x: Tensor, filled: int) -> np.ndarray:
-        """x [2, N, D] after so many slots -> logits [2, N, V] in float32, which the next pass overwrites."""
+        """Return logits [2, N, V] in float32 for x [2, N, D] after `filled` slots; the next pass overwrites them."""
         for branch in range(BRANCHES):
             self.api.llama_memory_seq_rm(self.memory, branch, filled, -1)
         batch = self.batch(x.shape[1], x.shape[2], filled)
@@ -110,7 +110,7 @@ class LlamaCpp:
         return np.ctypeslib.as_array(logits, (BRANCHES, x.shape[1], self.vocab))
 
     def batch(self, count: int, dim: int, filled: int) -> Any:
-        """The description of a chain of `count` nodes in each branch."""
+        """Return the batch of a chain of `count` nodes in each branch."""
         if (count, filled) not in self.batches:
             batch = self.api.llama_batch_init(BRANCHES * count, dim, 1)
             batch.n_tokens = BRANCHES * count

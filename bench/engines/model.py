@@ -1,4 +1,4 @@
-"""The decoders that are timed: shapes, one file of weights for all engines, and the inputs of pictures that nature-128 draws."""
+"""The decoders that are timed: their shapes, a file of weights for all engines, and the inputs of pictures of nature-128."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from lanternpp.nn.decoder import Decoder, DecoderConfig, line_table
 
 FILLED = 256  # slots of the KV cache that hold keys and values of earlier positions
 BRANCHES = 2  # of guidance; a pass of n rows has n / 2 nodes in each
-MOST_NODES = 16  # of a branch in a pass
+MAX_NODES = 16  # of a branch in a pass
 SHAPES = {
     "S": (DecoderConfig(384, 14, 6, 1024), 4096),
     "XL": (DecoderConfig(1280, 36, 20, 3584), 16384),
     "3B": (DecoderConfig(3200, 24, 32, 8704), 16384),
 }
-"""Decoder and codes V: nature-128, and LlamaGen-XL and LlamaGen-3B (arXiv 2406.06525)."""
+"""By shape: the decoder, and the number of codes. nature-128, LlamaGen-XL and LlamaGen-3B (arXiv 2406.06525)."""
 PROMPTS = ("a photo of a red tulip", "a photo of a snow covered mountain", "a photo of the sea at sunset")
 
 
 class UnavailableError(Exception):
-    """An engine does not run a decoder here; the message says why."""
+    """An engine cannot run a decoder here; the message has the reason."""
 
 
 def weights_file(shape: str, folder: Path) -> Path:
-    """The file of a shape's weights, written if it is not there: those of nature-128 (S), or random ones in bfloat16.
+    """Return the path of a shape's weights, and write the file if it is missing: nature-128's (S), or random weights in bfloat16.
 
-    Its tensors are `Decoder`'s, "rotary_table" [positions, 2, d] and "head" [V, D].
+    The tensors are `Decoder`'s, "rotary_table" [positions, 2, d] and "head" [V, D].
     """
     path = folder / f"{shape}.safetensors"
     if path.is_file():
@@ -43,14 +43,14 @@ def weights_file(shape: str, folder: Path) -> Path:
             raise UnavailableError("nature-128 has another shape than SHAPES says")
         tensors = {**target.decoder.state_dict(), "head": target.codes_out.weight}
         table = target.decoder.rotary_table
-        # Passes are timed after the last position too.
-        more = table[-1:].expand(2 * FILLED - len(table), -1, -1)
-        tensors["rotary_table"] = torch.cat((table, more))
+        # Timed passes have positions after nature-128's last one.
+        further_rows = table[-1:].expand(2 * FILLED - len(table), -1, -1)
+        tensors["rotary_table"] = torch.cat((table, further_rows))
     else:
         generator = torch.Generator().manual_seed(0)
         with torch.device("meta"):
-            like = Decoder(config, line_table(1, config.head_dim)).state_dict()
-        tensors = {name: torch.ones(at.shape, dtype=torch.bfloat16) for name, at in like.items()}
+            state = Decoder(config, line_table(1, config.head_dim)).state_dict()
+        tensors = {name: torch.ones(weight.shape, dtype=torch.bfloat16) for name, weight in state.items()}
         tensors["head"] = torch.empty(vocab, config.dim, dtype=torch.bfloat16)
         for weight in tensors.values():
             if weight.dim() == 2:
@@ -62,13 +62,13 @@ def weights_file(shape: str, folder: Path) -> Path:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of `weights_file`, mapped."""
+    """Return the tensors of `weights_file`, mapped into memory."""
     return load_file(path)
 
 
 @torch.inference_mode()
 def picture_inputs() -> Tensor:
-    """Inputs of nature-128's decoder for pictures that it draws by plain decoding: [pictures, 2, slots, D] in float32."""
+    """Return inputs of nature-128's decoder for pictures of plain decoding, [pictures, 2, slots, D] in float32."""
     pipe = Pipeline.from_pretrained("nature-128", dtype="float32")
     pictures = []
     for seed, prompt in enumerate(PROMPTS):

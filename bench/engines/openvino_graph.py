@@ -27,17 +27,17 @@ except ImportError:
 
 
 def numbers(*values: int) -> Any:
-    """A constant vector of integers."""
+    """Return a constant vector of integers."""
     return op.constant(np.array(values, np.int64))
 
 
 def scalar(value: float) -> Any:
-    """A constant float."""
+    """Return a constant float."""
     return op.constant(np.float32(value))
 
 
 def view(x: Tensor) -> Any:
-    """A tensor as OpenVINO has it, in the same memory."""
+    """Return a tensor of OpenVINO that shares the memory of a tensor of PyTorch."""
     if x.dtype != torch.bfloat16:
         return openvino.Tensor(x.numpy(), shared_memory=True)
     return openvino.Tensor(x.view(torch.uint16).numpy(), list(x.shape), openvino.Type.bf16)
@@ -52,7 +52,7 @@ class Graph:
         self.held: list[Tensor] = []  # what constants share memory with
 
     def linear(self, x: Any, weight: Tensor, int8: bool) -> Any:
-        """x [..., in] -> [..., out]."""
+        """Multiply x [..., in] by a weight: [..., out]."""
         if int8:
             groups = weight.float().unflatten(1, (-1, GROUP))
             scale = groups.abs().amax(-1, keepdim=True) / 127
@@ -65,25 +65,27 @@ class Graph:
         return op.matmul(x, full, False, True)
 
     def norm(self, x: Any, name: str) -> Any:
-        """RMSNorm, as OpenVINO recognises it."""
+        """Build RMSNorm in the form that OpenVINO recognises."""
         mean = op.reduce_mean(op.power(x, scalar(2)), numbers(-1), True)
         unit = op.divide(scalar(1), op.sqrt(op.add(mean, scalar(self.config.norm_eps))))
         return op.multiply(op.multiply(x, unit), op.constant(self.weights[name].float().numpy()))
 
     def heads(self, x: Any) -> Any:
-        """[R, N, H d] -> [R, H, N, d]."""
+        """Split heads: [R, N, H d] -> [R, H, N, d]."""
         split = op.reshape(x, numbers(0, 0, -1, self.config.head_dim), True)
         return op.transpose(split, numbers(0, 2, 1, 3))
 
     def rotated(self, x: Any, cos: Any, sin: Any) -> Any:
-        """Rotary embeddings, as OpenVINO recognises them."""
+        """Build rotary embeddings in the form that OpenVINO recognises."""
         half = self.config.head_dim // 2
         first, second = op.variadic_split(x, op.constant(3), numbers(half, half)).outputs()
         turned = op.concat([op.multiply(second, scalar(-1)), first], -1)
         return op.add(op.multiply(x, cos), op.multiply(turned, sin))
 
     def model(self) -> Any:
-        """Inputs: x [2, N, D], cosines and sines [1, 1, N, d], additive mask [2, 1, N, FILLED + N], keys and values of each
+        """Build the graph.
+
+        Inputs: x [2, N, D], cosines and sines [1, 1, N, d], additive mask [2, 1, N, FILLED + N], keys and values of each
         layer [2, H, FILLED, d]. Outputs: logits [2, N, V], keys and values of the nodes [2, H, N, d]."""
         dim, head_dim, heads = self.config.dim, self.config.head_dim, self.config.heads
         x = op.parameter([BRANCHES, -1, dim], np.float32)
@@ -92,11 +94,11 @@ class Graph:
         inputs, outputs = [x, cos, sin, mask], []
         kept = openvino.Type.f32 if self.int8 else openvino.Type.bf16
         for i in range(self.config.layers):
-            at = f"blocks.{i}."
+            prefix = f"blocks.{i}."
             old = [op.parameter([BRANCHES, heads, FILLED, head_dim], kept) for _ in range(2)]
             keys, values = (op.convert(tensor, np.float32) for tensor in old)
-            y = self.norm(x, f"{at}attention_norm.weight")
-            parts = self.weights[f"{at}wqkv.weight"].chunk(3)
+            y = self.norm(x, f"{prefix}attention_norm.weight")
+            parts = self.weights[f"{prefix}wqkv.weight"].chunk(3)
             q, k, v = (self.heads(self.linear(y, part, self.int8)) for part in parts)
             q, k = op.multiply(self.rotated(q, cos, sin), scalar(head_dim**-0.5)), self.rotated(k, cos, sin)
             scores = op.concat([op.matmul(q, keys, False, True), op.matmul(q, k, False, True)], -1)
@@ -104,18 +106,20 @@ class Graph:
             earlier, own = op.variadic_split(share, op.constant(3), numbers(FILLED, -1)).outputs()
             y = op.add(op.matmul(earlier, values, False, False), op.matmul(own, v, False, False))
             y = op.reshape(op.transpose(y, numbers(0, 2, 1, 3)), numbers(0, 0, dim), True)
-            x = op.add(x, self.linear(y, self.weights[f"{at}wo.weight"], self.int8))
-            y = self.norm(x, f"{at}ffn_norm.weight")
-            gate, up = (self.linear(y, part, self.int8) for part in self.weights[f"{at}w13.weight"].chunk(2))
+            x = op.add(x, self.linear(y, self.weights[f"{prefix}wo.weight"], self.int8))
+            y = self.norm(x, f"{prefix}ffn_norm.weight")
+            gate, up = (
+                self.linear(y, part, self.int8) for part in self.weights[f"{prefix}w13.weight"].chunk(2)
+            )
             gated = op.multiply(op.swish(gate), up)
-            x = op.add(x, self.linear(gated, self.weights[f"{at}w2.weight"], self.int8))
+            x = op.add(x, self.linear(gated, self.weights[f"{prefix}w2.weight"], self.int8))
             inputs += old
             outputs += [k, v]
         logits = self.linear(self.norm(x, "norm.weight"), self.weights["head"], False)
         return openvino.Model([logits, *outputs], inputs)
 
     def write(self, path: Path) -> None:
-        """Write it: the file is mapped when it is read, so that weights are not held twice."""
+        """Write the graph to a file, which is mapped into memory when it is read, so that weights are not held twice."""
         openvino.save_model(self.model(), path, compress_to_fp16=False)
         document = ElementTree.parse(path)
         for layer in document.iter("layer"):
@@ -147,7 +151,7 @@ class OpenVINO:
         self.kv = [torch.randn(size).to(dtype) for _ in range(2 * self.config.layers)]
 
     def request(self, count: int) -> Any:
-        """What runs passes over so many nodes of each branch."""
+        """Return a request for passes over `count` nodes of each branch."""
         key = count if self.small else 0
         if key not in self.requests:
             core = openvino.Core()
@@ -171,7 +175,7 @@ class OpenVINO:
         return self.requests[key]
 
     def chain(self, count: int, filled: int) -> list[Tensor]:
-        """Cosines, sines and mask of a chain of so many nodes."""
+        """Return cosines, sines and mask of a chain of `count` nodes."""
         half = self.config.head_dim // 2
         cos, sin = self.table[filled : filled + count].float().unbind(1)
         sin = torch.cat((-sin[:, :half], sin[:, half:]), -1)
@@ -181,18 +185,18 @@ class OpenVINO:
         return [tensor.contiguous() for tensor in (cos[None, None], sin[None, None], mask)]
 
     def forward(self, x: Tensor, filled: int) -> np.ndarray:
-        """x [2, N, D] in float32 after so many slots -> logits [2, N, V] in float32, which the next pass overwrites."""
+        """Return logits [2, N, V] in float32 for x [2, N, D] in float32 after `filled` slots; the next pass overwrites them."""
         key = x.shape[1], filled
         if key not in self.inputs:
             self.inputs[key] = self.chain(*key)
-        request, given = self.request(key[0]), (x.contiguous(), *self.inputs[key])
-        for i, tensor in enumerate(given):
+        request = self.request(key[0])
+        for i, tensor in enumerate((x.contiguous(), *self.inputs[key])):
             request.set_input_tensor(i, view(tensor))
         request.infer()
         return request.get_output_tensor(0).data
 
     def store(self, count: int, filled: int) -> None:
-        """Put the keys and values of the last pass after the first `filled` slots."""
+        """Write the keys and values of the last pass after the first `filled` slots."""
         for i, kept in enumerate(self.kv):
             new = torch.from_numpy(self.request(count).get_output_tensor(1 + i).data)
             kept[:, :, filled : filled + count] = new.to(kept.dtype)

@@ -1,9 +1,9 @@
-"""One engine with one decoder, in a process of its own: it reads a request a line and writes an answer a line, in JSON.
+"""An engine with a decoder in a process of its own, which reads requests and writes answers, a line of JSON each.
 
     python bench/engines/worker.py ENGINE SHAPE FOLDER THREADS KIND
 
-A pass is the decoder's layers and its head over the nodes of two branches, after FILLED slots of a KV cache. The keys and values of its
-nodes go to the slots after these.
+A pass is the decoder's layers and its head over the nodes of two branches, after FILLED slots of a KV cache. The keys and values of
+the nodes are written to the slots after these.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from llama_gguf import LlamaCpp
 from model import (
     BRANCHES,
     FILLED,
-    MOST_NODES,
+    MAX_NODES,
     SHAPES,
     UnavailableError,
     picture_inputs,
@@ -38,8 +38,8 @@ from lanternpp.nn.backend import backend
 from lanternpp.nn.decoder import Decoder
 from lanternpp.types import Nodes
 
-GUIDANCE = 4.0  # at which the rounding of guided logits is measured
-PROMPT = 8  # slots of nature-128's prompt
+GUIDANCE = 4.0  # of the guided logits whose rounding is measured
+PROMPT_SLOTS = 8  # of nature-128
 CHUNK = 13  # nodes of a branch in the passes whose rounding is measured
 
 
@@ -59,53 +59,53 @@ class PyTorch:
         self.decoder.rotary_table = table
         self.decoder.requires_grad_(False).eval()
         self.dtype = dtype
-        self.cache = cache.Cache(config, BRANCHES, FILLED + MOST_NODES, torch.empty(0, dtype=dtype))
+        self.cache = cache.Cache(config, BRANCHES, FILLED + MAX_NODES, torch.empty(0, dtype=dtype))
         self.cache.kv.normal_(generator=torch.Generator().manual_seed(1))
         self.nodes: dict[tuple[int, int], Nodes] = {}
 
     @torch.no_grad()
     def forward(self, x: Tensor, filled: int) -> Tensor:
-        """x [2, N, D] in float32 after so many slots -> logits [2, N, V]."""
+        """Return logits [2, N, V] for x [2, N, D] in float32 after `filled` slots."""
         key = x.shape[1], filled
         if key not in self.nodes:
             self.nodes[key] = self.chain(*key)
         return self.step(x.to(self.dtype), self.nodes[key])
 
     def chain(self, count: int, filled: int) -> Nodes:
-        """A chain of so many nodes in both branches."""
+        """Return a chain of `count` nodes in both branches, after `filled` slots."""
         self.cache.used.fill_(filled)
         mask = torch.ones(count, count, dtype=torch.bool).tril().expand(BRANCHES, -1, -1)
         return self.cache.nodes(torch.arange(count).expand(BRANCHES, -1), mask)
 
     def step(self, x: Tensor, nodes: Nodes) -> Tensor:
-        """x [2, N, D] in the engine's dtype -> logits [2, N, V]."""
+        """Return logits [2, N, V] for x [2, N, D] in the engine's dtype."""
         return self.logits(self.decoder(x, nodes, self.cache))
 
     def logits(self, features: Tensor) -> Tensor:
-        """features [2, N, D] -> logits [2, N, V]."""
+        """Return logits [2, N, V] for features [2, N, D]."""
         logits: Tensor = self.head(features)
         return logits
 
 
 class Layers:
-    """Keys and values of each layer as tensors of their own, indexed as `Cache.kv`."""
+    """A KV cache with two tensors per layer, indexed as `Cache.kv`."""
 
     def __init__(self, kv: Tensor):
         self.layers = [[part.clone() for part in layer] for layer in kv]
 
     def __getitem__(self, index: tuple[Any, ...]) -> Any:
-        """Keys and values of a layer, or one of them, at the rest of the index."""
-        layer, kind, *rest = index
+        """Return the keys and values of a layer, or one of both, at the remaining index."""
+        layer, kind, *position = index
         parts = self.layers[layer]
-        return [part[..., *rest] for part in parts] if kind is ... else parts[kind][tuple(rest)]
+        return [part[..., *position] for part in parts] if kind is ... else parts[kind][tuple(position)]
 
 
 class Compiled(PyTorch):
-    """The same through torch.compile, for each number of nodes, with weights as constants."""
+    """`PyTorch` through torch.compile, for each number of nodes, with weights as constants."""
 
     def __init__(self, weights: Path):
         super().__init__(weights)
-        # Of one tensor for all layers, the graph copies all of it in every layer.
+        # With one tensor for all layers, the graph would copy the tensor in every layer.
         self.cache.kv = Layers(self.cache.kv)  # type: ignore[assignment]
         torch._inductor.config.freezing = True
         torch._dynamo.config.recompile_limit = 64
@@ -113,7 +113,7 @@ class Compiled(PyTorch):
 
 
 class Ours(PyTorch):
-    """The same, packed for the package's kernels; dtype: "bfloat16" or "int8"."""
+    """`PyTorch` with weights packed for the package's kernels. dtype: "bfloat16" or "int8"."""
 
     def __init__(self, weights: Path, dtype: str):
         super().__init__(weights)
@@ -125,10 +125,10 @@ class Ours(PyTorch):
         self.packed = packed
 
     def logits(self, features: Tensor) -> Tensor:
-        """As in PyTorch."""
-        found = self.packed(features, 1.0, 1)
-        assert found is not None
-        return found
+        """Return logits [2, N, V] for features [2, N, D]."""
+        logits = self.packed(features, 1.0, 1)
+        assert logits is not None
+        return logits
 
 
 ENGINES: dict[str, Callable[..., Any]] = {
@@ -144,30 +144,30 @@ ENGINES: dict[str, Callable[..., Any]] = {
 }
 
 
-def timed(engine: Any, x: Tensor, seconds: float) -> list[float]:
-    """Milliseconds of passes after FILLED slots, for at least that long and at least three."""
-    taken: list[float] = []
-    while len(taken) < 3 or sum(taken) < 1e3 * seconds:
-        began = time.perf_counter()
+def time_passes(engine: Any, x: Tensor, seconds: float) -> list[float]:
+    """Return the milliseconds of passes after FILLED slots; at least three passes and `seconds` in all."""
+    ms: list[float] = []
+    while len(ms) < 3 or sum(ms) < 1e3 * seconds:
+        start = time.perf_counter()
         engine.forward(x, FILLED)
-        taken.append(1e3 * (time.perf_counter() - began))
-    return taken
+        ms.append(1e3 * (time.perf_counter() - start))
+    return ms
 
 
-def rounding(engine: Any, folder: Path) -> dict[str, float]:
-    """The distance of an engine's distributions from those of float32, which "float32" computes first, over pictures' codes.
+def measure_rounding(engine: Any, folder: Path) -> dict[str, float]:
+    """Return the distances of an engine's distributions from those of "float32", which runs first, over the codes of pictures.
 
-    Means over positions: KL divergence in nats and total variation, of the conditional branch and of guided logits.
+    They are means over positions: KL divergence in nats and total variation, of the conditional branch and of guided logits.
     """
     pictures = []
     for picture in torch.load(folder / "inputs.pt"):
-        parts = []
+        chunks = []
         for filled in range(0, FILLED - CHUNK, CHUNK):
             logits = engine.forward(picture[:, filled : filled + CHUNK], filled)
-            parts.append(torch.as_tensor(logits).float().clone())
+            chunks.append(torch.as_tensor(logits).float().clone())
             if hasattr(engine, "store"):
                 engine.store(CHUNK, filled)
-        pictures.append(torch.cat(parts, 1)[:, PROMPT - 1 :])
+        pictures.append(torch.cat(chunks, 1)[:, PROMPT_SLOTS - 1 :])
     logits = torch.stack(pictures)  # [pictures, 2, positions, V]
     reference = folder / "float32.pt"
     if getattr(engine, "dtype", None) == torch.float32:
@@ -184,51 +184,52 @@ def rounding(engine: Any, folder: Path) -> dict[str, float]:
     return distances
 
 
-def own_memory() -> float:
-    """Gigabytes of memory of this process that are no mapped files."""
+def anonymous_memory() -> float:
+    """Return the memory of this process in gigabytes, without mapped files."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024 / 1e9
 
 
 def main() -> None:
-    """Answer requests until there are none."""
-    name, shape, place, threads, kind = sys.argv[1:]
+    """Answer requests until the input ends."""
+    name, shape, folder_name, threads, kind = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print does not go among the answers
+    # Libraries that print write to stderr instead of between the answers.
+    os.dup2(2, 1)
 
     def answer(**fields: Any) -> None:
         print(json.dumps(fields), file=answers, flush=True)
 
     torch.set_num_threads(int(threads))
-    folder = Path(place)
+    folder = Path(folder_name)
     weights = weights_file(shape, folder)
     config, vocab = SHAPES[shape]
-    tiles = kind in ("native", "amx")
-    if not tiles:
+    has_amx = kind in ("native", "amx")
+    if not has_amx:
         cache.TILES = False
     try:
-        extra = {"amx": tiles} if name.startswith("llama.cpp") else {}
+        extra = {"amx": has_amx} if name.startswith("llama.cpp") else {}
         engine = ENGINES[name](weights, **extra)
-        x = {n: torch.randn(BRANCHES, n, config.dim) for n in range(1, MOST_NODES + 1)}
+        x = {n: torch.randn(BRANCHES, n, config.dim) for n in range(1, MAX_NODES + 1)}
     except UnavailableError as error:
         answer(unavailable=str(error))
         return
     layer = 4 * config.dim**2 + 3 * config.dim * config.hidden
     answer(layers=config.layers * layer, head=config.dim * vocab)
-    warm = set()
+    warm_counts = set()
     with suppress(KeyboardInterrupt):
         for line in sys.stdin:
             request = json.loads(line)
             if request.get("rounding"):
                 if not (folder / "inputs.pt").is_file():
                     torch.save(picture_inputs(), folder / "inputs.pt")
-                answer(**rounding(engine, folder))
+                answer(**measure_rounding(engine, folder))
                 continue
             nodes = request["rows"] // BRANCHES
-            if nodes not in warm:
-                timed(engine, x[nodes], 0.1)
-                warm.add(nodes)
-            answer(ms=timed(engine, x[nodes], request["seconds"]), memory=own_memory())
+            if nodes not in warm_counts:
+                time_passes(engine, x[nodes], 0.1)
+                warm_counts.add(nodes)
+            answer(ms=time_passes(engine, x[nodes], request["seconds"]), memory=anonymous_memory())
 
 
 if __name__ == "__main__":
