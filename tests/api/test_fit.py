@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import platform
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -34,6 +36,7 @@ from lanternpp.api.fit import (
 )
 from lanternpp.api.options import Settings
 from lanternpp.api.rates import FILE, Counter, Counts, read_rates, strength
+from lanternpp.engine.decode import Engine
 from lanternpp.engine.observers import AcceptanceByRank, Stopwatch, TimedEngine
 from lanternpp.errors import InputError
 from lanternpp.evaluation.race import Race, parse_methods
@@ -47,7 +50,6 @@ from lanternpp.util.jsonfile import key_of
 
 PROMPT = "a red tulip"
 HALVES = Counts(((8.0,),) * 8, ((4.0,),) * 8, 1000)  # every guess is accepted half of the time
-DEEPER = Counts(((8.0,),) * 9, ((4.0,),) * 9, 1000)
 STEPS = {PLAIN: 1.0, "chain-1": 1.2, "chain-2": 1.3, "chain-4": 2.0, "chain-8": 3.0}
 
 
@@ -191,18 +193,6 @@ def test_another_process_reads_what_was_measured(model: Path, timed, own_cache: 
         assert json.loads(file.read_text())["facts"][name]
 
 
-def test_another_own_draft_is_measured_once_beside_what_is_known(model: Path, timed) -> None:
-    asked = timed(STEPS)
-    pipeline(model)(PROMPT, method="parallel")
-    defaults = {"methods": {"parallel": {"tree": "chain-9"}}}
-    (model / "defaults.json").write_text(json.dumps(defaults))
-    write_rates(model / "parallel", pipeline(model).settings("parallel"), DEEPER)
-    for _ in range(2):
-        pipe = pipeline(model)
-        assert pipe.fit(pipe.settings("parallel")).tree == "chain-2"
-    assert len(asked) == 2 and asked[1][1] == "chain-9"
-
-
 def test_what_the_budget_left_out_is_measured_by_later_processes(model: Path, timed) -> None:
     for slower in (1.0, 8.0):  # than the machine was, for a while
         asked = timed({name: slower * seconds for name, seconds in STEPS.items()}, most=5)
@@ -214,17 +204,12 @@ def test_what_the_budget_left_out_is_measured_by_later_processes(model: Path, ti
     assert pipe.fit(pipe.settings("parallel")).tree == "chain-2" and len(asked) == 1
 
 
-def test_of_two_processes_that_measure_at_once_the_first_to_write_is_right(model: Path, timed) -> None:
-    slow, fast = pipeline(model), pipeline(model)
-    assert slow._fit.store == fast._fit.store
-    timed(STEPS)
-    assert fast.fit(fast.settings("parallel")).tree == "chain-2"
-    timed(STEPS | {"chain-8": 0.1})
-    assert slow.fit(slow.settings("parallel")).tree == "chain-2"
+def test_of_two_processes_that_measure_at_once_the_first_to_write_is_right(own_cache: Path) -> None:
+    slow, fast = fit.Store(), fit.Store()
     known, twice_as_fast = Step(PLAIN, 2, 1.0, 0.8, 1.0), Step(PLAIN, 2, 0.5, 0.4, 1.0)
-    fast._fit.store.add_steps("a", (known,))
-    slow._fit.store.add_steps("a", (twice_as_fast, Step("chain-4", 6, 0.9, 0.6, 1.0)))
-    assert slow._fit.store.steps["a"] == (known, Step("chain-4", 6, 1.8, 1.2, 1.0))
+    fast.add_steps("a", (known,))
+    slow.add_steps("a", (twice_as_fast, Step("chain-4", 6, 0.9, 0.6, 1.0)))
+    assert slow.steps["a"] == (known, Step("chain-4", 6, 1.8, 1.2, 1.0))
 
 
 def test_what_was_measured_beside_other_work_is_not_kept(model: Path, timed, own_cache: Path) -> None:
@@ -253,16 +238,6 @@ def test_a_damaged_file_is_said_once_and_measured_anew(
         assert other.fit(other.settings("parallel")).tree == "chain-2"
         other.fit(other.settings("parallel", batch_size=2))
     assert len(said) == 1 and len(asked) == 3 and json.loads(file.read_text())["steps"]
-
-
-def test_a_cache_that_cannot_be_written_is_said_once(model: Path, timed, own_cache: Path) -> None:
-    own_cache.write_text("a file")
-    timed(STEPS)
-    pipe = pipeline(model)
-    with pytest.warns(UserWarning, match="not kept for the next run") as said:
-        assert pipe.fit(pipe.settings("parallel")).tree == "chain-2"
-        assert pipe.fit(pipe.settings("parallel", batch_size=2)).tree == "chain-2"
-    assert len(said) == 1
 
 
 def test_rates_that_are_not_known_are_counted_while_drawing(model: Path, timed) -> None:
@@ -307,25 +282,16 @@ def test_only_the_draft_to_fit_is_counted_and_not_by_engines_that_are_timed(
 def test_what_is_counted_adds_up_where_nothing_can_be_written(own_cache: Path, monkeypatch) -> None:
     some = replace(HALVES, passes=MIN_PASSES // 2)
     first = fit.Store()
-    first.add_counts("a", some)
+    assert first.add_counts("a", some) and first.complete_counts("a") is None
     first.add_steps("a", (Step(PLAIN, 2, 1.0, 1.0, 1.0),))
     monkeypatch.setattr(fit, "write_json", Mock(side_effect=InputError("a read-only file system")))
-    with pytest.warns(UserWarning, match="not kept for the next run"):
+    with pytest.warns(UserWarning, match="not kept for the next run") as said:
         other = fit.Store()
         other.add_steps("a", (Step("chain-1", 4, 1.0, 1.0, 1.0),))
-        assert not other.add_counts("a", some) and other.complete_counts("a").passes == MIN_PASSES
-    assert len(other.steps["a"]) == 2
-
-
-def test_counts_of_processes_that_end_early_add_up(model: Path) -> None:
-    one = pipeline(model)._fit.store
-    assert one.add_counts("a", replace(HALVES, passes=MIN_PASSES - 1)) and one.complete_counts("a") is None
-    other = pipeline(model)._fit.store
-    assert not other.add_counts("a", replace(HALVES, passes=2))
-    assert other.complete_counts("a") == Counts(((16.0,),) * 8, ((8.0,),) * 8, MIN_PASSES + 1)
-    assert not one.add_counts("a", HALVES) and one.complete_counts("a") == other.complete_counts("a"), (
-        "enough stays as it is"
-    )
+        assert not other.add_counts("a", some)
+    assert len(said) == 1 and len(other.steps["a"]) == 2
+    enough = Counts(((16.0,),) * 8, ((8.0,),) * 8, MIN_PASSES)
+    assert not other.add_counts("a", HALVES) and other.complete_counts("a") == enough, "enough stays as it is"
 
 
 def test_a_file_keeps_the_latest_settings_alone(own_cache: Path, monkeypatch) -> None:
@@ -391,18 +357,41 @@ def test_every_method_with_a_fixed_shape_can_be_measured(model: Path, method: st
 
 
 def test_a_measurement_ends_with_its_budget_but_knows_two_drafts(pipe: Pipeline, monkeypatch) -> None:
-    made = []
+    made: dict[str, weakref.ref[Engine]] = {}
 
-    def engine(tree: str):
-        made.append(tree)
-        return pipe.new_engine(pipe.settings("parallel", tree=tree))
+    def engine(tree: str) -> Engine:
+        assert not any(earlier() for earlier in [*made.values()][1:]), (
+            "memory may have no room for two drafts"
+        )
+        if tree == "chain-4":
+            raise InputError("too little memory")
+        engine = pipe.new_engine(pipe.settings("parallel", tree=tree))
+        made[tree] = weakref.ref(engine)
+        return engine
 
     drafts = [(f"chain-{n}", lambda n=n: engine(f"chain-{n}")) for n in (1, 2, 3, 4)]
-    monkeypatch.setattr("lanternpp.api.fit.SECONDS", 0.0)
-    monkeypatch.setattr("lanternpp.api.fit.SHARE", 0.0)
-    assert [step.draft for step in measure(drafts, 16)] == made == ["chain-1", "chain-2"]
-    monkeypatch.setattr("lanternpp.api.fit.SECONDS", 1000.0)
-    assert len(measure(drafts, 16)) == 4
+    monkeypatch.setattr(fit, "SECONDS", 0.0)
+    monkeypatch.setattr(fit, "SHARE", 0.0)
+    assert [step.draft for step in measure(drafts, 16)] == [*made] == ["chain-1", "chain-2"]
+    monkeypatch.setattr(fit, "SECONDS", 1000.0)
+    made.clear()
+    assert [step.draft for step in measure(drafts, 16)] == ["chain-1", "chain-2", "chain-3"]
+    assert measure([drafts[0], drafts[3]], 16) == measure([drafts[3], drafts[0]], 16) == ()
+
+
+def test_a_machine_that_does_not_name_its_processor_is_known_by_its_cores(
+    tmp_path: Path, monkeypatch
+) -> None:
+    """As those with cores of ARM, and those without /proc."""
+    seen, cpuinfo = [], tmp_path / "cpuinfo"
+    monkeypatch.setattr(fit, "CPUINFO", cpuinfo)
+    for part, cores in ((None, 4), (None, 8), ("0xd0c", 8), ("0xd40", 8)):
+        cpuinfo.unlink(missing_ok=True)
+        if part:
+            cpuinfo.write_text(f"processor\t: 0\nFeatures\t: fp asimd\nCPU part\t: {part}\n")
+        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+        seen.append(fit.machine_facts(torch.device("cpu"))["processor"])
+    assert len(set(seen)) == 4 and platform.machine() in seen[0]
 
 
 @pytest.mark.parametrize(("seconds", "cold"), [(1e-3, 1), (1.0, 3)])

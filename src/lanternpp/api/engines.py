@@ -45,10 +45,9 @@ class Engines:
         self._set_model(model)
 
     def _set_model(self, model: Model) -> None:
-        """Make engines of this model from now on."""
+        """Make engines of this model from now on; engines of the model before are not kept."""
         self.model, self.target, self.folder = model, model.target, model.folder
-        self._models = {False: model}  # by whether the weights are unpacked, as compiling on a CPU needs them
-        self._idle_engines: OrderedDict[tuple[Settings, Hashable], Engine] = OrderedDict()
+        self._idle_engines = OrderedDict[tuple[Settings, Hashable], Engine]()
         self.__dict__.pop("_fit", None)
 
     @cached_property
@@ -56,27 +55,19 @@ class Engines:
         """The fit of drafts to this machine; engines made after it count the acceptance rates that it lacks."""
         return Fit(self.model, partial(self.new_engine, timed=True))
 
-    def _take_engine(self, settings: Settings, shape: Hashable = None) -> Engine:
-        """Take an idle engine, or make one, for exclusive use until `_keep_engine`."""
-        return self._idle_engines.pop((settings, shape), None) or self.new_engine(settings, shape)
-
-    def _keep_engine(self, settings: Settings, engine: Engine, shape: Hashable = None) -> None:
-        # Engines of the model before `to` are dropped. Shaped targets share their weights with the model's.
-        weight = next(engine.target.parameters())
-        if all(weight is not next(model.target.parameters()) for model in self._models.values()):
-            return
-        self._idle_engines[settings, shape] = engine
-        self._idle_engines.move_to_end((settings, shape))
-        while len(self._idle_engines) > 1 and tensor_bytes([*self._idle_engines.values()]) > self.max_bytes:
-            self._idle_engines.popitem(last=False)
-
     @contextmanager
     def _engine_in_use(self, settings: Settings, shape: Hashable = None) -> Iterator[Engine]:
-        """Take an engine for exclusive use and keep it after use; an error drops it."""
+        """Take an engine, or make one, for exclusive use, and keep it after use; an error drops it."""
+        key = settings, shape
         with self._lock:
-            engine = self._take_engine(settings, shape)
-            yield engine
-            self._keep_engine(settings, engine, shape)
+            idle_engines = self._idle_engines  # of this model: `to` replaces them
+            engine = idle_engines.pop(key, None) or self.new_engine(settings, shape)
+        yield engine
+        with self._lock:
+            idle_engines[key] = engine
+            idle_engines.move_to_end(key)
+            while len(idle_engines) > 1 and tensor_bytes([*idle_engines.values()]) > self.max_bytes:
+                idle_engines.popitem(last=False)
 
     def release(self) -> None:
         """Free the kept engines and the memory of their KV caches."""
@@ -91,7 +82,10 @@ class Engines:
         with self._lock:
             if settings.compile:
                 check_compiler(self.model.device)
-            model, device_backend = self._model_for(settings), backend(self.model.device)
+            # Packed weights cannot be compiled on a CPU.
+            unpacked = settings.compile and self.model.device.type == "cpu"
+            model = self.model.unpacked if unpacked else self.model
+            device_backend = backend(model.device)
             target = model.target.shaped(shape)
             proposer = build_proposer(settings, partial(model.network, shape=shape))
             rule = build_rule(settings, self._table)
@@ -112,13 +106,6 @@ class Engines:
             if "_fit" in vars(self) and shape is None and not timed:
                 self._fit.count(settings, engine)
             return engine
-
-    def _model_for(self, settings: Settings) -> Model:
-        """Return the networks for these settings; compiled ones are read again on a CPU, where they must not be packed."""
-        unpacked = settings.compile and self.model.device.type == "cpu"
-        if unpacked not in self._models:
-            self._models[unpacked] = replace(self.model, packed=False, int8=self.model.effect is not None)
-        return self._models[unpacked]
 
     def check(self, settings: Settings) -> None:
         """Check that `new_engine` can make the settings' rule, if it is the package's; raise InputError. Reads no file."""

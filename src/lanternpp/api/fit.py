@@ -6,15 +6,18 @@ How long a step takes with a draft is measured for at most a second, or 5 % of a
 from __future__ import annotations
 
 import os
+import platform
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from itertools import combinations
+from operator import truediv
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Annotated, Any
 
 import torch
@@ -48,7 +51,7 @@ MIN_PASSES = 200  # passes after which counting ends: codes per pass are then kn
 MAX_SETTINGS = 256  # settings whose counts, or steps, the file keeps: the latest ones
 # The budget of a measurement: seconds, or a share of the seconds of a picture by plain decoding where that is more.
 SECONDS, SHARE = 0.8, 0.05
-# A draft gets MIN_STEPS timed steps, one less where a step takes SLOW_STEP seconds, and up to MAX_STEPS in STEP_SECONDS.
+# A draft gets MIN_STEPS timed steps, and up to MAX_STEPS in STEP_SECONDS. A step of SLOW_STEP seconds needs no step before it.
 MIN_STEPS, MAX_STEPS, STEP_SECONDS, SLOW_STEP = 3, 7, 0.04, 0.1
 # Other work has disturbed a measurement above this mean spread (1.06 on a quiet machine), or where a pass takes more than
 # MAX_RATIO times as long as a pass over more rows.
@@ -76,7 +79,7 @@ def warm_step(timed: TimedEngine) -> Span:
 
 
 def measure(drafts: Iterable[tuple[str, Callable[[], Engine]]], length: int) -> tuple[Step, ...]:
-    """Time the steps of some drafts until the budget is used up, each in an engine of its own that is then freed.
+    """Time the steps of some drafts until the budget is used up, or there is too little memory for an engine.
 
     drafts: names, and functions that make the engine. The first is plain decoding, which is timed after every timed step of
     another draft: a step's time relative to plain decoding's does not change when the machine becomes slower for a while. The second
@@ -84,48 +87,49 @@ def measure(drafts: Iterable[tuple[str, Callable[[], Engine]]], length: int) -> 
     """
     (plain_name, make_plain), *drafted_engines = drafts
     began = time.perf_counter()
-    plain = TimedEngine(make_plain())
-    plain.midway_step(zero_cache=True)  # with the set-up of a first use
-    plain_spans = [warm_step(plain) for _ in range(MIN_STEPS)]
-    budget = max(SECONDS, SHARE * length * plain_spans[-1][0])
-    wall_seconds = thread_seconds = 0.0
-    measured: list[tuple[str, int, list[tuple[Span, Span]]]] = []
-    for name, make_engine in drafted_engines:
-        elapsed = time.perf_counter() - began
-        # The next draft is expected to take the mean time of plain decoding and of the drafts before it.
-        if measured and elapsed + elapsed / (1 + len(measured)) > budget:
+    steps: tuple[Step, ...] = ()
+    with suppress(InputError):  # such as too little memory for an engine
+        plain = TimedEngine(make_plain())
+        plain.midway_step(zero_cache=True)  # with the set-up of a first use
+        budget = max(SECONDS, SHARE * length * warm_step(plain)[0])
+        for name, make_engine in drafted_engines:
+            elapsed = time.perf_counter() - began
+            # The next draft is expected to take the mean time of plain decoding and of the drafts before it.
+            if steps and elapsed + elapsed / len(steps) > budget:
+                break
+            steps = joined(steps, measure_beside(plain, plain_name, make_engine, name))
+    return steps
+
+
+def measure_beside(
+    plain: TimedEngine, plain_name: str, make_engine: Callable[[], Engine], name: str
+) -> tuple[Step, Step]:
+    """Time steps of plain decoding and of a draft in turn, the latter in an engine that is freed at the end."""
+    drafted = TimedEngine(make_engine())
+    drafted.midway_step(zero_cache=True)
+    drafted_spans, plain_spans = list[Span](), list[Span]()
+    start, thread_start = time.perf_counter(), time.thread_time()
+    while len(plain_spans) < MAX_STEPS:
+        if len(plain_spans) >= MIN_STEPS and time.perf_counter() - start > STEP_SECONDS:
             break
-        try:
-            drafted = TimedEngine(make_engine())
-        except InputError:  # such as too little memory for the engine
-            if not measured:
-                raise
-            break
-        slow = drafted.midway_step(zero_cache=True)[0] > SLOW_STEP
-        min_steps = MIN_STEPS - 1 if slow else MIN_STEPS
-        pairs: list[tuple[Span, Span]] = []
-        start, thread_start = time.perf_counter(), time.thread_time()
-        while len(pairs) < min_steps or (
-            len(pairs) < MAX_STEPS and time.perf_counter() - start < STEP_SECONDS
-        ):
-            pairs.append((warm_step(drafted), warm_step(plain)))
-        wall_seconds += time.perf_counter() - start
-        thread_seconds += time.thread_time() - thread_start
-        measured.append((name, drafted.rows, pairs))
-        plain_spans += [plain_span for _, plain_span in pairs]
-    plain_seconds = median(seconds for seconds, _ in plain_spans)
+        drafted_spans.append(warm_step(drafted))
+        plain_spans.append(warm_step(plain))
+    wall_seconds, thread_seconds = time.perf_counter() - start, time.thread_time() - thread_start
     # On a CPU, seconds beyond the thread's own CPU time were spent waiting for a core.
     on_cpu = plain.engine.codes.device.type == "cpu"
     wait_ratio = wall_seconds / thread_seconds if thread_seconds and on_cpu else 1.0
-    measured.insert(0, (plain_name, plain.rows, [(span, span) for span in plain_spans]))
-    steps = []
-    for name, rows, pairs in measured:
-        seconds = plain_seconds * median(span[0] / plain_span[0] for span, plain_span in pairs)
-        target_seconds = plain_seconds * median(span[1] / plain_span[0] for span, plain_span in pairs)
-        step_seconds = [span[0] for span, _ in pairs]
+
+    def step(name: str, rows: int, spans: Sequence[Span]) -> Step:
+        plain_seconds = [seconds for seconds, _ in plain_spans]
+        seconds, target_seconds = (
+            median(plain_seconds) * median(map(truediv, part, plain_seconds))
+            for part in zip(*spans, strict=True)
+        )
+        step_seconds = [seconds for seconds, _ in spans]
         spread = max(wait_ratio, median(step_seconds) / min(step_seconds))
-        steps.append(Step(name, rows, seconds, target_seconds, spread))
-    return tuple(steps)
+        return Step(name, rows, seconds, target_seconds, spread)
+
+    return step(plain_name, plain.rows, plain_spans), step(name, drafted.rows, drafted_spans)
 
 
 def joined(reference: Sequence[Step], steps: Sequence[Step]) -> tuple[Step, ...]:
@@ -140,7 +144,7 @@ def disturbed(steps: Sequence[Step]) -> bool:
     """Return whether other work took the cores while the steps were measured."""
     pairs = combinations(sorted(steps, key=lambda step: step.rows), 2)
     slower = (small.target > MAX_RATIO * large.target for small, large in pairs if small.rows < large.rows)
-    return any(slower) or fmean(step.spread for step in steps) > MAX_SPREAD
+    return any(slower) or sum(step.spread for step in steps) > MAX_SPREAD * len(steps)
 
 
 def bound(steps: Sequence[Step]) -> str | None:
@@ -228,8 +232,11 @@ def machine_facts(device: torch.device) -> dict[str, str]:
     """Return the conditions of a step's time besides the model: processor, its flags, threads, kernels, PyTorch's version."""
     lines = CPUINFO.read_text(encoding="utf-8").splitlines() if CPUINFO.is_file() else []
     cpuinfo = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    # An ARM core has a number in place of a name, and other systems have no such file.
+    part = cpuinfo.get("CPU part", "")
+    unnamed = f"{platform.processor() or platform.machine()} {part} of {os.cpu_count()} cores"
     return {
-        "processor": cpuinfo.get("model name", "unknown"),
+        "processor": cpuinfo.get("model name", unnamed),
         "flags": digest([cpuinfo.get("flags", cpuinfo.get("Features", ""))]),
         "threads": str(torch.get_num_threads()),
         "kernels": backend(device).name,
@@ -257,7 +264,9 @@ class Fit:
         folders = (model.folder, *(drafter / kind for kind in NETWORKS), drafter)
         self.rates = {key: counts for folder in folders for key, counts in read_rates(folder).items()}
         self._uncounted: set[tuple[str, str]] = set()  # keys and drafts whose acceptance is to be counted
-        self._offered: dict[str, set[str]] = {}  # drafts by key that this process had in a measurement
+        self._offered = defaultdict[str, set[str]](
+            set
+        )  # drafts by key that this process had in a measurement
         self._disturbed: dict[str, tuple[Step, ...]] = {}  # steps by key that other processes are not to read
 
     def __call__(self, settings: Settings) -> Settings:
@@ -304,18 +313,15 @@ class Fit:
     def _steps(self, settings: Settings, candidates: Mapping[str, Settings]) -> dict[str, Step]:
         """Return the candidates' steps, stored or measured now; the next process measures those beyond the budget."""
         key = key_of(cost_settings(settings))
-        offered = self._offered.setdefault(key, set())
-        steps = {step.draft: step for step in self._measured(key) if step.draft in candidates}
-        to_measure = [name for name in candidates if name == PLAIN or name not in steps]
-        if offered.issuperset(to_measure) or candidates.keys() <= steps.keys():
-            return steps
-        offered.update(to_measure)
-        with suppress(InputError):  # such as too little memory for another engine
-            engines = ((name, partial(self.make_engine, candidates[name])) for name in to_measure)
+        missing = candidates.keys() - {step.draft for step in self._measured(key)} - self._offered[key]
+        if missing:
+            self._offered[key] |= missing
+            names = [name for name in candidates if name == PLAIN or name in missing]
+            engines = ((name, partial(self.make_engine, candidates[name])) for name in names)
             new_steps = measure(engines, self.length)
             if disturbed(new_steps):
                 self._disturbed[key] = joined(self._measured(key), new_steps)
-            else:
+            elif new_steps:
                 self.store.add_steps(key, new_steps)
         return {step.draft: step for step in self._measured(key) if step.draft in candidates}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from hashlib import blake2b
 from pathlib import Path
@@ -263,6 +263,11 @@ class Model:
     def target(self) -> Target:
         """The target; reading it raises an InputError for a damaged file."""
         return self._read_target(self.folder, self.int8)
+
+    @cached_property
+    def unpacked(self) -> Model:
+        """The same networks, read again, whose weights are not packed."""
+        return replace(self, packed=False, int8=self.effect is not None)
 
     def _read_target(self, folder: Path, int8: bool = False) -> Target:
         """Read the target of a model folder, and prepare it for inference."""

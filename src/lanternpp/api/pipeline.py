@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, Self, Unpack, overload
@@ -229,7 +230,7 @@ class Pipeline(Engines):
         check_output(self.target, output_type)
         progress, callback = options.pop("progress", None), options.pop("callback", None)
         request = self.request(prompt, n, **options)
-        with self._engine_in_use(request.settings, request.shape) as engine:
+        with self._lock, self._engine_in_use(request.settings, request.shape) as engine:
             return self.draw(engine, request, progress, callback, output_type)
 
     @listing(StreamOptions)
@@ -310,23 +311,23 @@ class Pipeline(Engines):
     def _stream(self, request: Request) -> Iterator[Partial]:
         """Yield the partials of `stream`. The lock is held only while computing, not while the caller has a partial."""
         seconds = 0.0
-        with self._lock:
-            engine = self._take_engine(request.settings, request.shape)
-            # The settings are described before drawing, as `to` may be called between two partials.
-            described = self.describe(request.settings)
-        steps = request.steps(engine)
-        while True:
+        with ExitStack() as stack:
             with self._lock:
-                began = time.perf_counter()
-                batch = next(steps, None)
-                seconds += time.perf_counter() - began
-                if batch is None:
-                    break
-                partial = request.partial(batch)
-            yield partial
-        with self._lock:
-            result = self._result(request, engine.target, seconds, "pil", described)
-            self._keep_engine(request.settings, engine, request.shape)
+                engine = stack.enter_context(self._engine_in_use(request.settings, request.shape))
+                # The settings are described before drawing, as `to` may be called between two partials.
+                described = self.describe(request.settings)
+            steps = request.steps(engine)
+            while True:
+                with self._lock:
+                    began = time.perf_counter()
+                    batch = next(steps, None)
+                    seconds += time.perf_counter() - began
+                    if batch is None:
+                        break
+                    partial = request.partial(batch)
+                yield partial
+            with self._lock:
+                result = self._result(request, engine.target, seconds, "pil", described)
         yield replace(partial, codes=list(result.codes), result=result)
 
     def _result(
