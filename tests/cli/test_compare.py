@@ -17,7 +17,6 @@ from lanternpp.api.settings import with_tree
 from lanternpp.engine.decode import Engine
 
 PROMPT = "a photo of a red tulip"
-BOUND = "arithmetic bounds this machine"
 SECONDS = {"ar": [99.0, 8.0, 80.0, 9.0], "lantern++": [99.0, 4.0, 2.0, 40.0, 77.0]}
 
 
@@ -37,7 +36,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
         return replace(result, stats=stats)
 
     monkeypatch.setattr(Pipeline, "draw", timed)
-    monkeypatch.setattr(Pipeline, "bound", lambda pipe, settings: BOUND if settings.batch_size == 1 else None)
     return made
 
 
@@ -56,7 +54,6 @@ def test_the_sides_take_turns_after_a_warm_up_each_and_medians_count(compare, ca
     assert (method["method"], method["seconds"], method["seconds_per_image"]) == ("lantern++", 4.0, 2.0)
     assert figures["speedup"] == method["speedup"] == 9.0 / 4.0
     assert figures["method"] == "lantern++" and figures["passes"] == method["passes"]
-    assert figures["bound"] == BOUND
     assert ar["codes"] == method["codes"] == 2 * 16 and ar["codes_per_pass"] == 1
     assert figures["file"] == "out/compare.png"
     with Image.open(elsewhere / "out" / "compare.png") as image:
@@ -90,14 +87,12 @@ def test_measuring_is_a_run_of_its_own(compare, calls, monkeypatch) -> None:
     assert "TV cost / picture" in out and f"{method['tv_cost']:.2f}" in out
 
 
-def test_the_table_has_every_figure_and_says_what_was_drafted_and_what_bounds_the_machine(
-    compare, calls, monkeypatch
-) -> None:
+def test_the_table_has_every_figure_and_says_what_was_drafted(compare, calls, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     per_pass = compare("-n", 2, "--json").json["codes_per_pass"]
     calls.clear()
     out = compare("-n", 2).out
-    said = ("speed-up", "codes / pass", "lantern++ (auto: the model's own default)", "3 runs", PROMPT, BOUND)
+    said = ("speed-up", "codes / pass", "lantern++ (auto: the model's own default)", "3 runs", PROMPT)
     for text in (*said, "4.50", "2.00", "16", "1.00", f"{per_pass:.2f}", "2.25x", "20.00"):
         assert text in out
 
