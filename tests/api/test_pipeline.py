@@ -171,31 +171,21 @@ def test_what_means_a_number_a_name_or_a_tree_is_taken(pipe: Pipeline, model: Pa
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"prompt": None}, "prompt None is no text"),
         ({"prompt": [PROMPT, 3]}, "prompt 3 is no text"),
         ({"prompt": []}, "list of prompts is empty"),
-        ({"prompt": "\udcff tulip"}, "is no text in UTF-8"),
         ({"prompt": np.array(3)}, "is no text; give a text or a list"),
         ({"n": "2"}, "n '2' is no whole number"),
         ({"n": 10**9}, r"n 1000000000 is out of range; use 1 to 1,048,576"),
         ({"seed": [1, 2]}, "2 seeds do not go with 1 prompts"),
-        ({"seed": [None]}, "seed None is no whole number"),
         ({"seed": 2**63 - 2, "n": 2}, r"out of range; use 0 to 2\*\*63 - 3"),
         ({"progress": 3}, "progress 3 is no function"),
         ({"cfg": "3"}, "cfg '3' is no number"),
-        ({"lam": [2.0]}, "lambda .* is no number"),
-        ({"top_k": 2.5}, r"top_k 2\.5 is no whole number"),
-        ({"batch_size": 10**9}, "batch_size 1000000000 is out of range"),
-        ({"method": "cactus", "delta": 1e308}, r"delta 1e\+308 is out of range"),
         ({"method": "lantern++", "lam": 1e308}, r"lambda 1e\+308 is out of range"),
-        ({"method": "lantern++", "nu": 1e308}, r"nu 1e\+308 is out of range"),
         ({"measure_tv": "yes"}, "measure_tv 'yes' is neither True nor False"),
         ({"tree": [[0], "x"]}, "'x' is not a path"),
         ({"tree": 7}, "tree 7 is no text|tree .* is no class"),
         ({"tree": StaticTree}, "cannot be made without arguments: .* 'shape'"),
-        ({"method": np.array(["ar", "eagle"])}, "method .* is no text"),
         ({"accept": NoDraft}, "is no class of that kind"),
-        ({"proposer": 3}, "proposer 3 is no text"),
         ({"method": 3}, "method 3 is no text"),
     ],
 )
@@ -307,9 +297,7 @@ def with_probs(probs: torch.Tensor) -> Callable[[Draft], Draft]:
             "probs .1, 3, 17.; a node with children needs 32",
         ),
         ({"change": with_probs(torch.full((1, 3, 32), torch.nan))}, "32 that sum to 1"),
-        ({"change": with_probs(torch.zeros(1, 3, 32))}, "32 that sum to 1"),
         ({"size": 2}, "3 nodes on 2 levels, more than its size 2"),
-        ({"depth": 1}, "3 nodes on 2 levels, .* depth 1"),
         ({"size": None}, "whole numbers as its size"),
         ({"build": classmethod(lambda cls, parts: None)}, "makes a NoneType; it must be of Proposer"),
         ({"dials": "window"}, "reads 'd', which is no dial"),
@@ -331,13 +319,6 @@ def test_later_drafts_of_the_callers_own_are_not_checked(pipe: Pipeline) -> None
         assert "propose" in vars(engine.proposer)
         engine.step()
     assert "propose" not in vars(engine.proposer)
-    own = type("Own", (Guess,), {"__init__": lambda self: vars(self).update(propose=self.propose)})
-    engine = pipe.new_engine(pipe.settings("ar", proposer=own))
-    engine.admit(0, PROMPT, 0)
-    engine.step()
-    engine.step()
-    assert vars(engine.proposer)["propose"] == engine.proposer.propose, "what was there is put back"
-    assert "propose" not in vars(pipe.new_engine(pipe.settings("eagle")).proposer)
 
 
 def test_the_package_has_what_it_names() -> None:
