@@ -26,7 +26,7 @@ import lanternpp
 from lanternpp.api.model import NETWORKS, Model
 from lanternpp.api.options import BASELINE, METHODS, MethodDials, Settings, names
 from lanternpp.api.rates import RATE_DIALS, Counter, Counts, passes, read_rates, strength
-from lanternpp.api.settings import NO_DRAFT, dials_read, is_joint, with_tree
+from lanternpp.api.settings import NO_DRAFT, is_joint, with_tree
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.observers import TimedEngine
 from lanternpp.errors import InputError
@@ -336,14 +336,13 @@ def draft_shape(settings: Settings) -> Shape | None:
     # The code of a caller's part may change while its name stays.
     if any(isinstance(part, Importable) and ":" in part for part in parts):
         return None
-    read = dials_read(settings.proposer, settings.accept)
     if settings.compile or settings.min_survival or settings.proposer == NO_DRAFT:
         return None
-    if "window" in read and settings.window is not None:
+    if settings.window is not None:
         if settings.window_rows not in (None, 1):
             return None
         return (*chain(settings.window), *((rank,) for rank in range(1, 1 + (settings.alternatives or 0))))
-    return static_shape(settings.tree) if "tree" in read and settings.tree else None
+    return static_shape(settings.tree) if settings.tree else None
 
 
 def draft_name(settings: Settings) -> str:
