@@ -152,6 +152,7 @@ def test_a_pipeline_moves_to_another_dtype_and_back(model: Path) -> None:
     *_, last = stream  # what was begun before is drawn as it was begun
     assert last.result.stats.settings["dtype"] == "float32"
     assert torch.equal(last.result.codes, usual) and torch.equal(pipe(PROMPT, **way).codes, wide)
+    assert {engine.cache.kv.dtype for engine in pipe._idle_engines.values()} == {torch.float64}
     narrow = pipe.to(dtype="bfloat16").to(dtype="float32")
     assert torch.equal(narrow(PROMPT, **way).codes, usual)
     rejects("dtype 'float23' is unknown", pipe.to, "cpu", "float23")

@@ -189,7 +189,9 @@ def test_a_new_tuning_takes_the_place_of_the_old_one_alone(tuned: Path) -> None:
     for batch_size, tree in ((1, "[[0]]"), (2, "[[0],[1]]")):
         tune(pipe, "lantern++", {"tree": tree}, batch_size)
     assert len(json.loads((tuned / FILE).read_text())["tuned"]) == 2
-    assert (settings(tuned).tree, settings(tuned, batch_size=2).tree) == ("[[0]]", "[[0],[1]]")
+    single = settings(tuned)
+    assert (single.tree, settings(tuned, batch_size=2).tree) == ("[[0]]", "[[0],[1]]")
+    assert pipeline(tuned).at_batch(single, 2).tree == "[[0],[1]]", "as a server asks"
 
 
 @pytest.mark.parametrize(

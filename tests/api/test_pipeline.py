@@ -50,7 +50,8 @@ def test_eight_threads_draw_what_each_would_draw_alone(model: Path, pipe: Pipeli
     requested = list(product(range(5), WAYS))
     alone = [pipe(PROMPT, seed=seed, **way) for seed, way in requested]
     shared = Pipeline.from_pretrained(model, device="cpu", dtype="float32")
-    together = threading.Barrier(8)
+    together, made, make = threading.Barrier(8), [], shared.new_engine
+    shared.new_engine = lambda *given: made.append(given) or make(*given)
 
     def stop(done: int, total: int) -> None:
         if done > 3:
@@ -73,6 +74,7 @@ def test_eight_threads_draw_what_each_would_draw_alone(model: Path, pipe: Pipeli
 
     with ThreadPoolExecutor(8) as pool:
         assert sum(pool.map(draw, range(8))) == 80
+    assert len(made) <= len(WAYS) + 8, "one of each settings at a time, and one after every error"
 
 
 def test_a_call_from_within_a_calls_progress_leaves_both_whole(pipe: Pipeline) -> None:
@@ -130,6 +132,12 @@ def test_engines_are_kept_up_to_a_number_of_bytes(model: Path) -> None:
     assert len(small._idle_engines) == 1
     small.release()
     assert kept_bytes(small) == 0
+
+
+def test_steps_are_compiled_of_weights_that_are_not_packed(model: Path) -> None:
+    pipe = Pipeline.from_pretrained(model, device="cpu", dtype="int8")
+    natives = [pipe.new_engine(pipe.settings("ar", compile=c)).target.decoder.native for c in (False, True)]
+    assert natives[0] is not None and natives[1] is None
 
 
 def test_progress_adds_no_host_read(pipe: Pipeline) -> None:

@@ -65,7 +65,6 @@ class Engines:
         yield engine
         with self._lock:
             idle_engines[key] = engine
-            idle_engines.move_to_end(key)
             while len(idle_engines) > 1 and tensor_bytes([*idle_engines.values()]) > self.max_bytes:
                 idle_engines.popitem(last=False)
 
