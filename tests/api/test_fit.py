@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 import warnings
 import weakref
 from collections.abc import Callable
@@ -24,15 +23,7 @@ from lanternpp.accept.neighbours import LanternPlusPlus
 from lanternpp.api import fit
 from lanternpp.api.calls import Request
 from lanternpp.api.defaults import Defaults
-from lanternpp.api.fit import (
-    MIN_PASSES,
-    PLAIN,
-    Step,
-    cost_settings,
-    disturbed,
-    measure,
-    plain_settings,
-)
+from lanternpp.api.fit import MIN_PASSES, PLAIN, Step, cost_settings, disturbed, measure, plain_settings
 from lanternpp.api.options import Settings
 from lanternpp.api.rates import FILE, Counter, Counts, read_rates, strength
 from lanternpp.engine.decode import Engine
@@ -76,6 +67,11 @@ def write_rates(folder: Path, settings: Settings, counts: Counts) -> None:
 
 def pipeline(folder: Path) -> Pipeline:
     return Pipeline.from_pretrained(folder, device="cpu", dtype="float32")
+
+
+def drafted(pipe: Pipeline, **dials: Any) -> str:
+    """The draft that is fitted to `parallel`."""
+    return pipe.fit(pipe.settings("parallel", **dials)).tree
 
 
 @pytest.fixture
@@ -137,9 +133,7 @@ def test_a_draft_that_is_given_or_tuned_stays(pipe: Pipeline, model: Path, timed
         assert pipe.fit(settings) == replace(settings, fit=False)
     settings = pipe.settings("parallel", fit=False)
     Defaults.read(model).add_tuned("parallel", pipe.conditions(settings), {"tree": "chain-7"}, machine={})
-    again = pipeline(model)
-    assert again.fit(again.settings("parallel")).tree == "chain-7"
-    assert not asked
+    assert drafted(pipeline(model)) == "chain-7" and not asked
 
 
 class OwnRule(LanternPlusPlus):
@@ -162,8 +156,7 @@ def test_a_part_of_the_callers_own_is_neither_fitted_nor_counted(
     write_rates(model / "parallel", settings, HALVES)  # of what once had this name
     pipe = pipeline(model)
     assert pipe.fit(settings) == replace(settings, fit=False) and not asked
-    engine = pipe.new_engine(settings)
-    assert not engine.observers
+    assert not pipe.new_engine(settings).observers
 
 
 def test_every_batch_size_is_measured_for_itself_and_the_server_draws_with_it(pipe: Pipeline, timed) -> None:
@@ -196,11 +189,9 @@ def test_what_the_budget_left_out_is_measured_by_later_processes(model: Path, ti
     for slower in (1.0, 8.0):  # than the machine was, for a while
         asked = timed({name: slower * seconds for name, seconds in STEPS.items()}, most=5)
         pipe = pipeline(model)
-        found = [pipe.fit(pipe.settings("parallel")).tree for _ in range(2)]
-        assert found == ["chain-2"] * 2 and len(asked) == 1, "once in a process"
+        assert [drafted(pipe), drafted(pipe)] == ["chain-2"] * 2 and len(asked) == 1, "once in a process"
     assert asked == [[PLAIN, "chain-3", "chain-5", "chain-1", "chain-7"]]
-    pipe = pipeline(model)
-    assert pipe.fit(pipe.settings("parallel")).tree == "chain-2" and len(asked) == 1
+    assert drafted(pipeline(model)) == "chain-2" and len(asked) == 1
 
 
 def test_of_two_processes_that_measure_at_once_the_first_to_write_is_right(own_cache: Path) -> None:
@@ -215,9 +206,7 @@ def test_what_was_measured_beside_other_work_is_not_kept(model: Path, timed, own
     asked = timed(STEPS, spread=1.6)
     for _ in range(2):
         pipe = pipeline(model)
-        assert (
-            pipe.fit(pipe.settings("parallel")).tree == pipe.fit(pipe.settings("parallel")).tree == "chain-2"
-        )
+        assert drafted(pipe) == drafted(pipe) == "chain-2"
     assert len(asked) == 2 and not own_cache.exists()
     pipe._fit.store.add_counts("a", HALVES)
     (file,) = own_cache.iterdir()
@@ -234,7 +223,7 @@ def test_a_damaged_file_is_said_once_and_measured_anew(
     file.write_text(damage)
     other = pipeline(model)
     with pytest.warns(UserWarning, match="this machine is measured again") as said:
-        assert other.fit(other.settings("parallel")).tree == "chain-2"
+        assert drafted(other) == "chain-2"
         other.fit(other.settings("parallel", batch_size=2))
     assert len(said) == 1 and len(asked) == 3 and json.loads(file.read_text())["steps"]
 
@@ -384,13 +373,12 @@ def test_a_machine_that_does_not_name_its_processor_is_known_by_its_cores(
     """As those with cores of ARM, and those without /proc."""
     seen, cpuinfo = [], tmp_path / "cpuinfo"
     monkeypatch.setattr(fit, "CPUINFO", cpuinfo)
-    for part, cores in ((None, 4), (None, 8), ("0xd0c", 8), ("0xd40", 8)):
-        cpuinfo.unlink(missing_ok=True)
+    for part, cores in (("", 4), ("", 8), ("0xd0c", 8), ("0xd40", 8)):
         if part:
             cpuinfo.write_text(f"processor\t: 0\nFeatures\t: fp asimd\nCPU part\t: {part}\n")
         monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
         seen.append(fit.machine_facts(torch.device("cpu"))["processor"])
-    assert len(set(seen)) == 4 and platform.machine() in seen[0]
+    assert len(set(seen)) == 4
 
 
 @pytest.mark.parametrize(("seconds", "cold"), [(1e-3, 1), (1.0, 3)])

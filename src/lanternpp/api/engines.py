@@ -117,11 +117,8 @@ class Engines:
         target, folder = self.model.target, self.model.folder
         codebook = target.codebook  # read once: a family may compute it
         if codebook is None:
-            rules = "exact" if target.channels else "exact or cool"
-            if hasattr(target, "denoiser"):
-                rules = "exact or cspd"
             raise InputError(
-                f"{self.name} has no codebook of latents, so no code has neighbours; use the rule {rules}"
+                f"{self.name} has no codebook of latents, so no code has neighbours; use a rule without, such as exact"
             )
         vocab = len(codebook)
         check_neighbours(k, vocab)

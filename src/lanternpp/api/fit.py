@@ -218,11 +218,12 @@ def machine_facts(device: torch.device) -> dict[str, str]:
     """Return the conditions of a step's time besides the model: processor, its flags, threads, kernels, PyTorch's version."""
     lines = CPUINFO.read_text(encoding="utf-8").splitlines() if CPUINFO.is_file() else []
     cpuinfo = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    # An ARM core has a number in place of a name, and other systems have no such file.
-    part = cpuinfo.get("CPU part", "")
-    unnamed = f"{platform.processor() or platform.machine()} {part} of {os.cpu_count()} cores"
+    # A core of ARM has a number in place of a name, and other systems have no such file.
+    name = cpuinfo.get("model name") or " ".join(
+        (platform.processor() or platform.machine(), cpuinfo.get("CPU part", ""), f"{os.cpu_count()} cores")
+    )
     return {
-        "processor": cpuinfo.get("model name", unnamed),
+        "processor": name,
         "flags": digest([cpuinfo.get("flags", cpuinfo.get("Features", ""))]),
         "threads": str(torch.get_num_threads()),
         "kernels": backend(device).name,
