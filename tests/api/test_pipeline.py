@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.models import write_model
 from helpers.processes import SECONDS
 from helpers.refusals import rejects
 
@@ -92,14 +91,12 @@ def test_a_call_from_within_a_calls_progress_leaves_both_whole(pipe: Pipeline) -
 def test_two_generators_of_one_engine_are_refused_and_of_two_are_sound(
     pipe: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = pipe.settings("ar", batch_size=1)
-    first, second = pipe.new_engine(settings), pipe.new_engine(settings)
+    first, second = (pipe.new_engine(pipe.settings("ar", batch_size=1)) for _ in range(2))
     alone = [one.codes for one in generate(first, [PROMPT] * 2, [5, 6])]
-    one, other = draw_samples(first, [PROMPT] * 2, [5, 6]), draw_samples(second, [PROMPT] * 2, [5, 6])
+    one, other = (draw_samples(engine, [PROMPT] * 2, [5, 6]) for engine in (first, second))
     drawn = [next(one), next(other), next(one), next(other)]
     assert all(torch.equal(sample.codes, alone[place]) for place, sample in drawn)
     one.close()
-    open_one = draw_samples(first, [PROMPT] * 2, [5, 6])
 
     def meanwhile(usual: Callable[..., Any], *args: Any) -> Any:
         with pytest.raises(RuntimeError, match="drawing already"):
@@ -108,8 +105,9 @@ def test_two_generators_of_one_engine_are_refused_and_of_two_are_sound(
 
     for name in ("decided", "drop"):  # as a batch begins, with every step, and as it ends
         monkeypatch.setattr(first, name, partial(meanwhile, getattr(first, name)))
-    next(open_one)
-    open_one.close()
+    again = draw_samples(first, [PROMPT] * 2, [5, 6])
+    next(again)
+    again.close()
     monkeypatch.undo()
     assert torch.equal(generate(first, [PROMPT], [5])[0].codes, alone[0])
 
@@ -333,24 +331,18 @@ def test_the_package_has_what_it_names() -> None:
     assert {"chain-4", "deep-8", "eagle-25", "lantern-57", "eagle2", "ddd"} <= set(lanternpp.TREES)
 
 
-@pytest.fixture
-def default_dtype() -> Iterator[Callable[[torch.dtype], None]]:
-    """Sets PyTorch's default dtype for a test."""
-    yield torch.set_default_dtype
-    torch.set_default_dtype(torch.float32)
-
-
 @pytest.mark.parametrize("other", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("method", ["ar", "eagle", "parallel", "lantern++", "jacobi-coupled"])
-def test_the_default_dtype_of_pytorch_changes_nothing(
-    default_dtype: Callable[[torch.dtype], None], method: str, other: torch.dtype, tmp_path: Path
-) -> None:
+def test_the_default_dtype_of_pytorch_changes_nothing(method: str, other: torch.dtype, model: Path) -> None:
     """Transformers sets it for the whole process while it reads a model, maybe in another thread."""
-    folder, drawn = write_model(tmp_path / "model"), []
+    drawn = []
     for dtype in (torch.float32, other):
-        default_dtype(dtype)
-        pipe = Pipeline.from_pretrained(folder, device="cpu", dtype="int8", tuned=False)
-        drawn.append(pipe(PROMPT, seed=3, method=method, measure_tv=method == "lantern++"))
+        torch.set_default_dtype(dtype)
+        try:
+            pipe = Pipeline.from_pretrained(model, device="cpu", dtype="int8", tuned=False)
+            drawn.append(pipe(PROMPT, seed=3, method=method, measure_tv=method == "lantern++"))
+        finally:
+            torch.set_default_dtype(torch.float32)
     assert torch.equal(*(result.codes for result in drawn))
     assert drawn[0].images[0].tobytes() == drawn[1].images[0].tobytes()
     assert drawn[0].stats.tv_cost == drawn[1].stats.tv_cost
