@@ -113,28 +113,24 @@ REJECTED: dict[str, tuple[Callable[[Any], Any], str]] = {
         with_part("layers.0.input_layernorm", lambda _: nn.RMSNorm(64)),
         "input_layernorm is a RMSNorm",
     ),
-    "another gate": (
-        lambda model: [with_part("mlp.act_fn", lambda _: nn.ReLU())(layer) for layer in model.layers],
-        "their gate is ReLU",
-    ),
     "a replaced forward": (
         lambda model: setattr(model, "forward", lambda **given: None),
         "the model has hooks or another forward",
     ),
-    "another last norm": (with_part("norm.variance_epsilon", 0.1), "epsilon of the last norm"),
-    "a layer of another gate": (
-        with_part("layers.2.mlp.act_fn", lambda _: nn.ReLU()),
-        "differ in their sizes, their gates",
+    "another last norm": (with_part("norm.variance_epsilon", 0.1), "variance_epsilon of norm is another"),
+    "a scale of the scores": (
+        with_part("layers.1.self_attn.scaling", 0.1),
+        r"scaling of layers\.1\.self_attn",
     ),
+    "a layer of another gate": (with_part("layers.2.mlp.act_fn", lambda _: nn.ReLU()), "act_fn is a ReLU"),
     "an added module": (
         lambda model: model.layers[2].self_attn.register_module("gate", nn.Linear(64, 4).eval()),
-        "further modules: gate",
+        r"further modules: layers\.2\.self_attn\.gate",
     ),
     "an own class": (
         lambda model: [setattr(layer, "__class__", OwnLayer) for layer in model.layers],
         "OwnLayer is not known",
     ),
-    "another epsilon": (with_part("layers.1.input_layernorm.variance_epsilon", 0.1), "epsilon"),
     "fewer layers": (with_part("layers", lambda layers: layers[:2]), "there are 2 and its config says 3"),
     "a window": (with_part("config.sliding_window", 8), "window"),
     "a dynamic rope": (a_dynamic_rope, "'dynamic' change with the length"),
@@ -154,8 +150,13 @@ def test_models_that_are_no_stack_are_rejected_with_the_reason() -> None:
     capped = model_of("Gemma2Model", **SIZES, head_dim=16)
     window = model_of("MistralModel", **SIZES)
     mixture = model_of("MixtralModel", **SIZES, num_local_experts=2)
-    phi = model_of("PhiModel", **SIZES)
-    reasons = {capped: "window", window: "window", mixture: "mixtures", phi: "PhiDecoderLayer is not known"}
+    relu = model_of("LlamaModel", **SIZES, hidden_act="relu")
+    reasons = {
+        capped: "Gemma2DecoderLayer is not known",
+        window: "window",
+        mixture: "MixtralDecoderLayer is not known",
+        relu: "their gate is ReLU",
+    }
     for model, reason in reasons.items():
         rejects(f"stay with PyTorch: .*({reason})", stack_of, model)
 

@@ -1,14 +1,13 @@
 """The decoder layers of a transformers model as a `Stack`, and its rotary embeddings as a table.
 
-The class of a layer says where its norms are and which channels rotation pairs. Everything else is read off its modules; a change
-of what the modules compute (an adapter, a hook, a quantised weight) is rejected with the reason.
+The class of a layer says where its norms are and which channels rotation pairs. Everything else is read off its modules, which must
+be those that the class makes of the config: a change of what they compute (an adapter, a hook, a quantised weight) is rejected.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import nan
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -17,6 +16,7 @@ from transformers.activations import GELUTanh, SiLUActivation
 
 from lanternpp.errors import InputError
 from lanternpp.nn.decoder import HeadScale, Stack, StackLayer
+from lanternpp.nn.sources import blank
 
 BEFORE = {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 AFTER = {"attention_out_norm": "input_layernorm", "ffn_out_norm": "post_attention_layernorm"}
@@ -47,25 +47,6 @@ GATES: dict[type, Literal["silu", "gelu_tanh"]] = {
     GELUTanh: "gelu_tanh",
 }
 ROPES = ("default", "linear", "yarn", "llama3")  # rotations that do not change with the length of a sequence
-# Why layers cannot be computed where this field of their config has a value.
-REASONS = {
-    "sliding_window": "its attention sees a window of the last tokens alone",
-    "attn_logit_softcapping": "it caps attention scores",
-    "num_experts": "they are mixtures of experts",
-    "num_local_experts": "they are mixtures of experts",
-    "n_routed_experts": "they are mixtures of experts",
-    "use_bidirectional_attention": "its attention is not causal",
-}
-LIBRARY_MODULES = (
-    "transformers.models.",
-    "transformers.activations",
-    "torch.nn.modules.activation",
-    "torch.nn.modules.dropout",
-)
-CHILDREN = {
-    "self_attn": {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"},
-    "mlp": {"gate_proj", "up_proj", "gate_up_proj", "down_proj", "act_fn", "activation_fn"},
-}
 
 
 def stack_of(body: nn.Module) -> Stack:
@@ -76,26 +57,24 @@ def stack_of(body: nn.Module) -> Stack:
     """
     config: Any = body.config
     layers: list[Any] = list(body.get_submodule("layers").children())
-    for field, reason in REASONS.items():
-        if getattr(config, field, None):
-            _reject(reason)
-    if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
-        _reject("they differ in what their attention sees")
-    form = _form(layers)
-    for name, module in body.named_modules():
-        if name.startswith("layers.") or name in ("", "norm"):
-            _check_module(name or "the model", module)
-    if len(layers) != config.num_hidden_layers:
-        _reject(f"there are {len(layers)} and its config says {config.num_hidden_layers}")
-    if len({_shape(layer, form) for layer in layers}) > 1:
-        _reject("they differ in their sizes, their gates or the epsilon of their norms")
-    head_dim, hidden, scale, gate, eps = _shape(layers[0], form)
-    attention, norm = layers[0].self_attn, body.get_submodule("norm")
-    qk_norm = getattr(attention, "q_norm", None)
+    kind = type(layers[0])
+    form = FORMS.get(kind.__name__.removesuffix("DecoderLayer"))
+    if form is None or not kind.__module__.startswith("transformers.models."):
+        _reject(f"{kind.__name__} is not known; known are those of {', '.join(FORMS)}")
+    if getattr(config, "sliding_window", None) or {*getattr(config, "layer_types", ())} - {"full_attention"}:
+        _reject("its attention sees a window of the last tokens alone")
+    if getattr(config, "use_bidirectional_attention", None):
+        _reject("its attention is not causal")
+    _check_modules(body, kind)
+    attention, mlp = layers[0].self_attn, layers[0].mlp
+    gate = type(mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn)
     if gate not in GATES:
         _reject(f"their gate is {gate.__name__}")
-    if _eps(norm) != eps:
-        _reject("the epsilon of the last norm is another than theirs")
+    head_dim, norm, qk_norm = (
+        attention.head_dim,
+        body.get_submodule("norm"),
+        getattr(attention, "q_norm", None),
+    )
     return Stack(
         layers=[_layer(layer, form, head_dim) for layer in layers],
         norm=_scale(norm, form),
@@ -103,12 +82,11 @@ def stack_of(body: nn.Module) -> Stack:
         heads=attention.q_proj.out_features // head_dim,
         kv_heads=attention.k_proj.out_features // head_dim,
         head_dim=head_dim,
-        hidden=hidden,
-        eps=eps,
+        hidden=mlp.down_proj.in_features,
+        eps=_eps(norm),
         qk_norm="none" if qk_norm is None else "layer" if isinstance(qk_norm, nn.LayerNorm) else "rms",
         qk_eps=1e-5 if qk_norm is None else _eps(qk_norm),
         gate=GATES[gate],
-        scale=None if scale == head_dim**-0.5 else scale,
         qk_order=_qk_order(head_dim, _num_rotated(body), form.interleaved),
     )
 
@@ -133,21 +111,31 @@ def _reject(reason: str) -> NoReturn:
     raise InputError(f"the layers of this model stay with PyTorch: {reason}")
 
 
-def _form(layers: list[Any]) -> _Form:
-    kind = type(layers[0]) if len({type(layer) for layer in layers}) == 1 else None
-    if kind is None:
-        _reject("they are of several classes")
-    form = FORMS.get(kind.__name__.removesuffix("DecoderLayer"))
-    if form is None or not kind.__module__.startswith("transformers.models."):
-        _reject(f"{kind.__name__} is not known; known are those of {', '.join(FORMS)}")
-    expected = {*CHILDREN, *form.norms.values(), "dropout"}
-    for layer in layers:
-        unexpected = layer._modules.keys() - expected
-        for name, children in CHILDREN.items():
-            unexpected |= layer._modules[name]._modules.keys() - children
-        if unexpected:
-            _reject(f"they have further modules: {', '.join(sorted(unexpected))}")
-    return form
+def _check_modules(body: nn.Module, kind: Any) -> None:
+    """Reject layers and a final norm other than those that `kind`, the class of the layers, makes of the config."""
+    config: Any = body.config
+    with blank():
+        usual_layer: nn.Module = kind(config, 0)
+    parts = [
+        (f"layers.{i}", layer, usual_layer) for i, layer in body.get_submodule("layers").named_children()
+    ]
+    if len(parts) != config.num_hidden_layers:
+        _reject(f"there are {len(parts)} and its config says {config.num_hidden_layers}")
+    parts.append(("norm", body.get_submodule("norm"), usual_layer.get_submodule("input_layernorm")))
+    _check_module("the model", body)
+    for path, part, usual_part in parts:
+        usual_modules = dict(usual_part.named_modules())
+        for inner, module in part.named_modules():
+            name, usual = f"{path}.{inner}".rstrip("."), usual_modules.get(inner)
+            if usual is None:
+                _reject(f"they have further modules: {name}")
+            if type(module) is not type(usual):
+                _reject(f"{name} is a {type(module).__name__}, as with adapters or quantised weights")
+            numbers = {field: x for field, x in vars(usual).items() if isinstance(x, int | float)}
+            for field in numbers.keys() - {"training", "layer_idx"}:
+                if getattr(module, field) != numbers[field]:
+                    _reject(f"the {field} of {name} is another than that of its config")
+            _check_module(name, module)
 
 
 def _check_module(name: str, module: nn.Module) -> None:
@@ -159,9 +147,6 @@ def _check_module(name: str, module: nn.Module) -> None:
     hooked = any(not hook.__module__.startswith("transformers.utils.") for hook in hooks)
     if hooked or "forward" in vars(module):
         _reject(f"{name} has hooks or another forward, as of offloaded or distributed weights")
-    is_linear, from_library = type(module) is nn.Linear, type(module).__module__.startswith(LIBRARY_MODULES)
-    if not (is_linear if name.endswith("_proj") else from_library):
-        _reject(f"{name} is a {type(module).__name__}, as with adapters or quantised weights")
     for weight in module.parameters(recurse=False):
         if type(weight) is not nn.Parameter or type(weight.data) is not Tensor or weight.element_size() < 2:
             _reject(
@@ -182,12 +167,8 @@ def _layer(layer: Any, form: _Form, head_dim: int) -> StackLayer:
         down=mlp.down_proj,
         q_norm=_head_scale(attention, "q", head_dim),
         k_norm=_head_scale(attention, "k", head_dim),
-        **{field: _scale(norm, form) for field, norm in _norms(form, layer).items()},
+        **{field: _scale(layer.get_submodule(name), form) for field, name in form.norms.items()},
     )
-
-
-def _norms(form: _Form, layer: nn.Module) -> dict[str, nn.Module]:
-    return {field: layer.get_submodule(name) for field, name in form.norms.items()}
 
 
 def _scale(norm: nn.Module, form: _Form) -> Tensor:
@@ -208,15 +189,6 @@ def _head_scale(attention: Any, part: str, head_dim: int) -> HeadScale | None:
     heads = getattr(attention, f"{part}_proj").out_features // head_dim
     weight, bias = norm.weight.detach(), getattr(norm, "bias", None)
     return weight.expand(heads, -1), None if bias is None else bias.detach().expand(heads, -1)
-
-
-def _shape(layer: Any, form: _Form) -> tuple[int, int, float, type, float]:
-    """Return channels of a head, hidden channels, scale of the scores, class of the gate and epsilon, nan where norms differ."""
-    attention, mlp = layer.self_attn, layer.mlp
-    gate = type(mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn)
-    epsilons = {_eps(norm) for norm in _norms(form, layer).values()}
-    eps = epsilons.pop() if len(epsilons) == 1 else nan
-    return int(attention.head_dim), int(mlp.down_proj.in_features), float(attention.scaling), gate, eps
 
 
 def _num_rotated(body: nn.Module) -> int:
