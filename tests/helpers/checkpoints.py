@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import json
 import zlib
-from itertools import product
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lanternpp.models.vq.layouts import LLAMAGEN, PARAMETER, TAMING, Names, rename_rules
+from lanternpp.models.vq.layouts import LLAMAGEN, TAMING, Names, layers
 from lanternpp.models.vq.vqgan import VQGAN, VQGANConfig, VQGANEncoder
 from lanternpp.nn.sources import blank
 
 VOCAB, CLASSES, CAPTION = 48, 10, 24
-PARAMETERS = [
-    f"{layer}{kind}" for layer in ("", "norm_layer.", "conv_y.", "conv_b.") for kind in ("weight", "bias")
-]
 CODES = torch.tensor([5, 17, 3, 40, 8, 21])  # drawn one after another
 PARENTS = [-1, 0, 0, 1, 1, 2, 3]  # of a draft
 TREE_CODES = torch.tensor([5, 17, 30, 3, 9, 44, 12])
@@ -136,13 +132,12 @@ def vqgan_shapes(
     shapes: dict[str, tuple[int, ...]] = {"quantize.embedding.weight": (config.codes, config.dim)}
     for kind in (VQGAN, VQGANEncoder) if encoder else (VQGAN,):
         with blank():
-            ours = kind(config).state_dict()
-        for rule, parameter in product(rename_rules(config, names, encoder=kind is VQGANEncoder), PARAMETERS):
-            tensor = ours.get(rule.name.replace(r"\1", parameter))
-            if tensor is not None and rule.pattern.endswith(PARAMETER):
-                theirs = rule.pattern.removesuffix(PARAMETER).replace("\\", "")
-                rows = rule.part[1] - rule.part[0] if rule.part else len(tensor)
-                shapes[f"{theirs}.{parameter}"] = (rows, *tensor.shape[1:])
+            module = kind(config)
+        for _, name, layer in layers(module, names):
+            for parameter, tensor in layer.named_parameters():
+                split = [name.replace(".qkv", f".{part}") for part in "qkv"] if ".qkv" in name else [name]
+                rows = len(tensor) // len(split)
+                shapes |= {f"{part}.{parameter}": (rows, *tensor.shape[1:]) for part in split}
     return shapes
 
 

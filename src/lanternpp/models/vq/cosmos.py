@@ -8,15 +8,18 @@ four frames of the inverse Haar transform. These layers are folded into the neig
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from lanternpp.models.vq.layouts import TAMING, layers
 from lanternpp.models.vq.vqgan import VQGAN, VQGANConfig, norm
 from lanternpp.nn.checkpoints import config_as
 from lanternpp.nn.files import input_errors
 from lanternpp.nn.sources import SAME, Source, blank
 
+COSMOS = replace(TAMING, middle=("mid.block_1", "mid.attn_1.0", "mid.attn_1.1", "mid.block_2"))
 Conv = tuple[Tensor, Tensor]  # weight [out, in, h, w] and bias [out]
 
 
@@ -52,18 +55,17 @@ class Cosmos(VQGAN):
 
 def read_cosmos(source: Source, codebook: Tensor, dtype: torch.dtype) -> VQGAN:
     """Read a decoder for codebook [V, C]: NVIDIA's weights with the names of `decoder.jit`, or a folder of ours. Raise InputError."""
-    ours = source.config.get("kind") == Cosmos.kind
-    shape = source.config | {"spatial": False} if ours else shape_of(source, codebook)
-    config = config_as(VQGANConfig, shape, source.path)
+    is_ours = source.config.get("kind") == Cosmos.kind
+    shape = source.config if is_ours else shape_of(source, codebook)
     with blank(source.path):
-        vq = Cosmos(config)
-    if ours:
+        vq = Cosmos(config_as(VQGANConfig, shape, source.path))
+    if is_ours:
         source.fill(vq, [SAME], dtype)
-        return vq.prepare_for_inference()
-    with input_errors(f"{source.path} is no decoder of Cosmos"):
-        tensors = folded(dict(source.tensors(source.metas)), config.blocks)
-        weights = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-        vq.load_state_dict(weights | {"codebook": codebook.float()}, assign=True)
+    else:
+        with input_errors(f"{source.path} is no decoder of Cosmos"):
+            tensors = folded(dict(source.tensors(source.metas)), vq)
+            weights = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+            vq.load_state_dict(weights | {"codebook": codebook.float()}, assign=True)
     return vq.prepare_for_inference()
 
 
@@ -82,9 +84,8 @@ def shape_of(source: Source, codebook: Tensor) -> dict[str, object]:
     }
 
 
-def folded(tensors: Mapping[str, Tensor], blocks: int) -> dict[str, Tensor]:
-    """Turn tensors in NVIDIA's layout into those of a `Cosmos`, in float32. Raise LookupError or RuntimeError if they do not fit."""
-    cosmos: dict[str, Tensor] = {}
+def folded(tensors: Mapping[str, Tensor], vq: Cosmos) -> dict[str, Tensor]:
+    """Turn tensors in NVIDIA's layout into those of `vq`, in float32. Raise LookupError or RuntimeError if they do not fit."""
 
     def conv(name: str) -> Conv:
         # All frames are the same frame, so the kernel is summed over time.
@@ -103,40 +104,24 @@ def folded(tensors: Mapping[str, Tensor], blocks: int) -> dict[str, Tensor]:
         weight[:, :, weight.shape[-2] // 2, weight.shape[-1] // 2] += torch.eye(len(weight))
         return conv
 
-    def store(name: str, weight: Tensor, bias: Tensor) -> None:
-        cosmos[f"{name}.weight"], cosmos[f"{name}.bias"] = weight, bias
-
-    def scale(theirs: str, ours: str) -> None:
-        store(ours, tensors[f"{theirs}.norm.weight"], tensors[f"{theirs}.norm.bias"])
-
-    def block(theirs: str, ours: str) -> None:
-        for n in (1, 2):
-            scale(f"{theirs}.norm{n}", f"{ours}.norm{n}")
-            store(f"{ours}.conv{n}", *pair(f"{theirs}.conv{n}"))
-        if f"{theirs}.nin_shortcut.conv3d.weight" in tensors:
-            store(f"{ours}.beside", *conv(f"{theirs}.nin_shortcut"))
-
-    store("expand", *conv("post_quant_conv"))
-    store("entry", *pair("decoder.conv_in"))
-    block("decoder.mid.block_1", "middle.0")
-    block("decoder.mid.block_2", "middle.3")
-    space, time = "decoder.mid.attn_1.0", "decoder.mid.attn_1.1"
-    weights, biases = zip(*(conv(f"{space}.{part}") for part in "qkv"), strict=True)
-    store("middle.1.qkv", torch.cat(weights), torch.cat(biases))
-    store("middle.1.out", *conv(f"{space}.proj_out"))
-    store("middle.2.out", *with_linear(conv(f"{time}.v"), *conv(f"{time}.proj_out")))
-    scale(f"{space}.norm", "middle.1.norm")
-    scale(f"{time}.norm", "middle.2.norm")
-    for i in range(3):
-        theirs, ours, up = f"decoder.up.{2 - i}", f"stages.{i}", f"decoder.up.{2 - i}.upsample"
-        for j in range(blocks):
-            block(f"{theirs}.block.{j}", f"{ours}.blocks.{j}")
-        if i == 1:
-            store(f"{ours}.blocks.{blocks}", *residual(conv(f"{up}.conv1")))
-        if i < 2:
-            store(f"{ours}.up", *with_linear(residual(conv(f"{up}.conv2")), *conv(f"{up}.conv3")))
-    scale("decoder.norm_out", "exit.0")
-    store("exit.2", *with_linear(pair("decoder.conv_out"), last_frame()))
+    cosmos = {}
+    for ours, theirs, layer in layers(vq, COSMOS):
+        if isinstance(layer, nn.GroupNorm):
+            weight, bias = tensors[f"{theirs}.norm.weight"], tensors[f"{theirs}.norm.bias"]
+        elif ours == "middle.1.qkv":
+            parts = [conv(theirs.replace("qkv", name)) for name in "qkv"]
+            weight, bias = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        elif ours == "middle.2.out":
+            weight, bias = with_linear(conv(theirs.replace("proj_out", "v")), *conv(theirs))
+        elif ours == f"stages.1.blocks.{vq.config.blocks}":
+            weight, bias = residual(conv("decoder.up.1.upsample.conv1"))
+        elif ours.endswith(".up"):
+            weight, bias = with_linear(residual(conv(f"{theirs}2")), *conv(f"{theirs}3"))
+        elif ours == "exit.2":
+            weight, bias = with_linear(pair(theirs), last_frame())
+        else:
+            weight, bias = pair(theirs) if f"{theirs}.0.conv3d.weight" in tensors else conv(theirs)
+        cosmos[f"{ours}.weight"], cosmos[f"{ours}.bias"] = weight, bias
     return cosmos
 
 

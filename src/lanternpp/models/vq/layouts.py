@@ -6,12 +6,14 @@ LlamaGen's tokenizer (arXiv 2406.06525, section 2.1) is read from the files that
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from lanternpp.errors import InputError
 from lanternpp.models.vq.vqgan import VQGAN, VQGANConfig, VQGANEncoder, channels_last
@@ -21,16 +23,27 @@ from lanternpp.nn.sources import SAME, Rename, Source, blank
 
 DECODER_TENSORS = r"(decoder|post_quant_conv|quantize\.embedding)\."
 ENCODER_TENSORS = r"encoder\.|quant_conv\."
-# A parameter of a layer, or of a layer within a norm of MoVQ's.
-PARAMETER = r"\.((?:norm_layer\.|conv_[yb]\.)?(?:weight|bias))"
 MAX_STAGES = 8
+# Our names of parts, and those of all layouts.
+OUTSIDE = {"expand": "post_quant_conv", "squeeze": "quant_conv"}
+PARTS = {
+    "entry": "conv_in",
+    "exit.0": "norm_out",
+    "exit.2": "conv_out",
+    "up": "upsample.conv",
+    "down": "downsample.conv",
+    "attention": "attn",
+    "out": "proj_out",
+    "beside": "nin_shortcut",
+}
+WORD = re.compile(r"(?:middle|stages|exit)\.\d|\w+")  # a part in one of our names
 
 
 @dataclass(frozen=True)
 class Names:
-    """The names of the parts of a decoder and an encoder in a layout."""
+    """The names of the parts of a decoder and an encoder in a layout, where layouts differ."""
 
-    middle: tuple[str, str, str]
+    middle: tuple[str, ...]
     up: str  # a stage of a decoder
     down: str  # a stage of an encoder
     block: str
@@ -46,6 +59,34 @@ TAMING = Names(("mid.block_1", "mid.attn_1", "mid.block_2"), "up", "down", "bloc
 """The names of taming-transformers and its descendants: Chameleon's tokenizer, MoVQGAN, IBQ."""
 LLAMAGEN = Names(("mid.0", "mid.1", "mid.2"), "conv_blocks", "conv_blocks", "res", True, True)
 LLAMAGEN_TENSORS = {"quantize.embedding.weight", "post_quant_conv.weight", "decoder.mid.1.proj_out.weight"}
+
+
+def layers(module: VQGAN | VQGANEncoder, names: Names) -> Iterator[tuple[str, str, nn.Module]]:
+    """Yield the convolutions and norms of a decoder or an encoder: our name, the layout's name, and the layer."""
+    is_encoder, count = isinstance(module, VQGANEncoder), len(module.config.multiples)
+    stages = [f"{names.down}.{i}" for i in range(count)] if is_encoder else names.stages(count)
+    parts = PARTS | {"blocks": names.block}
+    parts |= {f"stages.{i}": stage for i, stage in enumerate(stages)}
+    parts |= {f"middle.{i}": part for i, part in enumerate(names.middle)}
+    for ours, layer in module.named_modules():
+        if isinstance(layer, nn.Conv2d | nn.GroupNorm):
+            theirs = ".".join(parts.get(word, word) for word in WORD.findall(ours))
+            yield ours, OUTSIDE.get(ours, f"{'encoder' if is_encoder else 'decoder'}.{theirs}"), layer
+
+
+def rename_rules(module: VQGAN | VQGANEncoder, names: Names, prefix: str = "") -> list[Rename]:
+    """Return the renames of a layout, below `prefix` (a regular expression), to a `VQGAN` or a `VQGANEncoder`."""
+    rules = [Rename(rf"{prefix}quantize\.embedding\.weight", "codebook")]
+    for ours, theirs, layer in layers(module, names):
+        pattern = rf"{prefix}{re.escape(theirs)}\.(weight|bias)"
+        if not theirs.endswith(".qkv"):
+            rules.append(Rename(pattern, rf"{ours}.\1"))
+            continue
+        rows = layer.get_parameter("bias").numel() // 3
+        for i, name in enumerate("qkv"):
+            part = (i * rows, (i + 1) * rows)
+            rules.append(Rename(pattern.replace("qkv", name), rf"{ours}.\1", part=part))
+    return rules
 
 
 def shape_of(source: Source, names: Names, prefix: str = "") -> dict[str, Any]:
@@ -68,47 +109,6 @@ def shape_of(source: Source, names: Names, prefix: str = "") -> dict[str, Any]:
     }
 
 
-def rename_rules(config: VQGANConfig, names: Names, prefix: str = "", encoder: bool = False) -> list[Rename]:
-    """Return the renames of a layout, below `prefix` (a regular expression), to a `VQGAN` or a `VQGANEncoder`."""
-    num_stages, width = len(config.multiples), config.channels * config.multiples[-1]
-    if encoder:
-        body, resize, coarsest = prefix + r"encoder\.", "down", num_stages - 1
-        stages = [f"{names.down}.{i}" for i in range(num_stages)]
-        renames = [Rename(rf"{prefix}quant_conv{PARAMETER}", r"squeeze.\1")]
-    else:
-        body, resize, coarsest = prefix + r"decoder\.", "up", 0
-        stages = names.stages(num_stages)
-        renames = [Rename(rf"{prefix}post_quant_conv{PARAMETER}", r"expand.\1")]
-    renames.append(Rename(prefix + r"quantize\.embedding\.weight", "codebook"))
-
-    def layers(theirs: str, ours: str, **pairs: str) -> None:
-        for their_name, our_name in pairs.items():
-            pattern = body + re.escape(theirs) + their_name + PARAMETER
-            renames.append(Rename(pattern, rf"{ours}{our_name}.\1"))
-
-    def block(theirs: str, ours: str) -> None:
-        layers(f"{theirs}.", f"{ours}.", norm1="norm1", conv1="conv1", norm2="norm2", conv2="conv2")
-        layers(f"{theirs}.", f"{ours}.", nin_shortcut="beside")
-
-    def attention(theirs: str, ours: str) -> None:
-        layers(f"{theirs}.", f"{ours}.", norm="norm", proj_out="out")
-        for i, name in enumerate("qkv"):
-            pattern = body + re.escape(f"{theirs}.{name}") + PARAMETER
-            renames.append(Rename(pattern, rf"{ours}.qkv.\1", part=(i * width, (i + 1) * width)))
-
-    layers("", "", conv_in="entry", norm_out="exit.0", conv_out="exit.2")
-    block(names.middle[0], "middle.0")
-    attention(names.middle[1], "middle.1")
-    block(names.middle[2], "middle.2")
-    for i, theirs in enumerate(stages):
-        layers(f"{theirs}.{resize}sample.", f"stages.{i}.", conv=resize)
-        for j in range(config.blocks - encoder):
-            block(f"{theirs}.{names.block}.{j}", f"stages.{i}.blocks.{j}")
-            if i == coarsest:
-                attention(f"{theirs}.attn.{j}", f"stages.{i}.attention.{j}")
-    return renames
-
-
 def read_vqgan(
     source: Source, dtype: torch.dtype, names: Names = TAMING, prefix: str = "", **fields: Any
 ) -> VQGAN:
@@ -116,20 +116,19 @@ def read_vqgan(
 
     fields: fields of the config that the tensors and the config.json do not determine.
     """
-    ours = source.config.get("kind") == VQGAN.kind
-    shape = source.config if ours else shape_of(source, names, prefix)
-    config = config_as(VQGANConfig, shape | fields, source.path)
+    is_ours = source.config.get("kind") == VQGAN.kind
+    shape = source.config if is_ours else shape_of(source, names, prefix)
     with blank(source.path):
-        vq = VQGAN(config)
-    if ours:
-        source.fill(vq, [SAME], dtype)
-        return vq.prepare_for_inference()
+        vq = VQGAN(config_as(VQGANConfig, shape | fields, source.path))
     pattern = re.escape(prefix)
-    skipped = [f"(?!{pattern}).*", f"{pattern}(?!{DECODER_TENSORS}).*"]
-    source.fill(vq, rename_rules(config, names, pattern), dtype, skipped)
-    if not prefix:
-        encoder_dtype = dtype if names is LLAMAGEN else torch.float32
-        vq.encoder = partial(read_encoder, source, config, names, encoder_dtype)
+    if is_ours:
+        source.fill(vq, [SAME], dtype)
+    else:
+        skipped = [f"(?!{pattern}).*", f"{pattern}(?!{DECODER_TENSORS}).*"]
+        source.fill(vq, rename_rules(vq, names, pattern), dtype, skipped)
+        if not prefix:
+            encoder_dtype = dtype if names is LLAMAGEN else torch.float32
+            vq.encoder = partial(read_encoder, source, vq.config, names, encoder_dtype)
     return vq.prepare_for_inference()
 
 
@@ -141,38 +140,25 @@ def read_encoder(source: Source, config: VQGANConfig, names: Names, dtype: torch
         )
     with blank(source.path):
         encoder = VQGANEncoder(config)
-    source.fill(encoder, rename_rules(config, names, encoder=True), dtype, [f"(?!({ENCODER_TENSORS})).*"])
+    source.fill(encoder, rename_rules(encoder, names), dtype, [f"(?!({ENCODER_TENSORS})).*"])
     return channels_last(encoder).eval().requires_grad_(False)
 
 
 def find_tokenizer(folder: Path, tokenizer: Path | None = None) -> Source:
-    """Open LlamaGen's tokenizer: the path `tokenizer`, else `tokenizer/` in the folder, else a tokenizer's file in the folder.
-
-    Raise InputError if no path can be read: the first fault of a path that can only be a tokenizer, if any.
-    """
-    default = tokenizer or folder / "tokenizer"
+    """Open LlamaGen's tokenizer: the path `tokenizer`, else `tokenizer/` in the folder, else a file in it with vq in its name."""
+    if tokenizer is None and (folder / "tokenizer").is_dir():
+        tokenizer = folder / "tokenizer"
     files = (path for path in folder.iterdir() if path.suffix in (SAFE, *PICKLED))
-    vq_first = sorted(files, key=lambda path: ("vq" not in path.name.lower(), path.name))
-    fault: InputError | None = None
-    for path in [default] if tokenizer or default.is_dir() else vq_first:
-        try:
-            source = Source.open(path)
-            if source.config.get("kind") == VQGAN.kind or source.metas.keys() >= LLAMAGEN_TENSORS:
-                return source
-        except InputError as error:
-            # Files of other names may hold anything.
-            if path == default or "vq" in path.name.lower():
-                fault = fault or error
-    if fault:
-        raise fault
-    if tokenizer:
+    path = tokenizer or min((path for path in files if "vq" in path.name.lower()), default=None)
+    if path is None:
         raise InputError(
-            f"{tokenizer} is no image tokenizer of LlamaGen's; name vq_ds16_c2i.pt or vq_ds16_t2i.pt"
+            f"{folder} holds no image tokenizer; put vq_ds16_c2i.pt or vq_ds16_t2i.pt, from the authors of "
+            "LlamaGen, beside the target, or use lanternpp models convert TARGET OUT --vq FILE, where both may be hub ids"
         )
-    raise InputError(
-        f"{folder} holds no image tokenizer; put vq_ds16_c2i.pt or vq_ds16_t2i.pt, from the authors of "
-        "LlamaGen, beside the target, or use lanternpp models convert TARGET OUT --vq FILE, where both may be hub ids"
-    )
+    source = Source.open(path)
+    if source.config.get("kind") != VQGAN.kind and not source.metas.keys() >= LLAMAGEN_TENSORS:
+        raise InputError(f"{path} is no image tokenizer of LlamaGen's; name vq_ds16_c2i.pt or vq_ds16_t2i.pt")
+    return source
 
 
 def save_tokenizer(vq: VQGAN, folder: Path, store: Store) -> None:

@@ -198,6 +198,7 @@ class VQGANEncoder(nn.Module):
 
     def __init__(self, config: VQGANConfig):
         super().__init__()
+        self.config = config
         widths = [config.channels * multiple for multiple in config.multiples]
         width, blocks = config.channels, config.blocks - 1
         self.entry = nn.Conv2d(3, width, 3, padding=1)
