@@ -163,16 +163,9 @@ class Autoencoder(nn.Module):
         return Reader(self.config.size, self.length, self.vocab, key, self.encode, device, each)
 
     def encoded(self, images: Tensor) -> Tensor:
-        """Return the encoder's output for images [B, 3, H, W], [B, length, outputs]."""
-        images = images.contiguous(memory_format=torch.channels_last)
+        """Return the encoder's output for images [B, 3, size, size], [B, length, outputs]."""
+        images = images.to(self.dtype).contiguous(memory_format=torch.channels_last)
         return self.encoder(images).flatten(2).transpose(1, 2)
-
-    def read(self, images: Tensor) -> Tensor:
-        """Return `encoded` of images in any dtype; raise InputError if they are not [B, 3, size, size]."""
-        size = self.config.size
-        if images.ndim != 4 or tuple(images.shape[1:]) != (3, size, size):
-            raise InputError(f"images are {tuple(images.shape)}; it reads [B, 3, {size}, {size}].")
-        return self.encoded(images.to(self.dtype))
 
     def render(self, latents: Tensor) -> Tensor:
         """Decode latents [B, length, C] to images [B, 3, H, W], which are not clamped."""
@@ -182,10 +175,7 @@ class Autoencoder(nn.Module):
 
     @torch.no_grad()
     def decode(self, codes: Tensor) -> Tensor:
-        """Decode codes [B, length], or latents [B, length, C], to images [B, 3, H, W] in [-1, 1], float32. Raise InputError."""
-        noun, shape = ("codes", [self.length]) if self.vocab else ("latents", [self.length, self.channels])
-        if list(codes.shape[1:]) != shape:
-            raise InputError(f"{noun} are {tuple(codes.shape)}; it draws from [B, {str(shape)[1:]}.")
+        """Decode codes [B, length], or latents [B, length, C], to images [B, 3, H, W] in [-1, 1], float32."""
         latents = self.decoder_input(codes) if self.vocab else codes
         return self.render(latents.to(self.dtype)).clamp(-1, 1)
 
@@ -237,7 +227,7 @@ class VQ(Autoencoder):
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
         """Encode images [B, 3, H, W] in [-1, 1] as codes [B, length], int64."""
-        return self.quantiser.nearest(self.read(images))
+        return self.quantiser.nearest(self.encoded(images))
 
     def decoder_input(self, encoded: Tensor) -> Tensor:
         """Look up the code vectors [B, length, C] of codes [B, length]."""
@@ -258,7 +248,7 @@ class KL(Autoencoder):
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
         """Encode images [B, 3, H, W] in [-1, 1] as moments [B, length, 2 C], float32."""
-        return clamped(self.read(images))
+        return clamped(self.encoded(images))
 
     def decoder_input(self, encoded: Tensor) -> Tensor:
         """Draw latents [B, length, C] from moments [B, length, 2 C]."""
