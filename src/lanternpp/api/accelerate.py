@@ -30,7 +30,7 @@ from lanternpp.api.settings import for_target, network_needed
 from lanternpp.engine.sampling import Guidance
 from lanternpp.errors import InputError
 from lanternpp.models.transformers import CLASSES
-from lanternpp.models.transformers.adapter import TransformersTarget
+from lanternpp.models.transformers.adapter import TransformersTarget, padded
 from lanternpp.models.transformers.call import (
     MODE,
     Call,
@@ -104,22 +104,21 @@ class Held(Pipeline):
         with self._lock:
             target, processors = self.target, call.processors
             # The lock is reentrant, so a call within a call of the same thread comes here.
-            if target.prompts:
+            if target.calls:
                 raise InputError("generate was called while it draws; call it again once it has returned")
             target.decoder.replicate()  # a `forward` may have been replaced since the last call
             format = target.format(call).without(processors.suppressed, target.codes)
-            tokens = token_rows(call.ids, call.mask)
+            branches = [token_rows(call.ids, call.mask)]
             if guidance.branches == 2:
-                tokens += target.unconditional_rows(call)
-            prompts, slots = target.encode(tokens, guidance.branches)
+                branches.append(target.unconditional_rows(call))
+            slots = padded(row for rows in branches for row in rows)
             if slots + format.length > target.most:
                 raise InputError(
                     f"prompt and picture take {slots + format.length} positions and the model has {target.most}"
                 )
             try:
-                if target.arrange(format, slots, prompts):
+                if target.arrange(format, slots, list(zip(*branches, strict=True))):
                     self.release()
-                target.decoder.prepare(slots + format.length)
                 top_k = min(processors.top_k, target.vocab)
                 sampling = {"temperature": processors.temperature, "top_k": top_k, "top_p": processors.top_p}
                 settings = self.checked(method, dials, cfg=guidance.scale, batch_size=len(seeds), **sampling)
@@ -129,7 +128,7 @@ class Held(Pipeline):
                 with self._engine_in_use(request.settings) as engine:
                     return self.draw(engine, request, callback=callback, output_type="codes"), format
             finally:
-                target.prompts = ()
+                target.calls = ()
 
 
 def family_of(model: Any) -> Callable[[Any], TransformersTarget]:

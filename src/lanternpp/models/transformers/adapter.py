@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
@@ -30,6 +30,11 @@ SLOTS = 512  # the longest prompt of `Pipeline`, unless the model has fewer posi
 STRIDE = 32  # prompts are padded to a multiple of this number of slots, so that few shapes are compiled
 
 
+def padded(rows: Iterable[Sequence[int]]) -> int:
+    """Return the slots of prompts of these tokens, of which the longest is padded least."""
+    return -(-max(map(len, rows)) // STRIDE) * STRIDE
+
+
 class TransformersTarget(Target):
     """The decoder layers, embeddings and head of a model; codes are some of its tokens, unless a family says otherwise.
 
@@ -53,7 +58,6 @@ class TransformersTarget(Target):
     default_size: ClassVar[str]  # in pixels
     max_codes: ClassVar[int]  # of the largest picture
     step: ClassVar[int] = 1  # codes of a step of the size
-    raster_class: ClassVar[type[Raster]] = Raster
     raster = Raster(0, 0)  # without codes unless `read` opened the model
     fixed_size = False  # whether the user gave a size
     text_of: Callable[[Path], Text] = Text  # opens the tokenizer of prompts in a folder
@@ -84,7 +88,7 @@ class TransformersTarget(Target):
         """Open the model in `source` by its own class, and the tokenizers beside it; return the target."""
         make: Callable[[Any], Self] = cls
         with input_errors(f"{source.path} cannot be opened", CORRECT):
-            target = adapted(make, cls.model_in(source, dtype, cls.optional))
+            target = adapted(make, opened(source, cls.class_name, cls.fields_of(source), dtype, cls.optional))
         target.read_vq(source, dtype)
         target.to(device)
         target.text = cls.text_of(source.folder)
@@ -96,17 +100,12 @@ class TransformersTarget(Target):
         return target.eval().requires_grad_(False)
 
     @classmethod
-    def model_in(cls, source: Source, dtype: torch.dtype, optional: tuple[str, ...]) -> Any:
-        """Open the model of transformers in `source`; optional: as `opened` has it."""
-        return opened(source, cls.class_name, cls.fields_of(source), dtype, optional)
-
-    @classmethod
     def fields_of(cls, source: Source) -> Mapping[str, Any]:
         """Return fields of the config that replace those of the checkpoint's config.json."""
         return {}
 
     def read_vq(self, source: Source, dtype: torch.dtype) -> None:
-        """Read the tokenizer of pictures, where the model comes without one."""
+        """Read what the class of transformers does not: the tokenizer of pictures, where the model comes without one."""
         return
 
     def prompt_slots(self, raster: Raster, picture_tokens: int = 0) -> int:
@@ -123,7 +122,6 @@ class TransformersTarget(Target):
         """Draw pictures of a raster from now on, from prompts of up to `slots` slots; format: None for the raster's own."""
         self.raster = raster
         self.arrange(format or raster.format(self.codes, self.row_end), slots)
-        self.decoder.prepare(slots + self.length)
 
     def shaped(self, shape: Hashable) -> Target:
         """Return the target of a shape: a raster, the slots of a prompt, and a format where it is not the raster's own."""
@@ -136,10 +134,15 @@ class TransformersTarget(Target):
 
     def raster_of(self, source: Source, size: str | None) -> Raster:
         """Return the codes of a picture of a size in pixels, which the user or the checkpoint gives; None: neither does."""
-        if self.sides:
-            return Raster.square(self.sides, self.pixels_per_code, size)
-        size, ends = size or self.default_size, self.row_end is not None
-        return self.raster_class.of(size, self.pixels_per_code, ends, self.max_codes, self.step)
+        if not self.sides:
+            ends = self.row_end is not None
+            return Raster.of(size or self.default_size, self.pixels_per_code, ends, self.max_codes, self.step)
+        pixels = [side * self.pixels_per_code for side in self.sides]
+        for side, width in zip(self.sides, pixels, strict=True):
+            if size in (None, f"{width}", f"{width}x{width}"):
+                return Raster(side, side)
+        drawn = ", ".join(map(str, dict.fromkeys(pixels)))
+        raise InputError(f"size {size} cannot be drawn; this model draws squares of {drawn} pixels")
 
     @abstractmethod
     def conditional(self, text: str) -> list[int]:
@@ -184,14 +187,14 @@ class TransformersTarget(Target):
         """The device of the embeddings."""
         return next(self.tokens.parameters()).device
 
-    def arrange(self, format: Format, slots: int, prompts: Sequence[Prompt] = ()) -> bool:
+    def arrange(self, format: Format, slots: int, calls: Sequence[Sequence[list[int]]] = ()) -> bool:
         """Draw pictures of a format from now on; return whether engines made before have other sizes.
 
-        prompts: those that conditions name, by their number. slots: of the longest prompt.
+        calls: the tokens of the prompts that conditions name by their number, a row for each branch. slots: of the longest prompt.
         """
         ids = (*self.codes, *format.extras)
         changed = (self.slots, self.length, self.width, self.ids) != (slots, format.length, format.width, ids)
-        self.prompts, self.slots, self.ids = prompts, slots, ids
+        self.calls, self.slots, self.ids = calls, slots, ids
         self.length, self.width, self.vocab = format.length, format.width, len(ids)
         self._code_ids = torch.tensor(ids, device=self.device)
         self._id_span = slice(min(ids), max(ids) + 1)
@@ -206,33 +209,31 @@ class TransformersTarget(Target):
             prompt_positions = format.prompt_positions or [(slot, slot, slot) for slot in range(-slots, 0)]
             table = torch.tensor([*prompt_positions, *format.positions], device=self.device)
             self.decoder.position_table = table + slots
+        self.decoder.prepare(slots + format.length)
         return changed
 
     def prompt(self, conditions: Sequence[str | None], branches: int) -> Prompt:
-        """Encode b texts, or take the prompt of a call that one condition numbers: [branches * b, T, D], padded on the left.
+        """Encode b texts, or the prompt of a call that one condition numbers: [branches * b, T, D], padded on the left.
 
-        Raises InputError where a text is too long, or guidance is asked of a model that has none.
+        Padding is token 0, which is never attended to. Raises InputError where a text is too long, or guidance is asked of a model
+        that has none.
         """
-        if not self.raster.length:
+        if self.raster.length:
+            if branches > 1 and self.unguided:
+                raise InputError(f"cfg above 1 is not supported: {self.unguided}")
+            rows = [self._tokens(condition) for condition in conditions]
+            if branches == 2:
+                rows += [self.unconditional(condition) for condition in conditions]
+        else:
             (condition,) = conditions
-            return self.prompts[int(condition or 0)]
-        if branches > 1 and self.unguided:
-            raise InputError(f"cfg above 1 is not supported: {self.unguided}")
-        rows = [self._tokens(condition) for condition in conditions]
-        if branches == 2:
-            rows += [self.unconditional(condition) for condition in conditions]
-        longest = max(map(len, rows))
-        width = min(-(-longest // STRIDE) * STRIDE, self.slots)
-        if self.decoder.position_table is not None:
-            width = self.slots  # because positions on grids follow the last slot
-        return Prompt(*self._embedded(rows, width))
-
-    def encode(self, rows: Sequence[Sequence[int]], branches: int) -> tuple[list[Prompt], int]:
-        """Encode rows of tokens, all conditional ones first; return a prompt per sample, and the slots of each."""
-        longest = max(map(len, rows))
-        embeds, start = self._embedded(rows, -(-longest // STRIDE) * STRIDE)
-        row_ids = torch.arange(len(rows), device=self.device).view(branches, -1)  # [branches, B]
-        return [Prompt(embeds[ids], start[ids]) for ids in row_ids.T], embeds.shape[1]
+            rows = list(self.calls[int(condition or 0)])
+        width = self.slots
+        if (
+            self.raster.length and self.decoder.position_table is None
+        ):  # positions on grids follow the last slot
+            width = min(padded(rows), width)
+        ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=self.device)
+        return Prompt(self.tokens(ids), torch.tensor([width - len(row) for row in rows], device=self.device))
 
     def _tokens(self, condition: str | None) -> list[int]:
         """Return the tokens of a text; InputError where there are too many, or the tokenizer is another model's."""
@@ -247,11 +248,6 @@ class TransformersTarget(Target):
                 f"prompt {quoted(condition or '', 40)} takes {len(row)} slots and there are {self.slots}; shorten it"
             )
         return row
-
-    def _embedded(self, rows: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:
-        """Embed rows of tokens, padded on the left by token 0, which is never attended to: [R, width, D], and first slots [R]."""
-        ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=self.device)
-        return self.tokens(ids), torch.tensor([width - len(row) for row in rows], device=self.device)
 
     def constrain(self, logits: Tensor, index: Tensor) -> Tensor:
         """Set the logits [B, N, V] of codes that the format forbids at places `index` [B, N] to -inf."""

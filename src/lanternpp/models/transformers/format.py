@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from math import isqrt, sqrt
-from typing import Self
 
 from torch import Tensor, nn
 
@@ -29,8 +28,8 @@ class Raster:
     def __str__(self) -> str:
         return f"{self.columns}x{self.rows}"
 
-    @classmethod
-    def of(cls, size: str, patch: int, ends: bool, max_codes: int, step: int = 1) -> Self:
+    @staticmethod
+    def of(size: str, patch: int, ends: bool, max_codes: int, step: int = 1) -> Raster:
         """Return the raster of a size such as "768x512" in pixels (width first) or "768", of codes `patch` pixels wide.
 
         Raises InputError unless both sides are multiples of `step` codes and the picture has at most `max_codes`.
@@ -42,28 +41,12 @@ class Raster:
             raise InputError(
                 f"size {size!r} cannot be drawn; give WIDTHxHEIGHT in multiples of {side} pixels"
             )
-        raster = cls(height // patch, width // patch, ends)
+        raster = Raster(height // patch, width // patch, ends)
         if raster.rows * raster.columns > max_codes:
             raise InputError(
                 f"size {size} has {raster.rows * raster.columns} codes and the model draws at most {max_codes}"
             )
         return raster
-
-    @classmethod
-    def square(cls, sides: Sequence[int], patch: int, size: str | None) -> Raster:
-        """Return the square of `size` pixels, by default of `sides[0]` codes a side, `patch` pixels wide each.
-
-        Raises InputError where the size is none of a square with one of `sides`.
-        """
-        sides_by_pixels = {str(side * patch): side for side in sides}
-        width, _, height = (size or next(iter(sides_by_pixels))).partition("x")
-        if width not in sides_by_pixels or height not in ("", width):
-            pixels = ", ".join(sides_by_pixels)
-            several = len(sides_by_pixels) > 1
-            allowed = f"squares of {pixels} pixels" if several else f"{pixels}x{pixels} pixels alone"
-            raise InputError(f"size {size} cannot be drawn; this model draws {allowed}")
-        side = sides_by_pixels[width]
-        return cls(side, side)
 
     @property
     def width(self) -> int:
@@ -101,14 +84,6 @@ class TwoPictures(Raster):
 
     def __str__(self) -> str:
         return f"{self.small} and {super().__str__()}"
-
-    @classmethod
-    def of(cls, size: str, patch: int, ends: bool, max_codes: int, step: int = 1) -> Self:
-        """As of `Raster`, by the size of the large picture; InputError also where the small one would have no codes."""
-        pictures = super().of(size, patch, ends, max_codes, step)
-        if not pictures.small.length:
-            raise InputError(f"size {size} is too narrow: its small picture would have no codes")
-        return pictures
 
     @property
     def small(self) -> Raster:

@@ -19,6 +19,7 @@ from lanternpp.models.hub import quiet
 from lanternpp.models.transformers.adapter import TransformersTarget
 from lanternpp.models.transformers.call import Call
 from lanternpp.models.transformers.format import Format, Raster, TwoPictures, grid_positions
+from lanternpp.nn.sources import Source
 from lanternpp.types import Depicted
 
 
@@ -28,7 +29,7 @@ class GlmImage(TransformersTarget):
     class_name, model_type = "GlmImageForConditionalGeneration", "glm_image"
     about = "the autoregressive part of GLM-Image in transformers' layout"
     any_size = unit = True
-    default_size, max_codes, pixels_per_code, raster_class = "1024", 4096, 32, TwoPictures
+    default_size, max_codes, pixels_per_code = "1024", 4096, 32
     unguided = "GLM-Image draws codes without guidance, which its diffusion decoder has"
     without_pixels = (
         'GLM-Image\'s codes become a picture in its diffusion decoder: draw with output_type="codes", and give '
@@ -41,10 +42,15 @@ class GlmImage(TransformersTarget):
         sampling = {name: getattr(config, name, None) for name in ("temperature", "top_k", "top_p")}
         self.recommended = {"cfg": 1.0, **{name: value for name, value in sampling.items() if value}}
 
-    def _lay_out(self, raster: Raster, slots: int, format: Format | None = None) -> None:
+    def raster_of(self, source: Source, size: str | None) -> Raster:
+        """Return the pictures of a size, by the large one; InputError also where the small one would have no codes."""
         # The model's own `generate` draws further tokens, which end a picture.
         self.codes = self.codes[: self.model.config.vq_config.num_embeddings]
-        super()._lay_out(raster, slots, format)
+        large = super().raster_of(source, size)
+        pictures = TwoPictures(large.rows, large.columns)
+        if not pictures.small.length:
+            raise InputError(f"size {size} is too narrow: its small picture would have no codes")
+        return pictures
 
     def conditional(self, text: str) -> list[int]:
         """Return the tokens of the prompt and of the sizes of both pictures; of the large one after pictures shown."""

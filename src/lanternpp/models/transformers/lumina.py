@@ -15,7 +15,6 @@ import torch
 from lanternpp.errors import InputError
 from lanternpp.models.transformers.chameleon import BEGIN, DRAW, END_OF_TURN, Chameleon
 from lanternpp.models.transformers.format import Raster
-from lanternpp.models.transformers.opening import FirstToken
 from lanternpp.nn.sources import Source
 
 ROW_END = "<reserved08799>"
@@ -27,7 +26,7 @@ class Lumina(Chameleon):
     """A Chameleon whose rows of codes end with a token."""
 
     about = "Lumina-mGPT-7B in transformers' layout"
-
+    optional = (*Chameleon.optional, NORM)
     recommended = {"cfg": 4.0, "top_k": 2000}  # noqa: RUF012
     dialect = "lumina"
     default_size, max_codes, step = "768", 4096, 2
@@ -43,39 +42,38 @@ class Lumina(Chameleon):
         """Return whether a Chameleon was written as Lumina's by its authors' code or by ours, or its heads share norms."""
         by_authors = any("xllmx" in kind.lower() for kind in source.kinds)
         by_us = source.config.get("dialect") == cls.dialect
-        return super().claims(source) and (by_authors or by_us or cls.shares_norms(source))
-
-    @staticmethod
-    def shares_norms(source: Source) -> bool:
-        """Return whether queries and keys have fewer norms than heads."""
         norm, heads = source.metas.get(FIRST_NORM), source.config.get("num_attention_heads", 32)
-        return norm is not None and norm.ndim == 2 and len(norm) != heads
+        shares_norms = norm is not None and norm.ndim == 2 and len(norm) != heads
+        return super().claims(source) and (by_authors or by_us or shares_norms)
 
-    @classmethod
-    def model_in(cls, source: Source, dtype: torch.dtype, optional: tuple[str, ...]) -> Any:
-        """Open the model, and give every head the norm of queries and keys of its group.
+    def read_vq(self, source: Source, dtype: torch.dtype) -> None:
+        """Read the tokenizer, and give every head the norm of queries and keys of its group.
 
         A checkpoint has a row for each group, a model-parallel rank of the pretraining (Alpha-VLLM/Chameleon_7B_mGPT, model card).
         """
-        if not cls.shares_norms(source):
-            return super().model_in(source, dtype, optional)
-        model = super().model_in(source, dtype, (*optional, NORM))
-        for name, rows in source.tensors([name for name in source.metas if re.match(NORM, name)]):
-            norm = model.get_parameter(name)  # [heads, d]
+        super().read_vq(source, dtype)
+        norms = {name: norm for name, norm in self.model.named_parameters() if re.match(NORM, name)}
+        for name in norms:
+            source.shape(name, 2)  # raises InputError where it is missing
+        for name, rows in source.tensors(norms):
+            norm = norms[name]  # [heads, d]
             norm.data = rows[torch.arange(len(norm)) * len(rows) // len(norm)].to(norm.dtype)
-        return model
 
     def raster_of(self, source: Source, size: str | None) -> Raster:
         """Return the raster of a size, by default of the size in the checkpoint's name, as its config has none."""
         match = re.search(r"Lumina-mGPT-\d+B-(\d+)", str(source.path.resolve()))
         return super().raster_of(source, size or (match and match[1]))
 
+    @property
+    def begin(self) -> str:
+        """The first token of a prompt."""
+        return BEGIN
+
     def conditional(self, text: str) -> list[int]:
         """Return the first token, the request, <reserved08706> and the unconditional tokens."""
         raster, tokenizer, side = self.raster, self.text, self.pixels_per_code
-        begin = tokenizer.begin if isinstance(tokenizer, FirstToken) else BEGIN
         text = REQUEST.format(size=f"{raster.columns * side}x{raster.rows * side}", prompt=text)
-        ids = [tokenizer.id(begin), *tokenizer.ids(text), tokenizer.id(END_OF_TURN)]
+        ids = [tokenizer.id(self.begin), *tokenizer.ids(text), tokenizer.id(END_OF_TURN)]
         return [*ids, *self.unconditional(None)]
 
     def unconditional(self, text: str | None) -> list[int]:

@@ -14,7 +14,6 @@ from lanternpp.models.transformers.adapter import TransformersTarget
 from lanternpp.models.transformers.beside import TokenizerBeside
 from lanternpp.models.transformers.chameleon import Chameleon
 from lanternpp.models.transformers.lumina import Lumina
-from lanternpp.models.transformers.opening import FirstToken
 from lanternpp.nn.sources import Source
 
 CODE = "<MOVQGAN"  # a code's token begins with it
@@ -29,7 +28,6 @@ class Lumina2(Lumina):
     max_codes, step, pixels_per_code = 9216, 4, 8
     recommended = {"cfg": 4.0, "top_k": 4096}  # noqa: RUF012
     latents = TokenizerBeside.latents
-    text_of = FirstToken
 
     @classmethod
     def claims(cls, source: Source) -> bool:
@@ -40,6 +38,11 @@ class Lumina2(Lumina):
     def image_tokens(words: Mapping[str, int]) -> list[int]:
         """Return the tokens of codes of a vocabulary, which lie in the order of the codes."""
         return sorted(token for name, token in words.items() if name.startswith(CODE))
+
+    @property
+    def begin(self) -> str:
+        """The first token of the tokenizer."""
+        return self.text.begin
 
 
 def adapter_of(model: Any) -> TransformersTarget:

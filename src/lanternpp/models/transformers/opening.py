@@ -18,7 +18,7 @@ from lanternpp.models.hub import quiet
 from lanternpp.nn.files import INDEX, check_finite, files, input_errors, join_names
 from lanternpp.nn.files import opened as contents
 from lanternpp.nn.sources import Source, blank
-from lanternpp.util.files import replacing, write_text
+from lanternpp.util.files import replacing
 from lanternpp.util.jsonfile import read_object, read_text
 
 if TYPE_CHECKING:
@@ -52,10 +52,27 @@ class Text:
         with input_errors(f"{self.path} is no tokenizer"):
             return Tokenizer.from_file(str(self.path))
 
+    @property
+    def config(self) -> Path:
+        """The path of tokenizer_config.json, which most tokenizers have."""
+        return self.path.with_name("tokenizer_config.json")
+
+    @cached_property
+    def begin(self) -> str:
+        """The first token of every text: the one that its config names for the begin of texts, or else for their end."""
+        config = read_object(self.config)
+        token = config.get("bos_token") or config.get("eos_token")
+        if isinstance(token, Mapping):
+            token = token.get("content")
+        if not isinstance(token, str):
+            raise InputError(f"{self.config} names no bos_token and no eos_token: fetch it again.")
+        return token
+
     def save(self, folder: Path) -> None:
-        """Copy the file into another folder."""
-        with replacing(folder / self.path.name) as temporary:
-            shutil.copyfile(self.path, temporary)
+        """Copy the file, and its config if there is one, into another folder."""
+        for path in filter(Path.is_file, (self.path, self.config)):
+            with replacing(folder / path.name) as temporary:
+                shutil.copyfile(path, temporary)
 
     def vocabulary(self) -> dict[str, int]:
         """Return the id of every token."""
@@ -82,31 +99,6 @@ class Text:
             )
         with quiet(), input_errors(f"{self.path} cannot be opened"):
             return getattr(transformers, class_name).from_pretrained(self.path.parent, local_files_only=True)
-
-
-class FirstToken(Text):
-    """A tokenizer whose tokenizer_config.json names the first token of every text."""
-
-    @property
-    def config(self) -> Path:
-        """The path of tokenizer_config.json."""
-        return self.path.with_name("tokenizer_config.json")
-
-    @cached_property
-    def begin(self) -> str:
-        """The first token: the one named for the begin of texts, or else for their end, as in the authors' tokenizer."""
-        config = read_object(self.config)
-        token = config.get("bos_token") or config.get("eos_token")
-        if isinstance(token, Mapping):
-            token = token.get("content")
-        if not isinstance(token, str):
-            raise InputError(f"{self.config} names no bos_token and no eos_token: fetch it again.")
-        return token
-
-    def save(self, folder: Path) -> None:
-        """Copy both files into another folder."""
-        super().save(folder)
-        write_text(folder / self.config.name, read_text(self.config))
 
 
 class Ranks(Text):
