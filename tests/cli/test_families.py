@@ -81,7 +81,7 @@ def test_a_size_is_an_option_of_models_that_draw_several(
         args = ("--model", models / name, "--method", "jacobi", "-o", tmp_path / "wide.png")
         assert run("generate", PROMPT, *args, "--size", size).code == 0
         assert "{}x{}".format(*Image.open(tmp_path / "wide.png").size) == size
-    alone, one_size = "64x64 pixels alone", "one size; leave out --size 32x32"
+    alone, one_size = "squares of 64 pixels", "one size; leave out --size 32x32"
     for other, said in ((models / "anole", alone), (model, one_size), (models / "janus", one_size)):
         run("generate", PROMPT, "--model", other, "--method", "ar", "--size", "32x32").refused(said)
     done = run("models", "convert", models / "emu3", tmp_path / "wide", "--size", "24x16")

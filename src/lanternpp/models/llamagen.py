@@ -126,7 +126,7 @@ class LlamaGenTarget(Target):
     def reader(self) -> Reader:
         """Return the reader of the tokenizer. Raise InputError if the tokenizer has no encoder."""
         vq = self.vq
-        encoder = vq.encoder().to(vq.codebook.device) if vq.encoder else None
+        encoder = vq.encoder().to(vq.codebook.device)
         side = self.width * vq.config.down
         return Reader.of(encoder, vq.codebook, side, self.length, lambda codes: codes.flatten(1))
 

@@ -37,12 +37,12 @@ def test_a_picture_is_the_video_of_one_frame_that_nvidias_decoder_makes(tmp_path
     }
     vq = read(tmp_path, **more)
     expected = load_file(GOLDEN)["pixels"].clamp(-1, 1)
-    pixels = vq.draw(CODES)
+    pixels = vq.decode(CODES)
     assert pixels.shape == expected.shape == (1, 3, 32, 48)
     assert float(expected.std()) > 0.1 and float((pixels - expected).abs().max()) <= 1e-5
     save_tokenizer(vq, tmp_path / "tokenizer", "float32")
     kept = read_cosmos(Source.open(tmp_path / "tokenizer"), BOOK, torch.float32)
-    assert torch.equal(kept.draw(CODES), pixels)
+    assert torch.equal(kept.decode(CODES), pixels)
 
 
 def test_codes_are_the_points_of_the_grid_with_the_first_number_changing_fastest() -> None:

@@ -35,7 +35,7 @@ def test_pixels_are_those_of_taming_transformers(tmp_path: Path) -> None:
     vq = read(tmp_path)
     expected = load_file(GOLDEN / "taming.safetensors")["pixels"].clamp(-1, 1)
     assert expected.shape == (1, 3, 12, 16)
-    assert float((vq.draw(CODES) - expected).abs().max()) <= 1e-3
+    assert float((vq.decode(CODES) - expected).abs().max()) <= 1e-3
 
 
 @pytest.mark.parametrize("name", ["movq", "ibq"])
@@ -46,7 +46,7 @@ def test_pixels_and_codes_are_those_of_published_tokenizers(name: str, tmp_path:
     vq = read_vqgan(Source.open(tmp_path / "vq.safetensors"), torch.float32)
     golden = load_file(GOLDEN / "tokenizers.safetensors")
     assert vq.config == config and vq.encoder is not None
-    assert float((vq.draw(CODES) - golden[f"{name}.pixels"].clamp(-1, 1)).abs().max()) <= 1e-4
+    assert float((vq.decode(CODES) - golden[f"{name}.pixels"].clamp(-1, 1)).abs().max()) <= 1e-4
     images = torch.sin(torch.arange(2 * 3 * 12 * 16).view(2, 3, 12, 16) * 0.37)
     with torch.no_grad():
         latents = vq.encoder()(images)

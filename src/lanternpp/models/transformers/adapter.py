@@ -20,6 +20,7 @@ from lanternpp.models.transformers.decoder import TransformersDecoder, replica
 from lanternpp.models.transformers.format import Format, Raster
 from lanternpp.models.transformers.opening import CORRECT, GENERATION, Text, adapted, opened
 from lanternpp.models.vq.codes import Reader
+from lanternpp.models.vq.vqgan import VQGAN
 from lanternpp.nn.backend import backend
 from lanternpp.nn.checkpoints import Store
 from lanternpp.nn.files import input_errors
@@ -155,6 +156,8 @@ class TransformersTarget(Target):
     @property
     def latents(self) -> Tensor | None:
         """[codes, C] the latent vector of every code of the image; None where the model comes without."""
+        if self.vq is None or isinstance(self.vq, VQGAN):
+            return getattr(self.vq, "codebook", None)
         weight: Tensor = self.vq.quantize.embedding.weight
         return nn.functional.normalize(weight, dim=-1) if self.unit else weight
 
@@ -175,11 +178,11 @@ class TransformersTarget(Target):
 
     @property
     def vq(self) -> Any:
-        """The image tokenizer."""
+        """The image tokenizer: a module of transformers or a `VQGAN`; None where there is none."""
         return self.model.model.vqmodel
 
-    def encoder(self) -> nn.Module | None:
-        """Return the network from images [B, 3, H, W] to latents [B, C, rows, columns]; None where the checkpoint has none."""
+    def encoder(self) -> nn.Module:
+        """Return the network from images [B, 3, H, W] to latents [B, C, rows, columns]; InputError where the checkpoint has none."""
         return nn.Sequential(self.vq.encoder, self.vq.quant_conv)
 
     @property

@@ -78,29 +78,13 @@ class TokenizerBeside(TransformersTarget):
         """The tokenizer."""
         return self.vqgan
 
-    @property
-    def latents(self) -> Tensor | None:
-        """[codes, C] the tokenizer's codebook; None without a tokenizer."""
-        return None if self.vqgan is None else self.vqgan.codebook
-
-    def decoded(self, grid: Tensor) -> Tensor:
-        """Decode codes [B, rows, columns] by the tokenizer: images [B, 3, H, W]."""
-        return self.vq.draw(grid)
-
-    def encoder(self) -> nn.Module | None:
-        """Read the tokenizer's encoder; None where its file has none."""
-        if self.vqgan is None or self.vqgan.encoder is None:
-            return None
-        return self.vqgan.encoder().to(self.device)
+    def encoder(self) -> nn.Module:
+        """Read the tokenizer's encoder."""
+        return self.vq.encoder().to(self.device)
 
     @cached_property
     def _encoder(self) -> nn.Module:
-        encoder = self.encoder()
-        if encoder is None:
-            raise InputError(
-                "this model's tokenizer was kept without its encoder: use the model as it was published"
-            )
-        return encoder
+        return self.encoder()
 
     def read_picture(self, picture: Any, count: int) -> Tensor:
         """Encode a PIL image, RGB, in its own shape as about `count` codes [rows, columns]; InputError without an encoder."""

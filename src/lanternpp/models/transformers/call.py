@@ -17,7 +17,6 @@ from lanternpp.models.transformers.format import NO_TOKEN, Format
 
 MODE = "generation_mode"
 RESTORE = "leave it out, or undo the acceleration with lanternpp.restore(model)"
-MAX_REMEMBERED = 16  # lists that `prefix_allowed_tokens_fn` returned
 IGNORED = (logits_process.LogitNormalization, logits_process.InfNanRemoveLogitsProcessor)
 # The setting of each class, in the order in which samplers apply them.
 WARPERS: dict[type, str] = {
@@ -181,23 +180,22 @@ class _AllowedTokens:
         assert processors.allowed is not None
         self._function, self._suppressed = processors.allowed, processors.suppressed
         self._sets = {tokens: tokens for tokens in sets}
-        # Most functions return the same list again and again, so its set is kept with it, by the list's id.
-        self._sets_by_id: dict[int, tuple[Any, frozenset[int]]] = {}
+        # Most functions return the same list again and again, so the last one of each length is kept with its set.
+        self._last: dict[int, tuple[Any, frozenset[int]]] = {}
 
     def after(self, row: int, tokens: Tensor) -> frozenset[int]:
         """Return the set that is allowed after a row's tokens [n]."""
         result = self._function(row, tokens)
-        if id(result) not in self._sets_by_id:
-            allowed = frozenset(map(int, result.flatten().tolist() if isinstance(result, Tensor) else result))
-            remaining = allowed - self._suppressed
-            if not remaining:
-                raise InputError(
-                    NO_TOKEN.format("suppress_tokens" if allowed else "prefix_allowed_tokens_fn")
-                )
-            if len(self._sets_by_id) == MAX_REMEMBERED:
-                del self._sets_by_id[next(iter(self._sets_by_id))]
-            self._sets_by_id[id(result)] = result, self._sets.setdefault(remaining, remaining)
-        return self._sets_by_id[id(result)][1]
+        last, remaining = self._last.get(len(result), (None, frozenset()))
+        if result is last:
+            return remaining
+        allowed = frozenset(map(int, result.flatten().tolist() if isinstance(result, Tensor) else result))
+        remaining = allowed - self._suppressed
+        if not remaining:
+            raise InputError(NO_TOKEN.format("suppress_tokens" if allowed else "prefix_allowed_tokens_fn"))
+        remaining = self._sets.setdefault(remaining, remaining)
+        self._last[len(result)] = result, remaining
+        return remaining
 
     def places(self, row: int, prompt: Tensor, limit: int, ends: Collection[int]) -> list[frozenset[int]]:
         """Return the sets of all places after a prompt [T], up to the end of the sequence or to `limit` places."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lanternpp.errors import InputError
 from lanternpp.models.transformers.beside import TokenizerBeside
@@ -37,7 +37,8 @@ class Chameleon(TokenizerBeside):
     any_size = True
     by_forward = False
     recommended: Mapping[str, Any] = {"cfg": 3.0, "temperature": 0.7, "top_p": 0.9}
-    optional, vq_prefix = (VQ,), VQ
+    optional: ClassVar[tuple[str, ...]] = (VQ,)
+    vq_prefix = VQ
     dialect: ClassVar[str] = "anole"  # in a config.json of ours
     vq_files: ClassVar[tuple[str, ...]] = (
         *("vqgan.ckpt", "vqgan.safetensors", "tokenizer/vqgan.ckpt", "tokenizer/vqgan.safetensors"),
@@ -87,13 +88,11 @@ class Chameleon(TokenizerBeside):
         return [self.text.id(BEGIN), self.text.id(DRAW)]
 
     @property
-    def latents(self) -> Tensor | None:
-        """[codes, C] the tokenizer's codebook; without a tokenizer, the codebook of transformers' encoder."""
-        if self.vqgan is not None:
-            return super().latents
-        return self.model.model.vqmodel.quantize.embedding.weight
+    def vq(self) -> Any:
+        """The tokenizer; without one, transformers' encoder."""
+        return self.vqgan or self.model.model.vqmodel
 
-    def encoder(self) -> nn.Module | None:
+    def encoder(self) -> nn.Module:
         """Return transformers' encoder, or that of a tokenizer beside the checkpoint."""
         vq = self.model.model.vqmodel
         return super().encoder() if vq is None else nn.Sequential(vq.encoder, vq.quant_conv)

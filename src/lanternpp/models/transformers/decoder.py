@@ -118,7 +118,7 @@ class TransformersDecoder(Decoder):
         self._attention_config: Any = copy.deepcopy(body.config)
         self._attention_config._attn_implementation = ATTENTION
         self.packed_dtype: str | None = None
-        self._packed_weights: list[tuple[int, int, int]] = []
+        self._packed_weights: list[tuple[int, int, int]] = []  # of which `native` has a copy
         self._num_prepared = 0  # positions
         self.replicate()
 
@@ -133,7 +133,7 @@ class TransformersDecoder(Decoder):
             layer._modules["self_attn"], layers._modules[name] = attention, layer
         self._replicas = (body,)  # a tuple, so that the replica is no child of this module
         if self.packed_dtype is not None:
-            self._pack(self.packed_dtype)
+            self.use_kernels(self.packed_dtype)
 
     def shared(self) -> TransformersDecoder:
         """Return a decoder of the same layers and weights, whose positions can differ; `prepare` computes their rotations."""
@@ -151,16 +151,11 @@ class TransformersDecoder(Decoder):
     def use_kernels(self, dtype: str, release: bool = False) -> None:
         """Have the backend compute passes from now on, from a copy of the weights in `dtype`, a name of `BYTES_PER_WEIGHT`.
 
-        release: free the weights of every layer as soon as they are copied, for a model that nobody else uses. Raises InputError with
+        A copy of the same weights is kept. release: free the weights of every layer as soon as they are copied, for a model that nobody else uses. Raises InputError with
         the reason where the backend cannot compute these layers, or where there is no memory for the copy.
         """
         if dtype not in BYTES_PER_WEIGHT:
             raise InputError(unknown("kernels", dtype, BYTES_PER_WEIGHT))
-        self._pack(dtype, release)
-        self.packed_dtype = dtype
-
-    def _pack(self, dtype: str, release: bool = False) -> None:
-        """Copy the weights, unless the copy that exists is of the same weights."""
         stack = self.stack()
         parts = (self.body.get_submodule(name) for name in ("layers", "norm"))
         parameters = [x for part in parts for x in part.parameters()]
@@ -186,7 +181,7 @@ class TransformersDecoder(Decoder):
             if own_dtype == torch.bfloat16:
                 reason = "there are none for this machine, or LANTERNPP_KERNELS=0 turns them off; leave out kernels"
             raise InputError(f"the kernels do not compute this model: {reason}")
-        self._packed_weights = weights
+        self._packed_weights, self.packed_dtype = weights, dtype
         if self._num_prepared:
             self.prepare(self._num_prepared)
 

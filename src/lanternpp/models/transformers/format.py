@@ -80,7 +80,13 @@ class Raster:
 
 @dataclass(frozen=True)
 class TwoPictures(Raster):
-    """A small picture, then a large one of the same shape, whose rows and columns these are."""
+    """A small picture, then a large one of the same shape, whose rows and columns these are; InputError if one has no codes."""
+
+    def __post_init__(self) -> None:
+        if not self.small.length:
+            raise InputError(
+                f"size {super().__str__()} codes is too narrow: its small picture would have none"
+            )
 
     def __str__(self) -> str:
         return f"{self.small} and {super().__str__()}"

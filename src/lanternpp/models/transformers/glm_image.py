@@ -17,7 +17,7 @@ from torch import Tensor
 from lanternpp.errors import InputError, one_line
 from lanternpp.models.hub import quiet
 from lanternpp.models.transformers.adapter import TransformersTarget
-from lanternpp.models.transformers.call import Call
+from lanternpp.models.transformers.call import Call, reject_arguments
 from lanternpp.models.transformers.format import Format, Raster, TwoPictures, grid_positions
 from lanternpp.nn.sources import Source
 from lanternpp.types import Depicted
@@ -38,19 +38,15 @@ class GlmImage(TransformersTarget):
 
     def __init__(self, model: Any):
         super().__init__(model, model.model.language_model, range(model.config.text_config.vision_vocab_size))
-        config = model.generation_config
-        sampling = {name: getattr(config, name, None) for name in ("temperature", "top_k", "top_p")}
-        self.recommended = {"cfg": 1.0, **{name: value for name, value in sampling.items() if value}}
+        sampling, dials = vars(model.generation_config), ("temperature", "top_k", "top_p")
+        self.recommended = {"cfg": 1.0} | {name: sampling[name] for name in dials if sampling.get(name)}
 
     def raster_of(self, source: Source, size: str | None) -> Raster:
-        """Return the pictures of a size, by the large one; InputError also where the small one would have no codes."""
+        """Return the pictures of a size, by the large one."""
         # The model's own `generate` draws further tokens, which end a picture.
         self.codes = self.codes[: self.model.config.vq_config.num_embeddings]
         large = super().raster_of(source, size)
-        pictures = TwoPictures(large.rows, large.columns)
-        if not pictures.small.length:
-            raise InputError(f"size {size} is too narrow: its small picture would have no codes")
-        return pictures
+        return TwoPictures(large.rows, large.columns)
 
     def conditional(self, text: str) -> list[int]:
         """Return the tokens of the prompt and of the sizes of both pictures; of the large one after pictures shown."""
@@ -66,10 +62,9 @@ class GlmImage(TransformersTarget):
         content = [{"type": "image", "image": picture} for picture in pictures]
         messages = [{"role": "user", "content": [*content, {"type": "text", "text": text}]}]
         options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
-        side = self.pixels_per_code
-        size = {"target_h": self.raster.rows * side, "target_w": self.raster.columns * side}
+        height, width = (count * self.pixels_per_code for count in (self.raster.rows, self.raster.columns))
         with quiet():
-            return self._processor.apply_chat_template(messages, **options, **size)
+            return self._processor.apply_chat_template(messages, **options, target_h=height, target_w=width)
 
     def depicted(self, prompt: str, pictures: Sequence[Any], own_shape: bool = True) -> Depicted:
         """Encode pictures of the sizes that the processor gives them; the large picture is drawn without a small one."""
@@ -106,8 +101,7 @@ class GlmImage(TransformersTarget):
 
     def format(self, call: Call) -> Format:
         """Return the format of any tokens anywhere, at positions on the grids of the call, which must be those of all samples."""
-        if call.processors.allowed is not None:
-            raise InputError("prefix_allowed_tokens_fn is not supported for GLM-Image; leave it out")
+        reject_arguments(["prefix_allowed_tokens_fn"], {"prefix_allowed_tokens_fn": call.processors.allowed})
         grids, counts = call.model_kwargs.get("image_grid_thw"), call.model_kwargs.get("images_per_sample")
         if grids is None or not len(grids):
             return Format.plain(call.max_new_tokens)

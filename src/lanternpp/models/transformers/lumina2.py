@@ -27,7 +27,7 @@ class Lumina2(Lumina):
     vq_hub = "ai-forever/MoVQGAN/movqgan_270M.ckpt"
     max_codes, step, pixels_per_code = 9216, 4, 8
     recommended = {"cfg": 4.0, "top_k": 4096}  # noqa: RUF012
-    latents = TokenizerBeside.latents
+    vq = TokenizerBeside.vq
 
     @classmethod
     def claims(cls, source: Source) -> bool:

@@ -49,23 +49,18 @@ class Reader:
     @classmethod
     def of(
         cls,
-        encoder: nn.Module | None,
+        encoder: nn.Module,
         codebook: Tensor,
         size: int,
         length: int,
         lay: Callable[[Tensor], Tensor],
         by_product: bool = False,
     ) -> Self:
-        """Return the reader of a published tokenizer with codebook [V, C]; raise InputError if `encoder` is None.
+        """Return the reader of a published tokenizer with codebook [V, C].
 
         encoder: images [B, 3, H, W] -> latents [B, C, rows, columns]. lay: codes of a grid [B, rows, columns] -> codes of a picture
         [B, length]. by_product: as for `nearest`.
         """
-        if encoder is None:
-            raise InputError(
-                "this model's tokenizer was kept without its encoder, so it reads no pictures: use --self "
-                "instead of --data, or the model as it was published."
-            )
         like = next(encoder.parameters())
 
         @torch.no_grad()

@@ -128,7 +128,7 @@ def read_vqgan(
         source.fill(vq, rename_rules(vq, names, pattern), dtype, skipped)
         if not prefix:
             encoder_dtype = dtype if names is LLAMAGEN else torch.float32
-            vq.encoder = partial(read_encoder, source, vq.config, names, encoder_dtype)
+            vars(vq)["encoder"] = partial(read_encoder, source, vq.config, names, encoder_dtype)
     return vq.prepare_for_inference()
 
 

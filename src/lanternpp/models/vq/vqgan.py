@@ -5,7 +5,6 @@ In MoVQ (2209.09002) the looked-up latents scale and shift every normalisation o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
@@ -13,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lanternpp.errors import InputError
 from lanternpp.nn.checkpoints import Blocks, Codes, Stages, Width
 from lanternpp.util.jsonfile import Between
 
@@ -24,7 +24,7 @@ GROUPS = 32  # in every normalisation of published tokenizers
 class VQGANConfig:
     """The shape of a decoder, by default of LlamaGen's VQ-16 (arXiv 2406.06525)."""
 
-    grid: Annotated[int, Between(0, 128)] = 0  # codes of an image's side; 0: any width and height, for `draw`
+    grid: Annotated[int, Between(0, 128)] = 0  # codes of an image's side; 0: any width and height
     codes: Codes = 16384  # V
     dim: Width = 8  # C, of a code's latent
     channels: Width = 128
@@ -146,7 +146,6 @@ class VQGAN(nn.Module):
 
     kind = "vqgan"  # the `kind` in the config.json of a folder of ours
     codebook: Tensor  # [V, C] float32
-    encoder: Callable[[], nn.Module] | None = None  # reads the encoder, if the checkpoint may have one
 
     def __init__(self, config: VQGANConfig):
         super().__init__()
@@ -174,14 +173,18 @@ class VQGAN(nn.Module):
             self.codebook = F.normalize(self.codebook, dim=-1)
         return channels_last(self).eval().requires_grad_(False)
 
-    @torch.no_grad()
-    def decode(self, codes: Tensor) -> Tensor:
-        """Decode codes [B, length] to images [B, 3, H, W] in [-1, 1], float32."""
-        return self.draw(codes.unflatten(1, (self.config.grid, self.config.grid)))
+    def encoder(self) -> nn.Module:
+        """Read the encoder, where the checkpoint that the decoder was read from may have one; InputError where there is none."""
+        raise InputError(
+            "this model's tokenizer was kept without its encoder, so it reads no pictures: use the model as it was published, "
+            "or for a training --self instead of --data."
+        )
 
     @torch.no_grad()
-    def draw(self, codes: Tensor) -> Tensor:
-        """Decode codes [B, rows, columns] to images [B, 3, H, W] in [-1, 1], float32."""
+    def decode(self, codes: Tensor) -> Tensor:
+        """Decode codes [B, rows, columns], or [B, length] of the config's grid, to images [B, 3, H, W] in [-1, 1], float32."""
+        if codes.ndim == 2:
+            codes = codes.unflatten(1, (self.config.grid, self.config.grid))
         x = self.codebook[codes].to(self.expand.weight.dtype).permute(0, 3, 1, 2)
         x = x.contiguous(memory_format=torch.channels_last)
         latents = (x,) if self.config.spatial else ()
