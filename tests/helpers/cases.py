@@ -85,6 +85,24 @@ class Case:
         return drawn[:, start : start + target.length]
 
 
+def rows_of(
+    codes: Any, row_end: int, start: int, first: int, after: tuple[int, ...] = ()
+) -> Callable[[int, Tensor], Any]:
+    """A `prefix_allowed_tokens_fn` of rows of codes with row ends.
+
+    first: places from the token `start` to the first code. after: the tokens that follow the last code, the last of them for ever.
+    """
+
+    def allowed(batch: int, tokens: Tensor) -> Any:
+        place = len(tokens) - int(torch.nonzero(tokens == start)[0][0]) - first
+        behind = place - (WIDTH + 1) * HEIGHT + 1
+        if behind >= 0 and after:
+            return (after[min(behind, len(after) - 1)],)
+        return (row_end,) if place % (WIDTH + 1) == WIDTH else codes
+
+    return allowed
+
+
 def emu3(folder: Path) -> Case:
     """Rows of 4 codes with a row end behind each, then three tokens that end the picture, as its documentation has it."""
     model = write_emu3(folder).double()
@@ -96,18 +114,11 @@ def emu3(folder: Path) -> Case:
         for token in ("<|extra_200|>", "<|extra_201|>", "<|image end|>", "<|extra_204|>", "<|endoftext|>")
     )
 
-    def allowed(batch: int, tokens: Tensor) -> Any:
-        offset = len(tokens) - int(torch.nonzero(tokens == start)[0][0])
-        last = (WIDTH + 1) * HEIGHT
-        if offset > last:
-            return ({1: eof, 2: end, 3: eos}.get(offset - last, pad),)
-        return (row_end,) if offset % (WIDTH + 1) == 0 else visual
-
     tail = [vocab["<|image start|>"], vocab["4*4"], start]
     rows = [[vocab["<|extra_203|>"], *(vocab[word] for word in text.split()), *tail] for text in PROMPTS]
     negative = torch.tensor([[vocab["lowres"], *tail]] * 3)
     arguments = {
-        "prefix_allowed_tokens_fn": allowed,
+        "prefix_allowed_tokens_fn": rows_of(visual, row_end, start, 1, (row_end, eof, end, eos, pad)),
         "max_new_tokens": 500,
         "eos_token_id": eos,
         "pad_token_id": pad,
@@ -127,11 +138,7 @@ def emu35(folder: Path) -> Case:
     config = model.config
     codes = range(config.eoi_token_id + 1, config.vocab_size)
 
-    def allowed(batch: int, tokens: Tensor) -> Any:
-        offset = len(tokens) - int(torch.nonzero(tokens == config.img_token_id)[0][0])
-        ends = config.eoi_token_id if offset == (WIDTH + 1) * HEIGHT else config.eol_token_id
-        return (ends,) if offset % (WIDTH + 1) == 0 else codes
-
+    allowed = rows_of(codes, config.eol_token_id, config.img_token_id, 1, (config.eoi_token_id,))
     tail = [config.boi_token_id, *b"4*4", config.img_token_id]
     rows = [[*text.encode(), *tail] for text in PROMPTS]
     arguments = {"prefix_allowed_tokens_fn": allowed, "max_new_tokens": (WIDTH + 1) * HEIGHT}
@@ -167,13 +174,10 @@ def lumina2(folder: Path) -> Case:
     begin, row_end = (vocab[token] for token in ("<racm3:break>", "<reserved08799>"))
     codes = sorted(token for name, token in vocab.items() if name.startswith("<MOVQGAN"))
 
-    def allowed(batch: int, tokens: Tensor) -> Any:
-        offset = len(tokens) - int(torch.nonzero(tokens == begin)[0][0]) - 2
-        return (row_end,) if offset % (WIDTH + 1) == 0 else codes
-
     tail = [begin, vocab["<reserved08801>"], vocab["<reserved08801>"]]
     rows = [[vocab["<|endoftext|>"], *(vocab[word] for word in text.split()), *tail] for text in PROMPTS]
-    arguments = {"prefix_allowed_tokens_fn": allowed, "max_new_tokens": (WIDTH + 1) * HEIGHT - 1}
+    arguments = {"prefix_allowed_tokens_fn": rows_of(codes, row_end, begin, 3)}
+    arguments["max_new_tokens"] = (WIDTH + 1) * HEIGHT - 1
     guidance = {"guidance_scale": 2.0, "negative_prompt_ids": torch.tensor([tail] * 3)}
     return Case(model, arguments | {"eos_token_id": None, "pad_token_id": 1}, guidance, rows)
 

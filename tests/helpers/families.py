@@ -22,9 +22,12 @@ from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
 from lanternpp.models.transformers.emu35 import SPECIAL as EMU35_SPECIAL
 from lanternpp.models.transformers.janus import BEGIN, DRAW, PAD
+from lanternpp.models.vq.cosmos import COSMOS, Cosmos
+from lanternpp.models.vq.layouts import layers
 from lanternpp.models.vq.vqgan import VQGANConfig
 from lanternpp.nn import checkpoints
 from lanternpp.nn.decoder import DecoderConfig, line_table
+from lanternpp.nn.sources import blank
 
 WORDS = [
     "a",
@@ -327,52 +330,36 @@ def write_emu3(folder: Path, hub: bool = False, size: str = "32x32") -> Any:
     return model
 
 
-def cosmos(book: tuple[int, int], latent: int = 8, width: int = 8) -> dict[str, torch.Tensor]:
+def cosmos(book: tuple[int, int], latent: int = 8, width: int = 16) -> dict[str, torch.Tensor]:
     """NVIDIA's decoder of videos, by the names and shapes in its `decoder.jit`: three stages of two blocks."""
+    fields = {"channels": width, "multiples": (1, 2, 2), "blocks": 2, "attention": False, "unit": False}
     shapes: dict[str, tuple[int, ...]] = {}
 
     def conv(name: str, inputs: int, outputs: int, *kernel: int) -> None:
         shapes[f"{name}.conv3d.weight"] = (outputs, inputs, *kernel)
         shapes[f"{name}.conv3d.bias"] = (outputs,)
 
-    def pair(name: str, inputs: int, outputs: int) -> None:
-        conv(f"{name}.0", inputs, outputs, 1, 3, 3)
-        conv(f"{name}.1", outputs, outputs, 3, 1, 1)
-
-    def norm(name: str, channels: int) -> None:
-        shapes[f"{name}.norm.weight"] = shapes[f"{name}.norm.bias"] = (channels,)
-
-    def block(name: str, inputs: int, outputs: int) -> None:
-        norm(f"{name}.norm1", inputs)
-        pair(f"{name}.conv1", inputs, outputs)
-        norm(f"{name}.norm2", outputs)
-        pair(f"{name}.conv2", outputs, outputs)
-        if inputs != outputs:
-            conv(f"{name}.nin_shortcut", inputs, outputs, 1, 1, 1)
-
-    widths = [2 * width, 4 * width, 4 * width]
-    conv("post_quant_conv", book[1], latent, 1, 1, 1)
-    pair("decoder.conv_in", latent, widths[-1])
-    block("decoder.mid.block_1", widths[-1], widths[-1])
-    for part in ("decoder.mid.attn_1.0", "decoder.mid.attn_1.1"):
-        norm(f"{part}.norm", widths[-1])
-        for name in ("q", "k", "v", "proj_out"):
-            conv(f"{part}.{name}", widths[-1], widths[-1], 1, 1, 1)
-    block("decoder.mid.block_2", widths[-1], widths[-1])
-    inputs = widths[-1]
-    for stage in (2, 1, 0):
-        for i in range(2):
-            block(f"decoder.up.{stage}.block.{i}", inputs, widths[stage])
-            inputs = widths[stage]
-        if stage:
-            conv(f"decoder.up.{stage}.upsample.conv1", inputs, inputs, 3, 1, 1)
-            conv(f"decoder.up.{stage}.upsample.conv2", inputs, inputs, 1, 3, 3)
-            conv(f"decoder.up.{stage}.upsample.conv3", inputs, inputs, 1, 1, 1)
-    norm("decoder.norm_out", inputs)
-    pair("decoder.conv_out", inputs, 192)
+    with blank():
+        ours = Cosmos(VQGANConfig(codes=book[0], dim=book[1], latent=latent, **fields))
+    for _, name, layer in layers(ours, COSMOS):
+        size = len(layer.bias)
+        if isinstance(layer, torch.nn.GroupNorm):
+            shapes[f"{name}.norm.weight"] = shapes[f"{name}.norm.bias"] = (size,)
+        elif name.endswith("upsample.conv"):
+            for part, kernel in (("1", (3, 1, 1)), ("2", (1, 3, 3)), ("3", (1, 1, 1))):
+                conv(f"{name}{part}", size, size, *kernel)
+        elif name.endswith(("qkv", "attn_1.1.proj_out")):
+            for part in ("q", "k", "v", "proj_out"):
+                conv(f"{name.rpartition('.')[0]}.{part}", layer.in_channels, layer.in_channels, 1, 1, 1)
+        elif layer.kernel_size == (3, 3):
+            size = 192 if name.endswith("conv_out") else size  # of four frames, of which we draw one
+            conv(f"{name}.0", layer.in_channels, size, 1, 3, 3)
+            conv(f"{name}.1", size, size, 3, 1, 1)
+        elif not name.endswith("block.2"):  # which is ours: the addition of frames
+            conv(name, layer.in_channels, size, 1, 1, 1)
     tensors = made(shapes)
-    for part in ("weight", "bias"):  # pixels that clamping leaves alone
-        tensors[f"decoder.conv_out.1.conv3d.{part}"] /= 20
+    for parameter in ("weight", "bias"):  # pixels that clamping leaves alone
+        tensors[f"decoder.conv_out.1.conv3d.{parameter}"] /= 20
     return tensors
 
 

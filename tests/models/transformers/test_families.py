@@ -330,7 +330,7 @@ def test_pictures_of_other_sizes_have_rows_of_their_own(
 @pytest.mark.parametrize(
     ("name", "size", "said"),
     [
-        *((LUMINA, size, size) for size in ("65x64", "64x", "big", "0x64")),
+        *((LUMINA, size, size) for size in ("65x64", "big", "0x64")),
         (LUMINA, "2048x1024", "has 8192 codes and the model draws at most 4096"),
         ("anole", "128x64", "128x64 cannot be drawn; this model draws squares of 64 pixels"),
         ("janus", "48x48", "48x48 cannot be drawn.*squares of 64 pixels"),
@@ -373,17 +373,16 @@ def test_a_config_that_does_not_fit_is_refused_in_one_line(
     rejects(named, read_target, edited(models / "anole", tmp_path / "copy", **changes), torch.float32)
 
 
-@pytest.mark.parametrize("name", EVERY)
-def test_layers_that_a_config_leaves_out_are_refused(name: str, models: Path, tmp_path: Path) -> None:
-    shutil.copytree(models / name, tmp_path / name)
-    config = json.loads((tmp_path / name / "config.json").read_text())
-    config.get("text_config", config)["num_hidden_layers"] = 1
-    configured(tmp_path / name, **config)
-    said = "config.json asks for 1 layers and the files hold 2"
-    rejects(said, read_target, tmp_path / name, torch.float32)
+def test_layers_that_a_config_leaves_out_are_refused(models: Path, tmp_path: Path) -> None:
+    for name in ("anole", "emu3"):  # with layers at the top of the config, and below text_config
+        config = json.loads((models / name / "config.json").read_text())
+        config.get("text_config", config)["num_hidden_layers"] = 1
+        folder = edited(models / name, tmp_path / name, **config)
+        said = "config.json asks for 1 layers and the files hold 2"
+        rejects(said, read_target, folder, torch.float32)
 
 
-@pytest.mark.parametrize("name", ["liquid", "simplear", "lumina2", "emu3"])
+@pytest.mark.parametrize("name", ["liquid", "emu3"])
 def test_the_named_file_of_a_folder_is_read_and_a_damaged_one_blamed(
     name: str, models: Path, tmp_path: Path
 ) -> None:
@@ -438,15 +437,12 @@ def test_a_generation_config_that_cannot_be_used_is_named(models: Path, tmp_path
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
-def test_weights_in_8_bits_are_refused_unless_the_config_says_how(
-    kind: torch.dtype, models: Path, tmp_path: Path
-) -> None:
+def test_weights_in_8_bits_are_refused_unless_the_config_says_how(models: Path, tmp_path: Path) -> None:
     path = edited(models / "anole", tmp_path / "anole") / "model.safetensors"
     tensors, name = load_file(path), "model.layers.0.mlp.up_proj.weight"
-    tensors |= {name: tensors[name].to(kind), f"{name}_scale": torch.ones(48, 1)}
+    tensors |= {name: tensors[name].to(torch.float8_e4m3fn), f"{name}_scale": torch.ones(48, 1)}
     save_file(tensors, path, metadata={"format": "pt"})
-    rejects("up_proj.weight holds (int8|float8_e4m3fn) where weights", read_target, path, torch.float32)
+    rejects("up_proj.weight holds float8_e4m3fn where weights", read_target, path, torch.float32)
 
 
 def test_logits_that_are_no_numbers_in_float32_are_a_fault_of_the_files(models: Path, tmp_path: Path) -> None:
@@ -468,11 +464,6 @@ def test_a_folder_called_tokenizer_beside_a_published_model_is_not_read(models: 
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "config.json").write_text("another model's")
     read_target(edited(models / "liquid", tmp_path / "liquid"), torch.float32)
-
-
-def test_a_tokenizer_of_another_model_is_named(models: Path, tmp_path: Path) -> None:
-    other = edited(models / "liquid", tmp_path / "liquid", levels=[4])
-    rejects("liquid has 4 codes and the tokenizer .*liquid/vq", read_target, other, torch.float32)
 
 
 def test_what_is_missing_beside_a_checkpoint_is_named(models: Path, tmp_path: Path) -> None:
@@ -596,33 +587,21 @@ def test_a_long_prompt_is_refused_with_its_length(models: Path) -> None:
     assert target.prompt(["red " * 237], 1).embeds.shape[1] == 240  # no more than there are
 
 
-def test_a_model_that_overflows_in_float16_names_another_dtype(models: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(models / "liquid", tmp_path / "liquid")
-    tensors = load_file(folder / "model.safetensors")
-    for name in tensors:
-        tensors[name] *= 300 if "up_proj" in name or "down_proj" in name else 1
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    for method in ("ar", "jacobi-coupled"):
-        rejects(
-            "in float16; use the dtype bfloat16 or float32",
-            pipeline(folder, "float16"),
-            PROMPT,
-            method=method,
-        )
-    assert pipeline(folder, "bfloat16")(PROMPT, method="ar").codes.unique().numel() > 3
-
-
-def test_codes_that_overflow_in_float16_are_not_drawn_in_silence(models: Path, tmp_path: Path) -> None:
-    """The prompt does not."""
-    folder = shutil.copytree(models / "anole", tmp_path / "anole")
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.0.mlp.down_proj.weight"] *= 1e3
-    codes = read_target(folder, torch.float32).codes  # type: ignore[attr-defined]
-    tensors["model.embed_tokens.weight"][list(codes)] = 65504
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    for method in ("ar", "jacobi-coupled"):
-        rejects("in float16; use the dtype", pipeline(folder, "float16"), PROMPT, method=method)
-    assert pipeline(folder, "bfloat16")(PROMPT, method="ar").codes.unique().numel() > 3
+def test_what_overflows_in_float16_names_another_dtype(models: Path, tmp_path: Path) -> None:
+    """All states of the prompt, or those of codes alone."""
+    for name in ("liquid", "anole"):
+        folder = shutil.copytree(models / name, tmp_path / name)
+        tensors, codes = load_file(folder / "model.safetensors"), pipeline(models / name).target.codes  # type: ignore[attr-defined]
+        tensors["model.layers.0.mlp.down_proj.weight"] *= 300 if name == "liquid" else 1e3
+        if name == "liquid":
+            tensors["model.layers.0.mlp.up_proj.weight"] *= 300
+        else:
+            tensors["model.embed_tokens.weight"][list(codes)] = 65504
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        for method in ("ar", "jacobi-coupled"):
+            said = "in float16; use the dtype bfloat16 or float32"
+            rejects(said, pipeline(folder, "float16"), PROMPT, method=method)
+        assert pipeline(folder, "bfloat16")(PROMPT, method="ar").codes.unique().numel() > 3
 
 
 @pytest.mark.parametrize("norms", [1, 4], ids=["one norm", "a norm a head"])

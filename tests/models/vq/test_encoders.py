@@ -18,13 +18,6 @@ from lanternpp.nn.sources import Source
 IMAGES = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(1)) * 2 - 1
 
 
-def chameleon(folder: Path) -> Any:
-    model = write_chameleon(folder)
-    book = load_file(folder / "model.safetensors")["model.vqmodel.quantize.embedding.weight"]
-    model.model.vqmodel.quantize.embedding.weight.data = book  # written with the decoder
-    return model.model.vqmodel, None
-
-
 def janus(folder: Path) -> Any:
     model = write_janus(folder)
     book = model.model.vqmodel.quantize.embedding.weight  # as its authors look it up: of unit length
@@ -40,7 +33,7 @@ def emu3(folder: Path) -> Any:
     return model.model.vqmodel, torch.tensor([[64, 64]] * 2)
 
 
-PEERS: dict[str, Callable[[Path], Any]] = {"anole": chameleon, "janus": janus, "emu3": emu3}
+PEERS: dict[str, Callable[[Path], Any]] = {"janus": janus, "emu3": emu3}
 
 
 @torch.no_grad()

@@ -94,11 +94,7 @@ class TokenizerBeside(TransformersTarget):
             return nearest(latents, self.vq.codebook, self.by_product)[0]
 
     def save(self, folder: Path, store: Store) -> list[str]:
-        """Write model and tokenizer; InputError where the tokenizer's decoder is not a `VQGAN`."""
-        if self.vqgan is None:
-            raise InputError(
-                f"the decoder of a {type(self).__name__} cannot be written; use its checkpoint as it is"
-            )
+        """Write model and tokenizer."""
         parts = super().save(folder, store)
         save_tokenizer(self.vq, folder / "tokenizer", store)
         return [*parts, "tokenizer"]

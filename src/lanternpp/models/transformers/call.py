@@ -45,15 +45,9 @@ class Processors:
         settings: dict[str, Any] = {}
         names = list(WARPERS.values())
         for processor in processors:
-            kind = type(processor)
-            if kind in WARPERS:
-                name = WARPERS[kind]
-                in_order = settings.keys().isdisjoint(names[names.index(name) :])
-                if not in_order or getattr(processor, "min_tokens_to_keep", 1) > 1:
-                    raise InputError(
-                        "temperature, top-k and top-p are honoured once each and in this order; give them as arguments of "
-                        "generate"
-                    )
+            kind, name = type(processor), WARPERS.get(type(processor))
+            in_order = name is not None and settings.keys().isdisjoint(names[names.index(name) :])
+            if name and in_order and getattr(processor, "min_tokens_to_keep", 1) == 1:
                 settings[name] = getattr(processor, name)
             elif kind is logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor:
                 context = processor.unconditional_context
@@ -66,9 +60,10 @@ class Processors:
                 tokens = frozenset(processor.suppress_tokens.tolist())
                 settings["suppressed"] = settings.get("suppressed", frozenset()) | tokens
             elif kind not in IGNORED:
+                again = " a second time, or out of the order temperature, top-k, top-p," if name else ""
                 raise InputError(
-                    f"the logits processor {kind.__name__} is not supported with drafts; the call or model.generation_config asks for it: "
-                    f"{RESTORE}"
+                    f"the logits processor {kind.__name__}{again} is not supported with drafts; the call or "
+                    f"model.generation_config asks for it: {RESTORE}"
                 )
         return cls(**settings)
 
