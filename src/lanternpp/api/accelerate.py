@@ -30,12 +30,13 @@ from lanternpp.api.settings import for_target, network_needed
 from lanternpp.engine.sampling import Guidance
 from lanternpp.errors import InputError
 from lanternpp.models.transformers import CLASSES
-from lanternpp.models.transformers.adapter import TransformersTarget, padded
+from lanternpp.models.transformers.adapter import TransformersTarget
 from lanternpp.models.transformers.call import (
     MODE,
     Call,
     Processors,
     check_config,
+    padded,
     reject_arguments,
     token_rows,
 )
@@ -212,7 +213,7 @@ def custom_generate(
         raise InputError("prompts must be given as input_ids, not as inputs_embeds")
     dial_names = [name for name in MethodDials.__annotations__ if model_kwargs.get(name) is not None]
     dials = {name: model_kwargs.pop(name) for name in dial_names}
-    processors = Processors.read(logits_processor).greedy(not generation_config.do_sample)
+    processors = Processors.read(logits_processor, greedy=not generation_config.do_sample)
     pipeline = held(model, drafter, kernels)
     owner = next(kind for kind in type(model).__mro__ if "forward" in vars(kind))
     own_forward = owner.__module__.split(".")[0] != "transformers"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target, quoted
 from lanternpp.models.hub import quiet
-from lanternpp.models.transformers.call import MODE, Call, set_length, token_rows
+from lanternpp.models.transformers.call import MODE, Call, padded, set_length, token_rows
 from lanternpp.models.transformers.decoder import TransformersDecoder, replica
 from lanternpp.models.transformers.format import Format, Raster
 from lanternpp.models.transformers.opening import CORRECT, GENERATION, Text, adapted, opened
 from lanternpp.models.vq.codes import Reader
+from lanternpp.models.vq.layouts import save_tokenizer
 from lanternpp.models.vq.vqgan import VQGAN
 from lanternpp.nn.backend import backend
 from lanternpp.nn.checkpoints import Store
@@ -28,12 +29,6 @@ from lanternpp.nn.sources import Source
 from lanternpp.types import Prompt
 
 SLOTS = 512  # the longest prompt of `Pipeline`, unless the model has fewer positions
-STRIDE = 32  # prompts are padded to a multiple of this number of slots, so that few shapes are compiled
-
-
-def padded(rows: Iterable[Sequence[int]]) -> int:
-    """Return the slots of prompts of these tokens, of which the longest is padded least."""
-    return -(-max(map(len, rows)) // STRIDE) * STRIDE
 
 
 class TransformersTarget(Target):
@@ -67,16 +62,18 @@ class TransformersTarget(Target):
     slots = length = width = 0
     ids: Sequence[int] = ()  # the token of every code that is drawn: of the codes, then of a format's extras
 
-    def __init__(
-        self, model: Any, body: Any, codes: Sequence[int], row_end: int | None = None, qk_norm: bool = False
-    ):
+    def __init__(self, model: Any, body: Any, codes: Sequence[int], row_end: int | None = None):
         super().__init__()
         self.tokens: nn.Module = model.get_input_embeddings()  # first: `next(parameters())` is its weight
         self.model = model
-        self.decoder = TransformersDecoder(body, qk_norm)
+        self.decoder = TransformersDecoder(body)
         self.most = int(body.config.max_position_embeddings)
         self.codes, self.row_end = tuple(codes), row_end
+        self.vqgan: VQGAN | None = None  # that `read_vq` read
         self._code_head: nn.ModuleList | None = None  # of the codes' rows alone, prepacked
+        self.defaults = dict(self.recommended)
+        if "top_k" in self.recommended:
+            self.defaults["top_k"] = min(self.recommended["top_k"], len(self.codes))
         self.arrange(Format(1, 1, () if row_end is None else (row_end,)), 0)
 
     @classmethod
@@ -166,24 +163,21 @@ class TransformersTarget(Target):
         return self.vq.decode(grid)
 
     @property
-    def defaults(self) -> Mapping[str, Any]:  # type: ignore[override]
-        """The recommended settings; top-k is at most the number of codes."""
-        top_k = self.recommended.get("top_k")
-        return {**self.recommended, "top_k": min(top_k, len(self.codes))} if top_k else self.recommended
-
-    @property
     def num_square_codes(self) -> int:
         """Codes of the square that generation_mode="image" draws; 0: calls say how large it is."""
         return self.sides[0] ** 2 if self.sides else 0
 
     @property
     def vq(self) -> Any:
-        """The image tokenizer: a module of transformers or a `VQGAN`; None where there is none."""
-        return self.model.model.vqmodel
+        """The image tokenizer: a `VQGAN` that was read, or else the model's own module; None where there is none."""
+        return self.vqgan or getattr(self.model.model, "vqmodel", None)
 
     def encoder(self) -> nn.Module:
         """Return the network from images [B, 3, H, W] to latents [B, C, rows, columns]; InputError where the checkpoint has none."""
-        return nn.Sequential(self.vq.encoder, self.vq.quant_conv)
+        own = getattr(self.model.model, "vqmodel", None)
+        return (
+            self.vq.encoder().to(self.device) if own is None else nn.Sequential(own.encoder, own.quant_conv)
+        )
 
     @property
     def device(self) -> torch.device:
@@ -336,7 +330,7 @@ class TransformersTarget(Target):
         backend().pack(self._code_head)
 
     def save(self, folder: Path, store: Store) -> list[str]:
-        """Write model and tokenizer in transformers' layout, into `target`; InputError where another program makes its pixels."""
+        """Write the model in transformers' layout, into `target`, and a tokenizer of its own; InputError where another program makes its pixels."""
         if self.without_pixels:
             return super().save(folder, store)
         if store not in ("float32", "bfloat16"):
@@ -352,7 +346,10 @@ class TransformersTarget(Target):
         with quiet():
             self.model.save_pretrained(folder / "target")
         self.text.save(folder / "target")
-        return ["target"]
+        if self.vqgan is None:
+            return ["target"]
+        save_tokenizer(self.vqgan, folder / "tokenizer", store)
+        return ["target", "tokenizer"]
 
     # The methods below read and answer calls of the model's `generate`.
 

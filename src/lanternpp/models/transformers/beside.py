@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -18,9 +18,9 @@ from lanternpp.models.transformers.adapter import TransformersTarget
 from lanternpp.models.transformers.format import Raster
 from lanternpp.models.transformers.opening import Text
 from lanternpp.models.vq.codes import nearest, resized
-from lanternpp.models.vq.layouts import read_vqgan, save_tokenizer
+from lanternpp.models.vq.layouts import read_vqgan
 from lanternpp.models.vq.vqgan import VQGAN
-from lanternpp.nn.checkpoints import CONFIG, Store
+from lanternpp.nn.checkpoints import CONFIG
 from lanternpp.nn.sources import Source
 
 MAX_CODES = 1 << 14  # of a picture
@@ -33,11 +33,6 @@ class TokenizerBeside(TransformersTarget):
     vq_hub: ClassVar[str] = ""  # its repository, or file, on the hub
     vq_hint: ClassVar[str] = ""  # how to get the file, for the message that it is missing
     vq_prefix: ClassVar[str] = ""  # of the names of its tensors in a checkpoint that has them
-    vqgan: VQGAN | None  # of a model that `read` opened
-
-    def __init__(self, model: Any, body: Any, codes: Sequence[int], **options: Any):
-        super().__init__(model, body, codes, **options)
-        self.vqgan = None
 
     def read_vq(self, source: Source, dtype: torch.dtype) -> None:
         """Read the tokenizer that the user names, or that of the checkpoint, of a folder of ours, of a file beside the
@@ -73,15 +68,6 @@ class TokenizerBeside(TransformersTarget):
             f"{folder} has no VQ decoder: put {self.vq_files[0]} there, or use lanternpp models convert MODEL OUT --vq FILE{reason}{self.vq_hint}"
         )
 
-    @property
-    def vq(self) -> Any:
-        """The tokenizer."""
-        return self.vqgan
-
-    def encoder(self) -> nn.Module:
-        """Read the tokenizer's encoder."""
-        return self.vq.encoder().to(self.device)
-
     @cached_property
     def _encoder(self) -> nn.Module:
         return self.encoder()
@@ -92,12 +78,6 @@ class TokenizerBeside(TransformersTarget):
         with torch.no_grad():
             latents = self._encoder(pixels.to(next(self._encoder.parameters())))
             return nearest(latents, self.vq.codebook, self.by_product)[0]
-
-    def save(self, folder: Path, store: Store) -> list[str]:
-        """Write model and tokenizer."""
-        parts = super().save(folder, store)
-        save_tokenizer(self.vq, folder / "tokenizer", store)
-        return [*parts, "tokenizer"]
 
 
 class LanguageModel(TokenizerBeside):

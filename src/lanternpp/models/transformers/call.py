@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from lanternpp.models.transformers.format import NO_TOKEN, Format
 
 MODE = "generation_mode"
 RESTORE = "leave it out, or undo the acceleration with lanternpp.restore(model)"
+STRIDE = 32  # prompts are padded to a multiple of this number of slots, so that few shapes are compiled
 IGNORED = (logits_process.LogitNormalization, logits_process.InfNanRemoveLogitsProcessor)
 # The setting of each class, in the order in which samplers apply them.
 WARPERS: dict[type, str] = {
@@ -40,8 +41,11 @@ class Processors:
     suppressed: frozenset[int] = frozenset()
 
     @classmethod
-    def read(cls, processors: Iterable[Any]) -> Processors:
-        """Read the list that `generate` prepares; raise InputError for a processor that is not supported."""
+    def read(cls, processors: Iterable[Any], greedy: bool) -> Processors:
+        """Read the list that `generate` prepares; raise InputError for a processor that is not supported.
+
+        greedy: always draw the most probable code, whatever the list has.
+        """
         settings: dict[str, Any] = {}
         names = list(WARPERS.values())
         for processor in processors:
@@ -65,11 +69,7 @@ class Processors:
                     f"the logits processor {kind.__name__}{again} is not supported with drafts; the call or "
                     f"model.generation_config asks for it: {RESTORE}"
                 )
-        return cls(**settings)
-
-    def greedy(self, greedy: bool) -> Processors:
-        """Return these settings, or with `greedy` those that always draw the most probable code."""
-        return replace(self, temperature=0.0, top_k=0, top_p=1.0) if greedy else self
+        return cls(**settings | ({"temperature": 0.0, "top_k": 0, "top_p": 1.0} if greedy else {}))
 
 
 def check_config(config: Any, criteria: Iterable[Any]) -> None:
@@ -215,6 +215,11 @@ def token_rows(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
     if not rising or not bool(attended[:, -1].all()):
         raise InputError("the attention mask must be [batch, tokens] and prompts padded on the left alone")
     return [row[tokens].tolist() for row, tokens in zip(ids, attended.to(ids.device), strict=True)]
+
+
+def padded(rows: Iterable[Sequence[int]]) -> int:
+    """Return the slots of prompts of these tokens: those of the longest, rounded up."""
+    return -(-max(map(len, rows)) // STRIDE) * STRIDE
 
 
 def set_length(arguments: dict[str, Any], count: int) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from lanternpp.errors import InputError
 from lanternpp.models.transformers.beside import TokenizerBeside
@@ -46,7 +45,7 @@ class Chameleon(TokenizerBeside):
 
     def __init__(self, model: Any, row_end: int | None = None):
         codes = self.image_tokens(model.model.vocabulary_mapping.vocab_map)
-        super().__init__(model, model.model, codes, row_end=row_end, qk_norm=True)
+        super().__init__(model, model.model, codes, row_end)
         config = model.config.vq_config
         self.sides = () if row_end else (config.resolution // 2 ** (len(config.channel_multiplier) - 1),)
 
@@ -86,16 +85,6 @@ class Chameleon(TokenizerBeside):
     def unconditional(self, text: str | None) -> list[int]:
         """Return <s> <racm3:break>."""
         return [self.text.id(BEGIN), self.text.id(DRAW)]
-
-    @property
-    def vq(self) -> Any:
-        """The tokenizer; without one, transformers' encoder."""
-        return self.vqgan or self.model.model.vqmodel
-
-    def encoder(self) -> nn.Module:
-        """Return transformers' encoder, or that of a tokenizer beside the checkpoint."""
-        vq = self.model.model.vqmodel
-        return super().encoder() if vq is None else nn.Sequential(vq.encoder, vq.quant_conv)
 
     def save(self, folder: Path, store: Store) -> list[str]:
         """Write model and tokenizer, with the name of the dialect in the config."""

@@ -99,9 +99,9 @@ class TransformersDecoder(Decoder):
     packed_bytes = 0  # of the copy of the weights
     position_table: Tensor | None = None  # [slots, 3] position ids; None: the id of a slot is its number
 
-    def __init__(self, body: Any, qk_norm: bool):
+    def __init__(self, body: Any):
         nn.Module.__init__(self)
-        self.body, self.config = body, shape_of(body.config, qk_norm)
+        self.body, self.config = body, shape_of(body)
         # Weights that several processes share are DTensors.
         parameters = body.get_submodule("layers").parameters()
         meshes = (getattr(parameter, "device_mesh", None) for parameter in parameters)
@@ -235,19 +235,16 @@ class TransformersDecoder(Decoder):
         return torch.cat((outputs.last_hidden_state, *aux), -1) if aux else outputs.last_hidden_state
 
 
-def shape_of(config: Any, qk_norm: bool) -> DecoderConfig:
-    """Return the shape of a body by its config."""
-    heads = int(config.num_attention_heads)
+def shape_of(body: Any) -> DecoderConfig:
+    """Return the shape of a body by its config; drafters norm as it does, with the same epsilon."""
+    config, heads = body.config, int(body.config.num_attention_heads)
     return DecoderConfig(
         dim=int(config.hidden_size),
         layers=int(config.num_hidden_layers),
         heads=heads,
         hidden=int(config.intermediate_size),
         kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
-        # for the norms of drafters, as the body has its own modules
-        norm_eps=float(
-            getattr(config, "rms_norm_eps", None) or getattr(config, "layer_norm_eps", None) or 1e-5
-        ),
-        qk_norm=qk_norm,
+        norm_eps=float(getattr(config, "rms_norm_eps", 1e-5)),
+        qk_norm=isinstance(getattr(body.layers[0].self_attn, "q_norm", None), nn.LayerNorm),
         head_dim=int(getattr(config, "head_dim", None) or 0),
     )

@@ -52,7 +52,7 @@ class Emu35(TokenizerBeside):
         if last is None or row_end is None:
             raise InputError(f"this {type(model).__name__} has no image tokens; known is {self.about}")
         codes = range(last + 1, min(model.config.vocab_size, last + 1 + NUM_CODES))
-        super().__init__(model, model.model, codes, row_end=row_end)
+        super().__init__(model, model.model, codes, row_end)
 
     @classmethod
     def claims(cls, source: Source) -> bool:

@@ -37,9 +37,9 @@ class GlmImage(TransformersTarget):
     )
 
     def __init__(self, model: Any):
-        super().__init__(model, model.model.language_model, range(model.config.text_config.vision_vocab_size))
         sampling, dials = vars(model.generation_config), ("temperature", "top_k", "top_p")
         self.recommended = {"cfg": 1.0} | {name: sampling[name] for name in dials if sampling.get(name)}
+        super().__init__(model, model.model.language_model, range(model.config.text_config.vision_vocab_size))
 
     def raster_of(self, source: Source, size: str | None) -> Raster:
         """Return the pictures of a size, by the large one."""

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from lanternpp.models.transformers.adapter import TransformersTarget
-from lanternpp.models.transformers.beside import TokenizerBeside
 from lanternpp.models.transformers.chameleon import Chameleon
 from lanternpp.models.transformers.lumina import Lumina
 from lanternpp.nn.sources import Source
@@ -27,7 +26,6 @@ class Lumina2(Lumina):
     vq_hub = "ai-forever/MoVQGAN/movqgan_270M.ckpt"
     max_codes, step, pixels_per_code = 9216, 4, 8
     recommended = {"cfg": 4.0, "top_k": 4096}  # noqa: RUF012
-    vq = TokenizerBeside.vq
 
     @classmethod
     def claims(cls, source: Source) -> bool:
@@ -38,6 +36,11 @@ class Lumina2(Lumina):
     def image_tokens(words: Mapping[str, int]) -> list[int]:
         """Return the tokens of codes of a vocabulary, which lie in the order of the codes."""
         return sorted(token for name, token in words.items() if name.startswith(CODE))
+
+    @property
+    def vq(self) -> Any:
+        """MoVQGAN, where it was read; the tokenizer in transformers' class is Chameleon's."""
+        return self.vqgan
 
     @property
     def begin(self) -> str:
