@@ -137,7 +137,7 @@ def write_chameleon(
     tokens: list[str] | None = None,
     **changes: Any,
 ) -> Any:
-    """A tiny Chameleon; the transformers model that wrote it. Lumina's has norms that all heads share."""
+    """A tiny Chameleon; the transformers model that wrote it. Lumina's has norms that groups of heads share."""
     vocab = write_tokenizer(folder, tokens or chameleon_tokens())
     vq = CHAMELEON_VQ
     fields = {
@@ -155,16 +155,16 @@ def write_chameleon(
         },
     }
     model = model_of("ChameleonForConditionalGeneration", **fields | changes)
-    if lumina:  # one row of norms, as its authors store it
+    if lumina:  # norms of two groups of heads, as its authors store them
         for layer in model.model.layers:
             for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
                 for parameter in norm.parameters():
-                    parameter.data = parameter.data[:1].expand_as(parameter).clone()
+                    parameter.data = parameter.data[:2].repeat_interleave(len(parameter) // 2, 0)
     model.save_pretrained(folder)
     path = folder / "model.safetensors"
     tensors = load_file(path)
     if lumina:
-        tensors = {k: v[:1] if "q_norm" in k or "k_norm" in k else v for k, v in tensors.items()}
+        tensors = {k: v[:: len(v) // 2] if "q_norm" in k or "k_norm" in k else v for k, v in tensors.items()}
     names = taming(vq)
     if decoder and not lumina:
         tensors |= {f"model.vqmodel.{name}": tensor for name, tensor in names.items()}

@@ -17,6 +17,7 @@ from helpers.families import (
     EVERY,
     PIXELS,
     configured,
+    rewrite,
     with_drafters,
     write_emu3,
     write_glm_image,
@@ -434,6 +435,8 @@ def test_a_generation_config_that_cannot_be_used_is_named(models: Path, tmp_path
     (folder / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.5}')
     target = read_target(folder, torch.float32)
     rejects("generation_config.json cannot be written", target.save, tmp_path / "out", "float32")
+    target.vqgan = None  # type: ignore[assignment]  # as of a family with a decoder of its own
+    rejects("the decoder of a Liquid cannot be written", target.save, tmp_path / "out", "float32")
     assert not (tmp_path / "out").exists()
 
 
@@ -498,6 +501,8 @@ def test_what_is_missing_beside_a_checkpoint_is_named(models: Path, tmp_path: Pa
     given = {"tokenizer": moved / "vqgan.safetensors"}
     target = read_target(tmp_path / LUMINA, torch.float32, given=given)
     assert target.pixels(torch.zeros(1, 19, dtype=torch.int64)).shape == (1, 3, 64, 64)
+    rewrite(tmp_path / LUMINA, {"layers.1.self_attn.k_norm.weight": "other"})
+    refused("lacks model.layers.1.self_attn.k_norm.weight", tmp_path / LUMINA, **given)
 
 
 def test_words_are_pairs_of_bytes_by_their_ranks(models: Path, tmp_path: Path) -> None:
@@ -609,6 +614,7 @@ def test_a_published_drafter_may_norm_queries_and_keys_as_its_target_does(
     models: Path, tmp_path: Path, norms: int
 ) -> None:
     target: Any = read_target(models / "anole", torch.float32)
+    assert target.decoder.config.qk_norm
     tensors = published_drafter({"tok_embeddings.weight": target.tokens.weight.detach().clone()}, 48)
     for name in ("q_norm", "k_norm"):
         for part in ("weight", "bias"):

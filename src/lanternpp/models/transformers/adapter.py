@@ -333,6 +333,10 @@ class TransformersTarget(Target):
         """Write the model in transformers' layout, into `target`, and a tokenizer of its own; InputError where another program makes its pixels."""
         if self.without_pixels:
             return super().save(folder, store)
+        if self.vq is None:
+            raise InputError(
+                f"the decoder of a {type(self).__name__} cannot be written; use its checkpoint as it is"
+            )
         if store not in ("float32", "bfloat16"):
             raise InputError(f"{type(self).__name__} is written in float32 or bfloat16, not {store}")
         if hasattr(self.model, "hf_quantizer"):
