@@ -6,6 +6,7 @@ import json
 import re
 from base64 import b64encode
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -174,16 +175,8 @@ def write_chameleon(
     return model
 
 
-LUMINA2_VQ = VQGANConfig(
-    codes=CODES,
-    dim=4,
-    latent=4,
-    channels=32,
-    multiples=(1, 1, 1, 1),
-    blocks=2,
-    unit=False,
-    spatial=True,
-)
+EMU35_VQ = replace(CHAMELEON_VQ, latent=4, blocks=2, attention=True)
+LUMINA2_VQ = replace(EMU35_VQ, multiples=(1, 1, 1, 1), spatial=True)
 
 
 def write_lumina2(folder: Path) -> Any:
@@ -200,17 +193,6 @@ def write_lumina2(folder: Path) -> Any:
     (folder / "tokenizer_config.json").write_text(json.dumps(text))
     configured(folder, size="32x32")
     return model
-
-
-EMU35_VQ = VQGANConfig(
-    codes=CODES,
-    dim=4,
-    latent=4,
-    channels=32,
-    multiples=(1, 1, 1, 1, 1),
-    blocks=2,
-    unit=False,
-)
 
 
 def write_emu35(folder: Path, tokenizer: bool = True) -> Any:

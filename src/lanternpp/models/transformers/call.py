@@ -77,9 +77,8 @@ def check_config(config: Any, criteria: Iterable[Any]) -> None:
     mode = config.get_generation_mode().value
     if mode not in ("greedy_search", "sample"):
         raise InputError(f"{mode.replace('_', ' ')} is not supported with drafts; sample, or decode greedily")
-    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
-        if getattr(config, name):
-            raise InputError(f"{name} is not supported with drafts; {RESTORE}")
+    outputs = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+    reject_arguments(outputs, vars(config))
     for criterion in criteria:
         if not isinstance(criterion, generation.MaxLengthCriteria | generation.EosTokenCriteria):
             raise InputError(
@@ -88,14 +87,12 @@ def check_config(config: Any, criteria: Iterable[Any]) -> None:
 
 
 def reject_arguments(names: Sequence[str], arguments: Mapping[str, Any]) -> None:
-    """Check that none of the named arguments of `generate` has a value; raise InputError otherwise."""
+    """Check that none of the named arguments of `generate`, or fields of its config, has a value; raise InputError otherwise."""
     for name in names:
         value = arguments.get(name)
         empty = isinstance(value, Sized) and not len(value)
         if value is not None and value is not False and not empty:
-            raise InputError(
-                f"{name} is not supported with drafts; leave it out, or use lanternpp.restore(model)"
-            )
+            raise InputError(f"{name} is not supported with drafts; {RESTORE}")
 
 
 @dataclass(frozen=True)

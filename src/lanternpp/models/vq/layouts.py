@@ -126,18 +126,14 @@ def read_vqgan(
     else:
         skipped = [f"(?!{pattern}).*", f"{pattern}(?!{DECODER_TENSORS}).*"]
         source.fill(vq, rename_rules(vq, names, pattern), dtype, skipped)
-        if not prefix:
+        if not prefix and any(name.startswith("encoder.mid.") for name in source.metas):
             encoder_dtype = dtype if names is LLAMAGEN else torch.float32
             vars(vq)["encoder"] = partial(read_encoder, source, vq.config, names, encoder_dtype)
     return vq.prepare_for_inference()
 
 
 def read_encoder(source: Source, config: VQGANConfig, names: Names, dtype: torch.dtype) -> VQGANEncoder:
-    """Read the encoder in a published checkpoint. Raise InputError if there is none."""
-    if not any(name.startswith("encoder.mid.") for name in source.metas):
-        raise InputError(
-            f"{source.path} has no encoder, so it reads no pictures: use --self instead of --data, or its original."
-        )
+    """Read the encoder in a published checkpoint. Raise InputError."""
     with blank(source.path):
         encoder = VQGANEncoder(config)
     source.fill(encoder, rename_rules(encoder, names), dtype, [f"(?!({ENCODER_TENSORS})).*"])

@@ -174,7 +174,7 @@ class VQGAN(nn.Module):
         return channels_last(self).eval().requires_grad_(False)
 
     def encoder(self) -> nn.Module:
-        """Read the encoder, where the checkpoint that the decoder was read from may have one; InputError where there is none."""
+        """Read the encoder, where the checkpoint that the decoder was read from has one; InputError where it has none."""
         raise InputError(
             "this model's tokenizer was kept without its encoder, so it reads no pictures: use the model as it was published, "
             "or for a training --self instead of --data."
