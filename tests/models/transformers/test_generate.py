@@ -34,7 +34,6 @@ from transformers import (
 from transformers.generation import (
     GenerateDecoderOnlyOutput,
     MaxTimeCriteria,
-    MinPLogitsWarper,
     StoppingCriteriaList,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -147,12 +146,13 @@ def test_a_dial_for_whole_pictures_is_lowered_for_a_shorter_call(made: Callable[
 
 def test_published_language_models_are_known_by_their_number_of_tokens() -> None:
     small = {**LANGUAGE, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    liquid = GemmaForCausalLM(GemmaConfig(vocab_size=264_192, head_dim=4, **small))
-    target: Any = adapter_of(liquid)
-    assert target.codes[0] == 256_000 and target.codes[-1] == 264_191 and target.num_square_codes == 32 * 32
-    simplear = Qwen2ForCausalLM(Qwen2Config(vocab_size=215_672, **small))
-    target = adapter_of(simplear)
-    assert target.codes[0] == 151_672 and target.codes[-1] == 215_671 and target.num_square_codes == 64 * 64
+    for model, first, side in (
+        (GemmaForCausalLM(GemmaConfig(vocab_size=264_192, head_dim=4, **small)), 256_000, 32),
+        (Qwen2ForCausalLM(Qwen2Config(vocab_size=215_672, **small)), 151_672, 64),
+    ):
+        target: Any = adapter_of(model)
+        assert (target.codes[0], target.codes[-1]) == (first, model.config.vocab_size - 1)
+        assert target.num_square_codes == side * side
     assert target.codebook.shape == (64_000, 6)
     plain = Qwen2ForCausalLM(Qwen2Config(vocab_size=151_936, **small))
     rejects("Qwen2ForCausalLM of 151936 tokens has no 64000 codes", lanternpp.accelerate, plain)
@@ -604,56 +604,41 @@ def test_what_drafts_do_not_support_is_refused_in_a_sentence(
         codes = model.vocabulary_mapping.image_tokens
         return codes if int(tokens[-1]) % 2 else codes[:40]
 
-    refused: list[tuple[dict[str, Any], str]] = [
-        ({"repetition_penalty": 1.2}, "RepetitionPenaltyLogitsProcessor is not supported"),
-        (
-            {"do_sample": True, "min_p": 0.1},
-            "MinPLogitsWarper is not supported with drafts; the call or model.generation_config",
-        ),
-        ({"logits_processor": LogitsProcessorList([MinPLogitsWarper(0.1)])}, "MinPLogitsWarper"),
-        (
-            {"do_sample": True, "top_k": 5, "logits_processor": LogitsProcessorList([TopPLogitsWarper(0.5)])},
-            "out of the order temperature",
-        ),
-        (
-            {"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(1.0)])},
-            "MaxTimeCriteria is not supported",
-        ),
-        ({"num_beams": 2}, "beam search is not supported"),
-        ({"pixel_values": torch.zeros(1, 3, 32, 32)}, "pixel_values is not supported"),
-        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores is not supported"),
-        ({"streamer": TextStreamer(None)}, "streamer is not supported"),
-        ({"position_ids": given["attention_mask"]}, "position_ids is not supported"),
-        (hook | {"past_key_values": cache}, "is not supported with drafts"),
-        ({"cache": cache}, "cache is not supported"),
-        ({"kernels": 3}, "kernels 3 is no text"),
-        ({"callback": 3}, "callback 3 is no function"),
-        ({"callback": lambda seen: model.generate(**given)}, "generate was called while it draws"),
-        (
-            {"prefix_allowed_tokens_fn": None, "generation_mode": "image"},
-            "needs prefix_allowed_tokens_fn, which says where",
-        ),
-        ({"prefix_allowed_tokens_fn": lambda batch, tokens: [1, 2]}, "allows no image tokens;"),
-        (
-            {"prefix_allowed_tokens_fn": lambda b, t: range(40), "suppress_tokens": list(range(1, 99))},
-            "allows no image tokens beside suppress_tokens",
-        ),
-        ({"prefix_allowed_tokens_fn": lambda batch, tokens: []}, "allows no token at all"),
-        ({"prefix_allowed_tokens_fn": content, "max_new_tokens": 20}, "depends on the codes that were drawn"),
-        (
-            {"prefix_allowed_tokens_fn": lambda batch, tokens: range(20 + batch, 40), "max_new_tokens": 9},
-            "differs within the batch",
-        ),
-        ({"guidance_scale": 0.5}, "guidance_scale 0.5 is out of range"),
-        ({"cfg": 0.5}, "cfg 0.5 is out of range"),
-        ({"attention_mask": given["attention_mask"].flip(1)}, "padded on the left"),
-        (
-            {"max_new_tokens": 500, "prefix_allowed_tokens_fn": lambda b, t: range(20, 40)},
-            "the model has 256",
-        ),
-    ]
-    for more, sentence in refused:
-        rejects(re.escape(sentence), model.generate, **given | more)
+    fn, processor = "prefix_allowed_tokens_fn", "logits_processor"
+    returns_scores = {"output_scores": True, "return_dict_in_generate": True}
+    by_sample = {fn: lambda batch, tokens: range(20 + batch, 40), "max_new_tokens": 9}
+    top_p_first = {"top_k": 5, processor: LogitsProcessorList([TopPLogitsWarper(0.5)])}
+    refused: dict[str, dict[str, Any]] = {
+        "RepetitionPenaltyLogitsProcessor is not supported": {"repetition_penalty": 1.2},
+        "MinPLogitsWarper is not supported with drafts; the call or model.generation_config": {"min_p": 0.1},
+        "out of the order temperature": top_p_first,
+        "MaxTimeCriteria": {"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(1.0)])},
+        "beam search is not supported": {"num_beams": 2, "do_sample": False},
+        "pixel_values is not supported": {"pixel_values": torch.zeros(1, 3, 32, 32)},
+        "output_scores is not supported": returns_scores,
+        "streamer is not supported": {"streamer": TextStreamer(None)},
+        "position_ids is not supported": {"position_ids": given["attention_mask"]},
+        "past_key_values is not supported": hook | {"past_key_values": cache},
+        "cache is not supported": {"cache": cache},
+        "kernels 3 is no text": {"kernels": 3},
+        "callback 3 is no function": {"callback": 3},
+        "generate was called while it draws": {"callback": lambda seen: model.generate(**given)},
+        "needs prefix_allowed_tokens_fn, which says where": {fn: None, "generation_mode": "image"},
+        "allows no image tokens;": {fn: lambda batch, tokens: [1, 2]},
+        "no image tokens beside suppress_tokens": {
+            fn: lambda *_: range(40),
+            "suppress_tokens": [*range(1, 99)],
+        },
+        "allows no token at all": {fn: lambda batch, tokens: []},
+        "depends on the codes that were drawn": {fn: content, "max_new_tokens": 20},
+        "differs within the batch": by_sample,
+        "guidance_scale 0.5 is out of range": {"guidance_scale": 0.5},
+        "cfg 0.5 is out of range": {"cfg": 0.5},
+        "padded on the left": {"attention_mask": given["attention_mask"].flip(1)},
+        "the model has 256": {"max_new_tokens": 500, fn: lambda batch, tokens: range(20, 40)},
+    }
+    for sentence, more in refused.items():
+        rejects(re.escape(sentence), model.generate, **given | {"do_sample": True} | more)
     assert model.generate(**given).shape[0] == 2
     with model.register_forward_hook(lambda *given: None):
         rejects("hooks on the model itself", model.generate, **given)

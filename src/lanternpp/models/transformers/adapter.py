@@ -175,9 +175,13 @@ class TransformersTarget(Target):
     def encoder(self) -> nn.Module:
         """Return the network from images [B, 3, H, W] to latents [B, C, rows, columns]; InputError where the checkpoint has none."""
         own = getattr(self.model.model, "vqmodel", None)
-        return (
-            self.vq.encoder().to(self.device) if own is None else nn.Sequential(own.encoder, own.quant_conv)
-        )
+        if own is not None:
+            return nn.Sequential(own.encoder, own.quant_conv)
+        if self.vqgan is None:
+            raise InputError(
+                f"the tokenizer of a {type(self).__name__} has no encoder: use --self, not --data"
+            )
+        return self.vqgan.encoder().to(self.device)
 
     @property
     def device(self) -> torch.device:
@@ -212,8 +216,7 @@ class TransformersTarget(Target):
     def prompt(self, conditions: Sequence[str | None], branches: int) -> Prompt:
         """Encode b texts, or the prompt of a call that one condition numbers: [branches * b, T, D], padded on the left.
 
-        Padding is token 0, which is never attended to. Raises InputError where a text is too long, or guidance is asked of a model
-        that has none.
+        Padding, token 0, is never attended to. InputError where a text is too long, or guidance is asked of a model that has none.
         """
         if self.raster.length:
             if branches > 1 and self.unguided:
@@ -224,12 +227,10 @@ class TransformersTarget(Target):
         else:
             (condition,) = conditions
             rows = list(self.calls[int(condition or 0)])
-        width = self.slots
-        if (
-            self.raster.length and self.decoder.position_table is None
-        ):  # positions on grids follow the last slot
-            width = min(padded(rows), width)
-        ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=self.device)
+        # Prompts of a call have one width, and positions on grids follow the last slot.
+        fixed = not self.raster.length or self.decoder.position_table is not None
+        width = self.slots if fixed else min(padded(rows), self.slots)
+        ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=self.device)
         return Prompt(self.tokens(ids), torch.tensor([width - len(row) for row in rows], device=self.device))
 
     def _tokens(self, condition: str | None) -> list[int]:
