@@ -141,6 +141,12 @@ def long_and_old(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:30] + b"\x80\x02" + b"N0" * (1 << 22))
 
 
+def long_and_old_beside_an_archive(path: Path) -> None:
+    """As an archive may begin anywhere in its file."""
+    torch.save({"a": torch.ones(1)}, path)
+    path.write_bytes(b"\x80\x02" + b"N0" * (1 << 22) + path.read_bytes())
+
+
 @pytest.mark.parametrize(
     ("write", "said"),
     [
@@ -148,12 +154,13 @@ def long_and_old(path: Path) -> None:
         (nested, "no named tensors"),
         (cyclic, "no named tensors"),
         (spread_out, "weight has a shape of more bytes"),
-        (long_and_old, "x.pt"),
+        (long_and_old, "no checkpoint of torch 1.6 or newer"),
+        (long_and_old_beside_an_archive, "no checkpoint of torch 1.6 or newer"),
         (lambda path: torch.save({"x": torch.eye(2).to_sparse()}, path), "x is no plain tensor"),
         (lambda path: torch.jit.save(torch.jit.script(nn.ReLU()), str(path)), "convert it to safetensors"),
         (lambda path: torch.save({"x": Bomb()}, path), "could run code"),
-        (lambda path: path.write_bytes(pickle.dumps({"x": Bomb()})), "could run code"),
-        (lambda path: path.write_bytes(b"PK\x03\x04" + b"x" * 99), "truncated or no torch checkpoint"),
+        (lambda path: path.write_bytes(pickle.dumps({"x": Bomb()})), "no checkpoint of torch"),
+        (lambda path: path.write_bytes(b"PK\x03\x04" + b"x" * 99), "truncated, or no checkpoint"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -250,6 +257,8 @@ def test_on_windows_a_folder_is_locked_without_its_holders_name_and_the_cache_is
 ) -> None:
     def write_text(path: Path, text: str, encoding: str) -> None:
         raise PermissionError(13, "Permission denied")
+
+    import filelock  # noqa: F401  # before the platform is another
 
     monkeypatch.setattr(files.sys, "platform", "win32")
     monkeypatch.setattr(Path, "write_text", write_text)  # the lock holds against a second handle too

@@ -67,14 +67,10 @@ def write_index(folder: Path, tensors: dict[str, Tensor], suffix: str) -> None:
     (folder / f"model{suffix}.index.json").write_text(json.dumps({"weight_map": names}))
 
 
-def legacy(path: Path) -> None:
-    torch.save(upstream(), path, _use_new_zipfile_serialization=False)
-
-
 LAYOUTS: dict[str, Callable[[Path], Path]] = {
     "one.safetensors": lambda f: (save_file(upstream(), f / "one.safetensors"), f / "one.safetensors")[1],
     "folder": lambda f: (save_file(upstream(), f / "model.safetensors"), f)[1],
-    "old.pth": lambda f: (legacy(f / "old.pth"), f / "old.pth")[1],
+    "one.pth": lambda f: (torch.save(upstream(), f / "one.pth"), f / "one.pth")[1],
     "trained.pt": lambda f: (
         torch.save({"model": upstream(), "steps": 3, "args": argparse.Namespace(lr=1)}, f / "trained.pt"),
         f / "trained.pt",
@@ -148,7 +144,7 @@ def test_what_is_no_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
     refused("holds no checkpoint")
     (tmp_path / "x.txt").write_text("words")
     refused("should end in .safetensors", tmp_path / "x.txt")
-    legacy(tmp_path / "x.pt")
+    torch.save(upstream(), tmp_path / "x.pt")
     (tmp_path / "x.pt").write_bytes((tmp_path / "x.pt").read_bytes()[:60])
     refused("truncated")
     write_index(tmp_path, upstream(), ".safetensors")

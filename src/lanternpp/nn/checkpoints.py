@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lanternpp.errors import InputError
-from lanternpp.nn.files import check_finite, metas, opened
+from lanternpp.nn.files import check_finite, opened, plain
 from lanternpp.nn.files import read_pt as read_pt
 from lanternpp.util.files import replacing, umask, write_text
 from lanternpp.util.jsonfile import Between, read_object, validated
@@ -110,10 +110,7 @@ def config_as(kind: type[T], config: Mapping[str, Any], source: Path) -> T:
 
 def read_safetensors(path: str | Path) -> dict[str, Tensor]:
     """Read every tensor of a safetensors file, on the CPU, dequantised to float32."""
-    path = Path(path)
-    # Features of texts are named by the texts, so any name is taken.
-    names = dequantised_metas(metas(path, any_names=True), path)
-    return {name: tensor for name, tensor, _ in read_tensors(path, names)}
+    return {name: tensor for name, tensor, _ in read_tensors(Path(path), metas(Path(path)))}
 
 
 def write_pt(path: str | Path, content: Mapping[str, Any]) -> None:
@@ -152,6 +149,31 @@ def pack(tensors: Mapping[str, Tensor], store: Store, keep: Collection[str] = ()
     return packed
 
 
+def metas(path: Path) -> dict[str, Tensor]:
+    """Return every tensor of a file on the meta device; a quantised tensor and its scale are one tensor of float32.
+
+    No data is read. InputError where a tensor is not plain, or where the shape of a scale does not fit its tensor.
+    """
+    with opened(path) as (names, get):
+        stored = {name: plain(name, get(name), path).to("meta") for name in names}
+    scales = {name: stored[name + SCALE] for name in stored if is_quantised(name, stored)}
+    for name, scale in scales.items():
+        meta = stored[name]
+        shape = list(meta.shape)
+        if meta.dtype == torch.uint8:
+            # Three bytes hold the numbers of four rows.
+            shape = [4 * shape[1], *shape[2:]] if len(shape) > 1 and shape[0] == 3 else [0]
+        fits = len(meta.shape) > 1 and shape[0] > 0 and list(scale.shape) == shape[:1]
+        if not fits or not scale.is_floating_point():
+            raise InputError(
+                f"{path}: {name} is {tuple(meta.shape)} and its scale {tuple(scale.shape)}, which do not go together: "
+                "fetch it again."
+            )
+        stored[name] = torch.empty(shape, dtype=torch.float32, device="meta")
+    scale_names = {name + SCALE for name in scales}
+    return {name: meta for name, meta in stored.items() if name not in scale_names}
+
+
 def read_tensors(
     path: Path, names: Iterable[str]
 ) -> Iterator[tuple[str, Tensor, tuple[Tensor, Tensor] | None]]:
@@ -172,30 +194,6 @@ def read_tensors(
 def is_quantised(name: str, tensors: Mapping[str, Tensor]) -> bool:
     """Whether a tensor is quantised: it has whole numbers and a scale."""
     return name in tensors and tensors[name].dtype in (torch.int8, torch.uint8) and name + SCALE in tensors
-
-
-def dequantised_metas(metas: Mapping[str, Tensor], source: Path) -> dict[str, Tensor]:
-    """Return tensors on the meta device, where a quantised tensor and its scale are one tensor of float32.
-
-    InputError where the shape of a scale does not fit its tensor; values are not checked.
-    """
-    quantised_names = sorted(name for name in metas if is_quantised(name, metas))
-    scales = {name + SCALE for name in quantised_names}
-    float_metas = {name: meta for name, meta in metas.items() if name not in scales}
-    for name in quantised_names:
-        meta, scale = metas[name], metas[name + SCALE]
-        shape = list(meta.shape)
-        if meta.dtype == torch.uint8:
-            # Three bytes hold the numbers of four rows.
-            shape = [4 * shape[1], *shape[2:]] if len(shape) > 1 and shape[0] == 3 else [0]
-        fits = len(meta.shape) > 1 and shape[0] > 0 and list(scale.shape) == shape[:1]
-        if not fits or not scale.is_floating_point():
-            raise InputError(
-                f"{source}: {name} is {tuple(meta.shape)} and its scale {tuple(scale.shape)}, which do not go together: "
-                "fetch it again."
-            )
-        float_metas[name] = torch.empty(shape, dtype=torch.float32, device="meta")
-    return float_metas
 
 
 def dequantised(tensor: Tensor, scale: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ tensor, and the tensors themselves lie beside it.
 from __future__ import annotations
 
 import argparse
-import io
 import math
 import pickle
 import warnings
@@ -28,9 +27,10 @@ from lanternpp.util.jsonfile import read_json
 SAFE = ".safetensors"
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 INDEX = ".index.json"
-MAX_TENSORS, MAX_NAME_CHARS = 100_000, 500  # of a file
+MAX_FILE_NAME_CHARS = 250
 MAX_DEPTH = 4  # nested dicts around the weights of a training script's checkpoint
 WEIGHT_KEYS = ("model", "module", "state_dict", "ema")  # of the weights in a training script's checkpoint
+USUAL_NAMES = ("model.", "pytorch_model.")  # how the names of most models' files begin
 NEIGHBOURS = "neighbours-"  # how the names of tables begin that lie beside a model's weights
 NOT_WEIGHTS = {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth"}
 MAX_PICKLE_BYTES = 1 << 21  # about 10,000 tensors
@@ -77,20 +77,6 @@ def opened(path: Path) -> Iterator[tuple[list[str], Callable[[str], Tensor]]]:
         yield names, get
 
 
-def metas(path: Path, any_names: bool = False) -> dict[str, Tensor]:
-    """Return every tensor on the meta device, with its shape and dtype; no data is read.
-
-    any_names: take any number of names of any length. Raises InputError.
-    """
-    with opened(path) as (names, get):
-        longest = max(map(len, names), default=0)
-        if not any_names and (len(names) > MAX_TENSORS or longest > MAX_NAME_CHARS):
-            raise InputError(
-                f"{path} holds {len(names)} tensors with names of up to {longest} characters; at most {MAX_TENSORS} of {MAX_NAME_CHARS} are read."
-            )
-        return {name: plain(name, get(name), path).to("meta") for name in names}
-
-
 def plain(name: str, tensor: Tensor, path: Path) -> Tensor:
     """Return the same tensor; InputError unless it has real numbers in memory, and no more bytes than its file."""
     strided = type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_meta
@@ -101,73 +87,46 @@ def plain(name: str, tensor: Tensor, path: Path) -> Tensor:
     return tensor
 
 
-class TooLongError(Exception):
-    """A pickle is longer than `MAX_PICKLE_BYTES`."""
-
-
 def read_pt(path: str | Path, mmap: bool = False) -> dict[str, Any]:
-    """Read the dict in a torch checkpoint. mmap: its tensors lie over a mapping of the file, where the format allows one.
+    """Read the dict in a torch checkpoint, a zip archive. mmap: its tensors lie over a mapping of the file.
 
     Raises InputError without torch's message, which may advise to let the file run code.
     """
     path = Path(path)
     if not path.is_file():
         raise InputError(f"{path} is missing: fetch it again.")
+    too_long = InputError(
+        f"{path} holds more than {MAX_PICKLE_BYTES >> 20} MiB of pickle or compressed parts, which torch does not write: "
+        "convert it to safetensors."
+    )
     try:
-        content = _load(path, mmap)
+        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+            file.seek(0)
+            if file.read(4) != b"PK\x03\x04":
+                raise zipfile.BadZipFile  # Torch would read it as an older version's pickle, of any length.
+            for part in archive.infolist():
+                is_long = part.filename.endswith(".pkl") and part.file_size > MAX_PICKLE_BYTES
+                if is_long or part.compress_type != zipfile.ZIP_STORED:
+                    raise too_long
+        # Torch warns of what it cannot map or read; a file is read or refused.
+        with torch.serialization.safe_globals(SAFE_CLASSES), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except InputError:
+        raise
     except pickle.UnpicklingError:
         raise InputError(
             f"{path} could run code, or is damaged: convert it to safetensors, or fetch it again."
         ) from None
-    except TooLongError:
-        raise InputError(
-            f"{path} holds more than {MAX_PICKLE_BYTES >> 20} MiB of pickle or compressed parts, which torch does not write: "
-            "convert it to safetensors."
-        ) from None
     except MemoryError:
         raise InputError(f"{path} asks for more memory than there is: convert it to safetensors.") from None
-    except (
-        Exception
-    ) as error:  # A damaged file makes torch raise errors of any class, all with the same remedy.
-        raise InputError(f"{path} is truncated or no torch checkpoint: fetch it again.") from error
+    except Exception as error:  # Torch raises errors of any class for a damaged file.
+        raise InputError(
+            f"{path} is truncated, or no checkpoint of torch 1.6 or newer: fetch it again."
+        ) from error
     if not isinstance(content, dict):
         raise InputError(f"{path} holds a {type(content).__name__}, where a dict of tensors is expected.")
     return content
-
-
-def _load(path: Path, mmap: bool) -> Any:
-    """Return the content, of any type. Raises errors of torch, and TooLongError."""
-    with torch.serialization.safe_globals(SAFE_CLASSES), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with _BoundedReader(io.FileIO(path)) as file:
-            # Torch writes zip archives since version 1.6; only these can be mapped.
-            if file.peek(4)[:4] != b"PK\x03\x04":
-                return torch.load(file, map_location="cpu", weights_only=True)
-        with zipfile.ZipFile(path) as archive:
-            for part in archive.infolist():
-                too_long = part.filename.endswith(".pkl") and part.file_size > MAX_PICKLE_BYTES
-                if too_long or part.compress_type != zipfile.ZIP_STORED:
-                    raise TooLongError
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-
-
-class _BoundedReader(io.BufferedReader):
-    """A file that is read as pickle up to `MAX_PICKLE_BYTES`; torch reads tensors from the descriptor instead."""
-
-    remaining = MAX_PICKLE_BYTES
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        size = size if size is None or size < 0 else min(size, self.remaining + 1)
-        return self._counted(super().read(size))
-
-    def readline(self, size: int | None = -1, /) -> bytes:
-        return self._counted(super().readline(self.remaining + 1))
-
-    def _counted(self, content: bytes) -> bytes:
-        self.remaining -= len(content)
-        if self.remaining < 0:
-            raise TooLongError
-        return content
 
 
 def weights_of(content: Mapping[str, Any], max_depth: int = MAX_DEPTH) -> dict[str, Tensor]:
@@ -193,34 +152,23 @@ def files(path: Path) -> list[Path]:
     paths = sorted(p for p in path.iterdir() if p.is_file() and not p.name.startswith((".", NEIGHBOURS)))
     formats = []
     for suffixes in ((SAFE,), PICKLED):
-        weights = [p for p in paths if p.suffix in suffixes and p.name not in NOT_WEIGHTS]
         indices = [p for p in paths if p.name.endswith(INDEX) and any(s in p.name for s in suffixes)]
-        formats.append((weights, indices))
+        weights = [p for p in paths if p.suffix in suffixes and p.name not in NOT_WEIGHTS]
+        formats.append(indices or weights)
     # A model in .bin may have its image tokenizer beside it in safetensors, so the format of the model's usual names is first.
-    for weights, indices in sorted(formats, key=lambda format: not (format[1] or model_named(format[0]))):
-        if indices:
-            return indexed(only(path, indices))
-        if any("-of-" in p.name for p in weights):
-            raise InputError(f"{path} holds shards such as {weights[0].name} without their {INDEX[1:]}.")
-        if weights:
-            return [only(path, weights)]
+    for candidates in sorted(
+        formats,
+        key=lambda paths: not any(p.name.startswith(USUAL_NAMES) or p.name.endswith(INDEX) for p in paths),
+    ):
+        if any("-of-" in p.name for p in candidates):
+            raise InputError(f"{path} holds shards such as {candidates[0].name} without their {INDEX[1:]}.")
+        usual = [p for p in candidates if p.name.startswith(USUAL_NAMES)]
+        if len(candidates) > 1 and len(usual) != 1:
+            names = join_names([p.name for p in candidates])
+            raise InputError(f"{path} holds {len(candidates)} checkpoints ({names}): name one of them.")
+        if candidates:
+            return files(usual[0] if usual else candidates[0])
     raise InputError(f"{path} holds no checkpoint: no file ends in {', '.join((SAFE, *PICKLED))}.")
-
-
-def model_named(paths: list[Path]) -> list[Path]:
-    """Return the files with the name that most models' files have."""
-    return [p for p in paths if p.name.split(".")[0] in ("model", "pytorch_model")]
-
-
-def only(folder: Path, paths: list[Path]) -> Path:
-    """Return the only file, or the only one with the name of most models' files; InputError that lists the files otherwise."""
-    candidates = model_named(paths)
-    if len(candidates) != 1:
-        candidates = paths
-    if len(candidates) > 1:
-        names = ", ".join(p.name for p in paths[:10])
-        raise InputError(f"{folder} holds {len(paths)} checkpoints ({names}): name one of them.")
-    return candidates[0]
 
 
 def join_names(items: Sequence[str]) -> str:
@@ -234,8 +182,9 @@ def indexed(index: Path) -> list[Path]:
     content = read_json(index)
     table = content.get("weight_map") if isinstance(content, dict) else None
     shards = list(table.values()) if isinstance(table, dict) else []
-    max_chars = MAX_NAME_CHARS // 2
-    if not shards or not all(isinstance(name, str) and 0 < len(name) <= max_chars for name in shards):
+    if not shards or not all(
+        isinstance(name, str) and 0 < len(name) <= MAX_FILE_NAME_CHARS for name in shards
+    ):
         raise InputError(f"{index} is no index of shards: restore it from its source.")
     names = sorted(set(shards))
     outside = [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lanternpp.errors import InputError
-from lanternpp.nn.checkpoints import CONFIG, dequantised_metas, load_config, read_tensors
+from lanternpp.nn.checkpoints import CONFIG, load_config, metas, read_tensors
 from lanternpp.nn.decoder import Block, DecoderConfig
-from lanternpp.nn.files import files, join_names, metas
+from lanternpp.nn.files import files, join_names
 
+MAX_TENSORS, MAX_NAME_CHARS = 100_000, 500  # of a file
 CHUNK = 1 << 26  # bytes of tensors after which a file is opened again, which frees the pages that were read
 
 
@@ -66,8 +68,9 @@ class Rename:
 
     def mismatch(self, upstream: str, meta: Tensor, tensor: Tensor) -> str:
         """Return the fault in shape or dtype of an upstream tensor for our tensor; empty where there is none."""
+        expected_shape = self.filled(tensor.to("meta")).shape
         try:
-            shape, expected_shape = self.apply(meta).shape, self.filled(tensor.to("meta")).shape
+            shape = self.apply(meta).shape
         except (RuntimeError, IndexError):
             return f"{upstream} is {tuple(meta.shape)}, which has no rows of complete heads"
         if shape != expected_shape:
@@ -193,14 +196,20 @@ class Source:
 
     @cached_property
     def _contents(self) -> dict[Path, dict[str, Tensor]]:
-        """The tensors of every file, on the meta device."""
-        return {file: metas(file) for file in self.files}
+        """`metas` of every file. InputError for more or longer names than a model has."""
+        contents = {file: metas(file) for file in self.files}
+        for file, content in contents.items():
+            longest = max(map(len, content), default=0)
+            if len(content) > MAX_TENSORS or longest > MAX_NAME_CHARS:
+                raise InputError(
+                    f"{file} holds {len(content)} tensors with names of up to {longest} characters; at most {MAX_TENSORS} of {MAX_NAME_CHARS} are read."
+                )
+        return contents
 
     @cached_property
     def metas(self) -> dict[str, Tensor]:
         """Every tensor on the meta device; a quantised tensor and its scale are one tensor of float32."""
-        stored = {name: meta for content in self._contents.values() for name, meta in content.items()}
-        return dequantised_metas(stored, self.path)
+        return {name: meta for content in self._contents.values() for name, meta in content.items()}
 
     def shape(self, name: str, dims: int) -> tuple[int, ...]:
         """Return the shape of a tensor; InputError unless it exists and has `dims` dimensions, none of them empty."""
@@ -213,9 +222,8 @@ class Source:
 
     def tensors(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """Read the tensors of these names, one at a time."""
-        for file, content in self._contents.items():
-            for name, tensor, _ in read_tensors(file, content.keys() & set(names)):
-                yield name, tensor
+        for name, tensor, _ in self._read(names):
+            yield name, tensor
 
     def layers(self, prefix: str = r"layers\.") -> int:
         """Return the number of layers, by the highest number after `prefix`, a regular expression."""
@@ -237,33 +245,34 @@ class Source:
         """
         tensors = module.state_dict()
         buffers = {name for name, _ in module.named_buffers()}
+        weights = {name for name in tensors.keys() - buffers if tensors[name].is_floating_point()}
         pieces, faults = self._plan(tensors, rules, skip)
         if faults:
             raise InputError(f"{self.path} does not fit {type(module).__name__}: {join_names(faults)}.")
         blocks: dict[str, nn.Module] = {}
         if self.pack is not None:
             blocks = {f"{name}.": child for name, child in module.named_modules() if isinstance(child, Block)}
-        block_of = {name: next(filter(name.startswith, blocks), "") for name in tensors}
-        num_pending = Counter(block_of[name] for destinations in pieces.values() for name, _ in destinations)
-        filled: dict[str, Tensor] = {}
-        int8: dict[str, tuple[Tensor, Tensor]] = {}
-        for upstream, upstream_tensor, bits in self._read(pieces, block_of):
-            for name, rule in pieces[upstream]:
-                tensor, block = tensors[name], block_of[name]
-                is_weight = name not in buffers and tensor.is_floating_point()
-                if name not in filled:
-                    weight_dtype = dtype if is_weight else tensor.dtype
-                    filled[name] = torch.empty(tensor.shape, dtype=weight_dtype, device=device)
-                rule.filled(filled[name]).copy_(rule.apply(upstream_tensor))
-                unchanged = rule.rows is None and rule.part is None and not rule.halves
-                if self.int8 and bits is not None and unchanged and is_weight:
-                    int8[name] = bits
-                num_pending[block] -= 1
-                if self.pack is not None and block and not num_pending[block]:
-                    complete = [name for name in filled if block_of[name] == block]
-                    assign(module, {name: filled.pop(name) for name in complete}, int8)
-                    self.pack(blocks[block])
-        assign(module, filled, int8)
+
+        def block_of(upstream: str) -> str:
+            return next(filter(pieces[upstream][0][0].startswith, blocks), "")
+
+        for block, names in groupby(sorted(pieces, key=block_of), block_of):
+            filled: dict[str, Tensor] = {}
+            int8: dict[str, tuple[Tensor, Tensor]] = {}
+            for upstream, upstream_tensor, bits in self._read(set(names)):
+                for name, rule in pieces[upstream]:
+                    if name not in filled:
+                        weight_dtype = dtype if name in weights else tensors[name].dtype
+                        filled[name] = torch.empty(tensors[name].shape, dtype=weight_dtype, device=device)
+                    rule.filled(filled[name]).copy_(rule.apply(upstream_tensor))
+                    unchanged = rule.rows is None and rule.part is None and not rule.halves
+                    if self.int8 and bits is not None and unchanged and name in weights:
+                        int8[name] = bits
+            module.load_state_dict(filled, strict=False, assign=True)
+            for name, parts in int8.items():  # for `int8_parts`
+                module.get_parameter(name).int8_weight = parts  # type: ignore[attr-defined]
+            if self.pack is not None and block:
+                self.pack(blocks[block])
         assigned = (*module.named_parameters(), *module.named_buffers())
         empty = [name for name, tensor in assigned if tensor.is_meta]
         if empty:
@@ -272,7 +281,7 @@ class Source:
     def _plan(
         self, tensors: Mapping[str, Tensor], rules: Sequence[Rename], skip: Sequence[str]
     ) -> tuple[Pieces, list[str]]:
-        """Return the pieces of our `tensors`, by name, and a list of faults."""
+        """Return the pieces of our `tensors`, by upstream name, and a list of faults."""
         pieces: dict[str, list[tuple[str, Rename]]] = {}
         faults = list[str]()
         num_filled = Counter[str]()
@@ -294,26 +303,11 @@ class Source:
                 missing.append(is_given if numbers else f"missing {name}")
         return pieces, missing + faults
 
-    def _read(
-        self, pieces: Pieces, block_of: Mapping[str, str]
-    ) -> Iterator[tuple[str, Tensor, tuple[Tensor, Tensor] | None]]:
-        """Read every planned tensor once, as `read_tensors` does; tensors of a block that lie in one file come together."""
+    def _read(self, names: Collection[str]) -> Iterator[tuple[str, Tensor, tuple[Tensor, Tensor] | None]]:
+        """Read the tensors of these names, file by file, as `read_tensors` does."""
         for file, content in self._contents.items():
-            names = sorted(filter(pieces.get, content), key=lambda name: block_of[pieces[name][0][0]])
-            group: list[str] = []
-            nbytes = 0
-            for name in names:
-                group.append(name)
-                nbytes += content[name].nbytes
-                if name is names[-1] or nbytes >= CHUNK:
-                    yield from read_tensors(file, group)
-                    group, nbytes = [], 0
-
-
-def assign(
-    module: nn.Module, tensors: Mapping[str, Tensor], int8: Mapping[str, tuple[Tensor, Tensor]]
-) -> None:
-    """Make `tensors` the parameters and buffers of `module`, by name; int8: the bits and scales of weights, for `int8_parts`."""
-    module.load_state_dict(tensors, strict=False, assign=True)
-    for name in tensors.keys() & int8.keys():
-        module.get_parameter(name).int8_weight = int8[name]  # type: ignore[attr-defined]
+            held = [name for name in content if name in names]
+            ends = accumulate(content[name].nbytes for name in held)
+            chunk_of = dict(zip(held, (end // CHUNK for end in ends), strict=True))
+            for _, chunk in groupby(held, chunk_of.__getitem__):
+                yield from read_tensors(file, chunk)
