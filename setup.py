@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import platform
-import re
 import runpy
 import shlex
 import shutil
@@ -46,7 +45,6 @@ class Toolchain(NamedTuple):
     """A compiler, as a command, and what it compiles for."""
 
     command: tuple[str, ...]
-    version: str
     system: str  # linux, macosx or win
     machine: str
     openmp: bool
@@ -54,8 +52,9 @@ class Toolchain(NamedTuple):
     @classmethod
     def find(cls) -> Toolchain:
         """The compiler of CC or of PATH. LookupError, with a sentence, where there is none that works."""
+        said = os.environ.get("CC", "")
         try:
-            given = shlex.split(os.environ.get("CC", ""))
+            given = shlex.split(said.replace("\\", r"\\") if sys.platform == "win32" else said)
         except ValueError as error:
             raise LookupError(f"CC cannot be read ({error})") from None
         # GCC for Windows puts vectors of 32 bytes on a stack that is not aligned for them; zig's clang comes with pyproject.toml.
@@ -66,7 +65,8 @@ class Toolchain(NamedTuple):
             raise LookupError(f"there is no C compiler ({', '.join(words[0] for words in commands)})")
         target = sysconfig.get_platform()
         machine = target.rpartition("-")[2].lower()
-        machine = platform.machine().lower() if machine == "universal2" else MACHINES.get(machine, machine)
+        machine = platform.machine().lower() if machine == "universal2" else machine
+        machine = MACHINES.get(machine, machine)
         try:
             macros = run((*command, "-dM", "-E", "-x", "c", os.devnull), timeout=60)
         except (OSError, subprocess.SubprocessError) as error:
@@ -74,11 +74,7 @@ class Toolchain(NamedTuple):
         # clang's OpenMP needs a library of its own beside the one that PyTorch brings, so it gets threads of our own.
         system = target.partition("-")[0]
         openmp = system == "linux" and "__clang__" not in macros
-        # not of --version, with which zig for macOS leaves an a.o
-        version = re.search('__VERSION__ "(?:Clang )?([^" ]+)', macros)
-        name = "clang" if "__clang__" in macros else command[0]
-        said = f"{name} {version[1]}" if version else name
-        return cls(tuple(command), said, system, MACHINES.get(machine, machine), openmp)
+        return cls(tuple(command), system, machine, openmp)
 
     @property
     def suffix(self) -> str:
@@ -156,7 +152,7 @@ def build(folder: Path) -> list[str]:
                 files[kind] = f"{kind}-{digest([path])}{tools.suffix}"
                 os.replace(path, folder / files[kind])
             kinds, seconds = ", ".join(kind for kind in made if kind != "cpu"), time.perf_counter() - began
-            said.append(f"compiled kernels for {kinds} by {tools.version}, in {seconds:.0f} s")
+            said.append(f"compiled kernels for {kinds} by {shlex.join(tools.command)}, in {seconds:.0f} s")
         except LookupError as error:
             install = "pip install ziglang" if sys.platform == "win32" else "install gcc or clang"
             remedy = "unset or mend CC" if os.environ.get("CC") else install

@@ -272,6 +272,15 @@ def test_an_installation_without_a_working_compiler_is_told_what_it_lacks(
         assert loading.kernels() is None
 
 
+def test_on_windows_the_folders_of_a_compiler_keep_their_backslashes(building, monkeypatch):
+    monkeypatch.setattr(building.sys, "platform", "win32")
+    monkeypatch.setattr(building.shutil, "which", lambda name: None)
+    monkeypatch.setenv("CC", r'"C:\Program Files\zig\zig.exe" cc')
+    with pytest.raises(LookupError) as caught:
+        building.Toolchain.find()
+    assert str(caught.value) == r"there is no C compiler (C:\Program Files\zig\zig.exe)"
+
+
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler here")
 def test_kernels_with_more_instructions_than_their_kind_has_are_left_out(building, tmp_path, monkeypatch):
     """Of a CC with options of its own."""
