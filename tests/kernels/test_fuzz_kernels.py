@@ -21,13 +21,12 @@ from lanternpp.accept.exact import Exact
 from lanternpp.accept.neighbours import Lantern, LanternPlusPlus
 from lanternpp.engine.cache import Cache
 from lanternpp.engine.noise import Noise
-from lanternpp.engine.sampling import Guidance, Sampling, draw
+from lanternpp.engine.sampling import Sampling, draw
 from lanternpp.engine.verify.choose import with_native
 from lanternpp.engine.verify.joint import verify_joint
 from lanternpp.engine.verify.tokenwise import verify_tokenwise
 from lanternpp.kernels import Kernels
 from lanternpp.kernels import loading as native
-from lanternpp.kernels.linear import KernelLinear
 from lanternpp.kernels.packing import KernelDecoder
 from lanternpp.nn.checkpoints import quantised
 from lanternpp.nn.decoder import Decoder, DecoderConfig, Stack, grid_table
@@ -80,18 +79,18 @@ def shape_of(rng: Random) -> DecoderConfig:
     return DecoderConfig(width, 2, heads, hidden, kv_heads, head_dim=head_dim, norm_eps=eps, **flags)
 
 
-def tree_pass(network: Decoder, x: Tensor, parent: list[int]) -> Tensor:
-    """x [R, 3 + N, D] in a prefill of 3 slots, then as the nodes of a tree."""
+def tree_pass(network: Decoder, x: Tensor, parent: list[int], aux_layers: tuple[int, ...]) -> Tensor:
+    """x [R, 3 + N, D] in a prefill of 3 slots, then as the nodes of a tree -> [R, 1 + N, (1 + aux) D]."""
     rows, count = len(x), len(parent)
     cache = Cache(network.config, rows, x.shape[1], x)
     prompt = cache.rows(torch.arange(rows), torch.arange(rows) % 2, 3)
-    first = network(x[:, :3], prompt.nodes(), prompt)
+    first = network(x[:, :3], prompt.nodes(), prompt, aux_layers)
     depth, mask = [0] * count, torch.eye(count, dtype=torch.bool)
     for i, above in enumerate(parent):
         if above >= 0:
             depth[i], mask[i] = depth[above] + 1, mask[i] | mask[above]
     nodes = cache.nodes(torch.tensor(depth).expand(rows, -1), mask.expand(rows, -1, -1))
-    return torch.cat((first[:, 2:], network(x[:, 3:], nodes, cache)), 1)
+    return torch.cat((first[:, 2:], network(x[:, 3:], nodes, cache, aux_layers)), 1)
 
 
 def test_passes(library: object, rng: Random) -> None:
@@ -127,29 +126,14 @@ def test_passes(library: object, rng: Random) -> None:
         plain.native, exact.native = (StackPasses(stack(x), x.rotary_table) for x in (plain, exact))
     rows, nodes = rng.choice([(1, 1), (1, 300), (300, 1), (2, 8), (3, 43), (10, 13), (17, 1), (5, 26)])
     parent = [rng.randint(max(-1, i - 5), i - 1) for i in range(nodes)]
-    x = torch.randn(rows, 3 + nodes, config.dim).to(HALF)
-    found, usual = (tree_pass(network, x, parent).double() for network in (mine, plain))
-    near(found, usual, tree_pass(exact, x.double(), parent), 4 if int8 and groups_inputs(library) else 1)
-
-
-def test_heads(library: object, rng: Random, vocab: int) -> None:
-    inputs, guidance = rng.choice([32, 96, 288, 45, 130]), Guidance(rng.choice([1.0, 3.0]))
-    pictures, nodes = rng.choice([(1, 1), (1, 300), (150, 1), (5, 13), (11, 17)])
-    if vocab == MOST_CODES:
-        inputs, pictures, nodes = 32, 1, 2
-    weight = torch.randn(vocab, inputs).to(HALF) / 8
-    bias = torch.randn(vocab).to(HALF) if rng.random() < 0.5 else None
-    int8 = rng.random() < 0.4
-    exact = stored_in_8_bits(weight) if int8 else weight.double()
-    features = torch.randn(guidance.branches * pictures, nodes, inputs).to(HALF)
-    head = KernelLinear(library, [(weight, bias)], int8)  # type: ignore[arg-type]
-    found = head.logits(features, guidance.scale, guidance.branches)
-    guided = guidance.merge(features.double()).to(HALF)
-    given = multiplied(guided, library) if int8 else guided.double()
-    expected = F.linear(given, exact, None if bias is None else bias.double())
-    assert found is not None and head.logits(features.float(), 1.0, 1) is None
-    far = (found - expected).abs()
-    assert found.shape == (pictures, nodes, vocab) and far.median() < 1e-3 and far.max() < 0.1
+    x, aux_layers = torch.randn(rows, 3 + nodes, config.dim).to(HALF), rng.choice([(), (0,)])
+    found, usual = (tree_pass(network, x, parent, aux_layers).double() for network in (mine, plain))
+    expected, times = (
+        tree_pass(exact, x.double(), parent, aux_layers),
+        4 if int8 and groups_inputs(library) else 1,
+    )
+    for part in zip(*(each.split(config.dim, -1) for each in (found, usual, expected)), strict=True):
+        near(*part, times)
 
 
 def warp_of(rng: Random, vocab: int) -> tuple[float, int, float]:

@@ -14,6 +14,7 @@ from helpers.toys import stored_in_8_bits
 from kernels.rounding import multiplied
 from torch import Tensor, nn
 
+from lanternpp.engine.sampling import Guidance
 from lanternpp.kernels import loading
 from lanternpp.kernels.linear import KernelLinear
 from lanternpp.kernels.packing import KernelDecoder, pack
@@ -42,10 +43,6 @@ def packed(
     library: CDLL, weights: list[Tensor], int8: bool = False, order: Tensor | None = None
 ) -> KernelLinear:
     return KernelLinear(library, [(weight, None) for weight in weights], int8, order)
-
-
-def packed_layer(layer: nn.Linear, library: CDLL, int8: bool = False) -> KernelLinear:
-    return KernelLinear(library, [(layer.weight, layer.bias)], int8)
 
 
 def together(inputs: int) -> tuple[list[Tensor], Tensor]:
@@ -108,7 +105,7 @@ def test_8_bits_of_a_checkpoint_are_taken_as_they_are(library: CDLL, inputs: int
 def test_a_layer_rounds_once(library: CDLL, size: tuple[int, int], bias: bool, bits: int) -> None:
     layer = layer_of(*size, bias=bias)
     weight = layer.weight.double() if bits == 16 else stored_in_8_bits(layer.weight)
-    made = packed_layer(layer, library, bits == 8)
+    made = KernelLinear(library, [(layer.weight, layer.bias)], bits == 8)
     assert torch.equal(made.weight, layer.weight)
     assert made.bias is layer.bias or torch.equal(made.bias, layer.bias)  # type: ignore[arg-type]
     for rows in (0, 1, 5, 17, 300):
@@ -127,10 +124,13 @@ def test_a_layer_rounds_once(library: CDLL, size: tuple[int, int], bias: bool, b
 def test_a_row_has_the_same_bits_for_any_number_of_rows_and_threads(
     library: CDLL, size: tuple[int, int], bits: int, threads: Threads
 ) -> None:
-    made = packed_layer(layer_of(*size), library, bits == 8)
+    layer = layer_of(*size)
+    made = KernelLinear(library, [(layer.weight, layer.bias)], bits == 8)
     x = torch.randn(300, size[1]).to(HALF) * 10 ** torch.randn(300, 1).to(HALF)
     pairs = x.view(2, 150, -1)
     alone, guided = made.product(x, torch.float32), made.logits(pairs, 3.0, 2)
+    merged = Guidance(3.0).merge(pairs.double()).to(HALF)
+    assert torch.allclose(guided, made.product(merged, torch.float32), rtol=1e-3, atol=1e-2)  # type: ignore[arg-type]
     for count in (1, 2, 3):
         threads(count)
         for rows in (1, 2, 4, 6, 16, 17, 33, 127, 129, 300):
@@ -140,7 +140,7 @@ def test_a_row_has_the_same_bits_for_any_number_of_rows_and_threads(
 
 def test_inputs_of_another_dtype_are_multiplied_by_pytorch(library: CDLL) -> None:
     layer, x = layer_of(33, 45), torch.randn(3, 45)
-    made = packed_layer(layer, library)
+    made = KernelLinear(library, [(layer.weight, layer.bias)])
     assert torch.equal(made(x), layer.float()(x)) and made.logits(x[None], 1.0, 1) is None
 
 

@@ -31,6 +31,7 @@ AMX = BF16 | {"amx_tile", "amx_bf16", "amx_int8"}
 AVX512 = ["avx512-bf16", "avx512-vnni", "x86-64-v4"]
 CLIENT = ["avx-vnni", "x86-64-v3"]
 
+X86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="another CPU")
 COMPILER = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
 installed = pytest.mark.skipif(loading.library() is None, reason="no kernels here")
 
@@ -54,9 +55,8 @@ def test_a_cpu_gets_the_kernels_that_it_can_run_best_first(features: set[str], k
 INTEL_AND_AMD = [kind for kind in KINDS if "x86_64" in kind.needs]
 
 
-@pytest.mark.skipif(
-    shutil.which("cc") is None or platform.machine() != "x86_64", reason="no such compiler here"
-)
+@COMPILER
+@X86
 @pytest.mark.parametrize("kind", INTEL_AND_AMD, ids=lambda kind: kind.name)
 def test_the_compiler_may_use_what_is_asked_of_the_cpu_and_nothing_else(kind):
     building = setup()
@@ -121,26 +121,8 @@ def changed(folder: Path) -> None:
         path.write_bytes(content)
 
 
-def gone(folder: Path) -> None:
-    for path in folder.glob("*-*.so"):
-        path.unlink()
-
-
-def without_manifest(folder: Path) -> None:
-    (folder / "manifest.json").unlink()
-
-
-def with_a_cut_manifest(folder: Path) -> None:
-    os.truncate(folder / "manifest.json", 40)
-
-
-def of_no_cpu(folder: Path) -> None:
-    content = {"libraries": ["x86-64-v3"], "missing": "", "sources": ""}
-    (folder / "manifest.json").write_text(json.dumps(content))
-
-
-def never_compiled(folder: Path) -> None:
-    content = {"libraries": {}, "missing": "there is no C compiler (cc)", "sources": ""}
+def manifest(folder: Path, libraries: object, missing: str = "") -> None:
+    content = {"libraries": libraries, "missing": missing, "sources": ""}
     (folder / "manifest.json").write_text(json.dumps(content))
 
 
@@ -149,11 +131,11 @@ def never_compiled(folder: Path) -> None:
     ("damage", "said"),
     [
         (changed, "is damaged: install lanternpp again"),
-        (gone, "cannot be read"),
-        (without_manifest, "kernels were not compiled"),
-        (with_a_cut_manifest, "is damaged: install lanternpp again"),
-        (of_no_cpu, "is damaged: install lanternpp again"),
-        (never_compiled, "there is no C compiler"),
+        (lambda folder: [path.unlink() for path in folder.glob("*-*.so")], "cannot be read"),
+        (lambda folder: (folder / "manifest.json").unlink(), "kernels were not compiled"),
+        (lambda folder: os.truncate(folder / "manifest.json", 40), "is damaged: install lanternpp again"),
+        (lambda folder: manifest(folder, ["x86-64-v3"]), "is damaged: install lanternpp again"),
+        (lambda folder: manifest(folder, {}, "there is no C compiler (cc)"), "there is no C compiler"),
     ],
 )
 def test_pytorch_computes_where_the_kernels_are_not_whole(copied: Path, damage, said: str):
@@ -257,6 +239,8 @@ def building(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
         ("false", "the C compiler false does not run"),
         ('"unclosed', "CC cannot be read (No closing quotation)"),
         pytest.param("cc -DNEVER", "never", marks=COMPILER),
+        # Options of its own bring more instructions than a kind has.
+        pytest.param("cc -mavx512vbmi", "may use avx512", marks=[COMPILER, X86]),
     ],
 )
 def test_an_installation_without_a_working_compiler_is_told_what_it_lacks(
@@ -279,14 +263,6 @@ def test_on_windows_the_folders_of_a_compiler_keep_their_backslashes(building, m
     with pytest.raises(LookupError) as caught:
         building.Toolchain.find()
     assert str(caught.value) == r"there is no C compiler (C:\Program Files\zig\zig.exe)"
-
-
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler here")
-def test_kernels_with_more_instructions_than_their_kind_has_are_left_out(building, tmp_path, monkeypatch):
-    """Of a CC with options of its own."""
-    monkeypatch.setenv("CC", "gcc -mavx512vbmi" if platform.machine() == "x86_64" else "gcc -mno-such-option")
-    (sentence,) = building.build(tmp_path / "lib")
-    assert "no kernels were compiled" in sentence and ("may use avx512" in sentence or "no-such" in sentence)
 
 
 @COMPILER

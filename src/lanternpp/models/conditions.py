@@ -20,11 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lanternpp.errors import InputError, reason
+from lanternpp.errors import InputError
 from lanternpp.models.base import quoted, warn_of_prompt
 from lanternpp.models.hub import quiet
 from lanternpp.models.transformers.opening import TOKENIZER, check_loaded
 from lanternpp.nn.checkpoints import CONFIG, read_safetensors
+from lanternpp.nn.files import input_errors
 from lanternpp.types import Prompt
 from lanternpp.util.devices import inference
 from lanternpp.util.jsonfile import read_object
@@ -155,18 +156,13 @@ class T5Text:
             raise InputError(
                 f"the text encoder {self.encoder_id!r} has no {TOKENIZER} and no spiece.model: copy one there from {ENCODER}"
             )
-        try:
-            with quiet():
-                self._tokenizer = AutoTokenizer.from_pretrained(self.encoder_id, trust_remote_code=False)
-                dtype = ENCODER_DTYPES.get(like.dtype, like.dtype)
-                loaded: Any = T5EncoderModel.from_pretrained(
-                    self.encoder_id, dtype=dtype, trust_remote_code=False, output_loading_info=True
-                )
-        except Exception as error:  # a damaged file makes transformers raise anything
-            raise InputError(
-                f"the text encoder {self.encoder_id!r} cannot be loaded ({reason(error)}); put the folder of {ENCODER} "
-                f"beside the model as text/, or the features of your prompts as {FEATURES}"
-            ) from None
+        remedy = f"put the folder of {ENCODER} beside the model as text/, or the features of your prompts as {FEATURES}"
+        with quiet(), input_errors(f"the text encoder {self.encoder_id!r} cannot be loaded", remedy):
+            self._tokenizer = AutoTokenizer.from_pretrained(self.encoder_id, trust_remote_code=False)
+            dtype = ENCODER_DTYPES.get(like.dtype, like.dtype)
+            loaded: Any = T5EncoderModel.from_pretrained(
+                self.encoder_id, dtype=dtype, trust_remote_code=False, output_loading_info=True
+            )
         encoder, loading_info = loaded
         check_loaded(encoder, loading_info, self.encoder_id)
         self._encoder = encoder.eval().requires_grad_(False).to(like.device)
