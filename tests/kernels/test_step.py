@@ -139,9 +139,25 @@ def test_phases_are_timed_in_whole_steps(nature: Pipeline) -> None:
     assert all(span[phase] > 0 for phase in ("draft", "pass", "verify"))
 
 
+class OwnExact(Exact):
+    pass
+
+
+class OwnParallel(Parallel):
+    pass
+
+
+class OwnNoDraft(NoDraft):
+    pass
+
+
 @pytest.mark.parametrize(
     ("method", "dials"),
     [
+        # Classes that derive from known ones may override any part.
+        ("parallel", {"proposer": OwnParallel}),
+        ("ar", {"proposer": OwnNoDraft}),
+        ("parallel", {"accept": OwnExact}),
         ("parallel", {"temperature": 0.0}),
         ("parallel", {"min_survival": 0.5}),
         ("lantern++", {"measure_tv": True}),
@@ -158,34 +174,6 @@ def test_what_is_unknown_in_c_is_drawn_by_parts(
     engine.admit(0, PROMPTS[0], 1)
     engine.step()
     assert engine.decided()[0] > 1
-
-
-class OwnExact(Exact):
-    pass
-
-
-class OwnParallel(Parallel):
-    pass
-
-
-class OwnNoDraft(NoDraft):
-    pass
-
-
-@pytest.mark.parametrize(
-    ("method", "dials"),
-    [
-        ("parallel", {"proposer": OwnParallel}),
-        ("ar", {"proposer": OwnNoDraft}),
-        ("parallel", {"accept": OwnExact}),
-    ],
-)
-def test_classes_that_derive_from_known_ones_are_asked_in_every_step(
-    nature: Pipeline, method: str, dials: dict[str, object]
-) -> None:
-    """They may override any part."""
-    engine = engine_of(nature, method, 1, **dials)
-    assert engine.fused is None and ("proposer" in dials or engine.rule.as_numbers(1) is None)
 
 
 @pytest.mark.parametrize("part", ["target", "drafter"])

@@ -66,7 +66,7 @@ def test_features_are_remembered_and_what_was_asked_for_longest_ago_goes_first(
 ) -> None:
     """Without the encoder too, once it is released."""
     text, like = T5Text(encoder), torch.empty(0)
-    text.cache_texts(2 - text._max_cached)  # room for two
+    text.max_cached = 2
     first = text.features("a tulip", like)
     for prompt in ("a red tulip", "a tulip", "a blue tulip"):
         text.features(prompt, like)
@@ -115,10 +115,12 @@ def test_an_encoder_without_its_tokenizer_or_some_weights_is_refused(encoder: Pa
     rejects("no tokenizer.json and no spiece.model", T5Text(folder).features, "a tulip", torch.empty(0))
 
 
-def test_stored_features_are_rows_of_numbers(encoder: Path, tmp_path: Path) -> None:
-    for rows in (torch.ones(4, 24, dtype=torch.int64), torch.ones(24), torch.tensor(1.0)):
+def test_features_of_another_encoder_are_refused(encoder: Path, tmp_path: Path) -> None:
+    condition = TextCondition(dim=8, caption_dim=24, slots=6)
+    for rows in (torch.ones(24), torch.ones(4, 23), torch.ones(0, 24), torch.tensor(1.0)):
         save_file({"a tulip": rows}, tmp_path / FEATURES)
-        rejects("'a tulip' are no rows of numbers", T5Text, encoder, features_file=tmp_path / FEATURES)
+        condition.text = T5Text(encoder, features_file=tmp_path / FEATURES)
+        rejects("features of 'a tulip' have the shape .*flan-t5-xl", condition.prompt, ["a tulip"], 1)
 
 
 def test_a_long_prompt_is_cut_with_a_warning(encoder: Path) -> None:

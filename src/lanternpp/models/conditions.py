@@ -80,7 +80,7 @@ class T5Text:
     """A source of the features of texts: the encoder of a T5 (arXiv 1910.10683), loaded with its tokenizer for the first text.
 
     encoder: a folder or a hub id. max_tokens: the number of tokens of a text that are read. features_file: a safetensors file with
-    the features [n, C] of texts, by text. The features of the last texts are cached.
+    the features [n, C] of texts, by text. The features of the last `max_cached` texts are cached.
     """
 
     def __init__(self, encoder: str | Path, max_tokens: int = 120, features_file: Path | None = None):
@@ -88,13 +88,8 @@ class T5Text:
         self._encoder: Any = None
         self._tokenizer: Any = None
         self._cached: dict[str, Tensor] = {}
-        self._max_cached = MAX_CACHED_TEXTS
+        self.max_cached = MAX_CACHED_TEXTS
         self._stored = {} if features_file is None else read_safetensors(features_file)
-        for text, rows in self._stored.items():
-            if rows.ndim != 2 or not rows.is_floating_point():
-                raise InputError(
-                    f"{features_file}: the features of {text[:40]!r} are no rows of numbers, one for each token"
-                )
 
     def features(self, text: str, like: Tensor) -> Tensor:
         """Return [n, C], a row per token, on the device and in the dtype of `like`; raise InputError if no encoder can be loaded.
@@ -107,7 +102,7 @@ class T5Text:
         if features is None:
             features = self._encode(text, like)
         self._cached[text] = features
-        if len(self._cached) > self._max_cached:
+        if len(self._cached) > self.max_cached:
             del self._cached[next(iter(self._cached))]  # the least recently used
         return features.to(like)
 
@@ -127,10 +122,6 @@ class T5Text:
     def release(self) -> None:
         """Free encoder and tokenizer; cached features stay."""
         self._encoder = self._tokenizer = None
-
-    def cache_texts(self, num_texts: int) -> None:
-        """Let the cache hold `num_texts` more."""
-        self._max_cached += num_texts
 
     def save(self, folder: Path) -> list[str]:
         """Write the file of features, and the encoder if it is a folder; return the names of the written parts."""
@@ -264,9 +255,9 @@ class TextCondition(nn.Module):
     def _features(self, text: str) -> Tensor:
         """Return the features [n, caption_dim] of a text, n at most the slots; raise InputError if another encoder made them."""
         features = self.text.features(text, self.null)
-        if features.shape[1] != self.caption_dim or not len(features):
+        if features.shape[1:] != (self.caption_dim,) or not len(features):
             raise InputError(
-                f"the text encoder gives features of shape {tuple(features.shape)}; this model reads "
-                f"[1 to {self.slots}, {self.caption_dim}]: use the encoder it was trained with, google/flan-t5-xl"
+                f"the features of {quoted(text)} have the shape {tuple(features.shape)}; this model reads "
+                f"[1 to {self.slots}, {self.caption_dim}]: use those of the encoder it was trained with, {ENCODER}"
             )
         return features[: self.slots]

@@ -138,7 +138,7 @@ class LlamaGenTarget(Target):
     def cache_prompts(self, prompts: int) -> None:
         """Let the cache hold the features of `prompts` more texts."""
         if self.text:
-            self.text.cache_texts(prompts)
+            self.text.max_cached += prompts
 
     def release_encoder(self) -> None:
         """Free the text encoder."""
