@@ -124,8 +124,8 @@ def test_features_of_another_encoder_are_refused(encoder: Path, tmp_path: Path) 
 
 
 def test_a_long_prompt_is_cut_with_a_warning(encoder: Path) -> None:
-    with pytest.warns(PromptWarning, match="13 tokens; this model reads the first 5"):
-        assert T5Text(encoder, max_tokens=5).features("red " * 12, torch.empty(0)).shape == (5, 24)
+    with pytest.warns(PromptWarning, match="131 tokens; this model reads the first 120"):
+        assert T5Text(encoder).features("red " * 130, torch.empty(0)).shape == (120, 24)
 
 
 def test_texts_lie_right_and_null_rows_are_padded_like_them(encoder: Path) -> None:

@@ -34,6 +34,7 @@ CLASS_NAMES = Path(__file__).parent.parent / "assets" / "imagenet" / "classes.tx
 LEADING_WORDS = re.compile(r"^(?:(?:an?|the|photo|photograph|picture|image|of)\s+)+")
 ENCODER = "google/flan-t5-xl"
 FEATURES = "embeddings.safetensors"
+MAX_TOKENS = 120  # of a text, that are read
 MAX_CACHED_TEXTS = 64
 ENCODER_DTYPES = {torch.float16: torch.bfloat16, torch.float64: torch.float32}  # T5 overflows in float16
 
@@ -79,12 +80,11 @@ def class_of(prompt: str, num_classes: int = 1000) -> int:
 class T5Text:
     """A source of the features of texts: the encoder of a T5 (arXiv 1910.10683), loaded with its tokenizer for the first text.
 
-    encoder: a folder or a hub id. max_tokens: the number of tokens of a text that are read. features_file: a safetensors file with
-    the features [n, C] of texts, by text. The features of the last `max_cached` texts are cached.
+    encoder: a folder or a hub id. features_file: a safetensors file with the features [n, C] of texts, by text. The features of the last `max_cached` texts are cached.
     """
 
-    def __init__(self, encoder: str | Path, max_tokens: int = 120, features_file: Path | None = None):
-        self.encoder_id, self.max_tokens, self.features_file = str(encoder), max_tokens, features_file
+    def __init__(self, encoder: str | Path, features_file: Path | None = None):
+        self.encoder_id, self.features_file = str(encoder), features_file
         self._encoder: Any = None
         self._tokenizer: Any = None
         self._cached: dict[str, Tensor] = {}
@@ -94,7 +94,7 @@ class T5Text:
     def features(self, text: str, like: Tensor) -> Tensor:
         """Return [n, C], a row per token, on the device and in the dtype of `like`; raise InputError if no encoder can be loaded.
 
-        The rows are those of the file, or the last hidden states of the cleaned text, at most `max_tokens`.
+        The rows are those of the file, or the last hidden states of the cleaned text, at most `MAX_TOKENS`.
         """
         if text in self._stored:
             return self._stored[text].to(like)
@@ -110,11 +110,9 @@ class T5Text:
         self._load(like)
         text = clean(text)
         num_tokens = len(self._tokenizer(text, verbose=False).input_ids)
-        if num_tokens > self.max_tokens:
-            warn_of_prompt(
-                f"the prompt has {num_tokens} tokens; this model reads the first {self.max_tokens}"
-            )
-        inputs = self._tokenizer(text, max_length=self.max_tokens, truncation=True, return_tensors="pt")
+        if num_tokens > MAX_TOKENS:
+            warn_of_prompt(f"the prompt has {num_tokens} tokens; this model reads the first {MAX_TOKENS}")
+        inputs = self._tokenizer(text, max_length=MAX_TOKENS, truncation=True, return_tensors="pt")
         with inference():
             states = self._encoder(input_ids=inputs.input_ids.to(like.device)).last_hidden_state[0]
         return states.clone()  # a clone made outside of inference mode is an ordinary tensor

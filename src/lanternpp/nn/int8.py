@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
+from lanternpp.util.terminal import NOISY_LOGGERS
 
 
 @dataclass(frozen=True)
@@ -38,17 +39,13 @@ class Effect:
 def quantise(module: nn.Module) -> None:
     """Store the weight of every linear layer below `module` in 8 bits, for inference. InputError unless torchao is installed."""
     require()
-    # torchao logs notes on kernels for other machines.
-    disabled_level = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    for name in NOISY_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-            quantize_(module, Int8WeightOnlyConfig(version=2))
-    finally:
-        logging.disable(disabled_level)
+        quantize_(module, Int8WeightOnlyConfig(version=2))
 
 
 def require() -> None:

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 MIN_PROSE_WIDTH = 24  # of a last column with prose
-NOISY_LOGGERS = ("torchao", "torch.utils._pytree")  # transformers imports torchao where it is installed
+# Of torchao, which transformers imports where it is installed: notes on kernels for other machines.
+NOISY_LOGGERS = ("torchao", "torch.utils._pytree")
 Progress = Callable[[int, int], None]
 """A function of (done, total)."""
 _displays: list[Any] = []  # the rich.Progress on the screen, if there is one
