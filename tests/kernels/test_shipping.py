@@ -256,13 +256,15 @@ def test_an_installation_without_a_working_compiler_is_told_what_it_lacks(
         assert loading.kernels() is None
 
 
-def test_on_windows_the_folders_of_a_compiler_keep_their_backslashes(building, monkeypatch):
+@pytest.mark.parametrize("named", [r"C:\zig\zig.exe", r'"C:\Program Files\zig.exe"'])
+def test_on_windows_the_folders_of_a_compiler_keep_their_backslashes(building, monkeypatch, named: str):
     monkeypatch.setattr(building.sys, "platform", "win32")
     monkeypatch.setattr(building.shutil, "which", lambda name: None)
-    monkeypatch.setenv("CC", r'"C:\Program Files\zig\zig.exe" cc')
+    monkeypatch.setenv("CC", f"{named} cc")
     with pytest.raises(LookupError) as caught:
         building.Toolchain.find()
-    assert str(caught.value) == r"there is no C compiler (C:\Program Files\zig\zig.exe)"
+    quotes = '"'
+    assert str(caught.value) == f"there is no C compiler ({named.strip(quotes)})"
 
 
 @COMPILER

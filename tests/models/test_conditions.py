@@ -70,6 +70,7 @@ def test_features_are_remembered_and_what_was_asked_for_longest_ago_goes_first(
     first = text.features("a tulip", like)
     for prompt in ("a red tulip", "a tulip", "a blue tulip"):
         text.features(prompt, like)
+    assert len(text._cached) == 2
     text.release()
     monkeypatch.setattr(text, "_load", lambda *_: pytest.fail("loaded again"))
     assert torch.equal(text.features("a tulip", like), first)

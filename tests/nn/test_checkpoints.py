@@ -81,6 +81,12 @@ def test_truncated_foreign_and_missing_files_are_refused(tmp_path: Path) -> None
     rejects("no model folder", checkpoints.load, tmp_path)
 
 
+@pytest.mark.parametrize("scale", [torch.ones(3), torch.ones(4, 1), torch.ones(4, dtype=torch.int8)])
+def test_a_scale_that_is_not_its_tensors_is_refused(scale: torch.Tensor, tmp_path: Path) -> None:
+    save_file({"x": torch.ones(4, 2, dtype=torch.int8), "x.scale": scale}, tmp_path / checkpoints.WEIGHTS)
+    rejects("x is .* and its scale .* which do not go together", lambda: Source.open(tmp_path).metas)
+
+
 def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("old")
@@ -133,18 +139,6 @@ def spread_out(path: Path) -> None:
     torch.save({"weight": torch.ones(1).expand(1 << 20, 1 << 20)}, path)
 
 
-def long_and_old(path: Path) -> None:
-    """The format before torch 1.6, in which a pickle has no end."""
-    torch.save({"a": torch.ones(1)}, path, _use_new_zipfile_serialization=False)
-    path.write_bytes(path.read_bytes()[:30] + b"\x80\x02" + b"N0" * (1 << 22))
-
-
-def long_and_old_beside_an_archive(path: Path) -> None:
-    """As an archive may begin anywhere in its file."""
-    torch.save({"a": torch.ones(1)}, path)
-    path.write_bytes(b"\x80\x02" + b"N0" * (1 << 22) + path.read_bytes())
-
-
 @pytest.mark.parametrize(
     ("write", "said"),
     [
@@ -152,8 +146,6 @@ def long_and_old_beside_an_archive(path: Path) -> None:
         (nested, "no named tensors"),
         (cyclic, "no named tensors"),
         (spread_out, "weight has a shape of more bytes"),
-        (long_and_old, "no checkpoint of torch 1.6 or newer"),
-        (long_and_old_beside_an_archive, "no checkpoint of torch 1.6 or newer"),
         (lambda path: torch.save({"x": torch.eye(2).to_sparse()}, path), "x is no plain tensor"),
         (lambda path: torch.jit.save(torch.jit.script(nn.ReLU()), str(path)), "convert it to safetensors"),
         (lambda path: torch.save({"x": Bomb()}, path), "could run code"),
@@ -172,6 +164,17 @@ def test_a_hostile_pt_file_is_one_sentence_without_torchs_advice(
     assert said in message and message.isprintable() and len(message) < 400
     assert "weights_only" not in message and "trust" not in message
     assert "boom" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_a_pickle_of_any_length_as_before_torch_1_6_is_not_read(mmap: bool, tmp_path: Path) -> None:
+    """Nor in front of an archive, which may begin anywhere in its file."""
+    path, tensors = tmp_path / "x.pt", {"a": torch.ones(1)}
+    torch.save(tensors, path)
+    archive = path.read_bytes()
+    torch.save(tensors, path, _use_new_zipfile_serialization=False)
+    path.write_bytes(path.read_bytes() + archive)
+    rejects("no checkpoint of torch 1.6 or newer", checkpoints.read_pt, path, mmap)
 
 
 @pytest.mark.parametrize(
