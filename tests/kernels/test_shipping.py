@@ -100,18 +100,12 @@ def test_a_kind_can_be_asked_for(fresh: pytest.MonkeyPatch):
 
 
 @installed
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ("avx-512", "there are no kernels for 'avx-512'"),
-        ("x86-64-v4", "this CPU cannot run 'x86-64-v4'"),
-        ("cpu", "there are no kernels for 'cpu'"),
-    ],
-)
-def test_a_kind_that_is_not_to_be_had_is_refused_with_those_that_are(fresh, asked: str, said: str):
+@pytest.mark.parametrize("asked", ["avx-512", "x86-64-v4", "cpu"])
+def test_a_kind_that_is_not_to_be_had_is_refused_with_those_that_are(fresh, asked: str):
     fresh.setattr(loading, "features", lambda path: V3)
     fresh.setenv(loading.SWITCH, asked)
-    rejects(f"LANTERNPP_KERNELS: {said}: choose x86-64-v3, 0.", loading.kernels)
+    said = f"LANTERNPP_KERNELS: there are no kernels '{asked}' for this CPU: choose x86-64-v3, 0."
+    rejects(said, loading.kernels)
 
 
 def changed(folder: Path) -> None:

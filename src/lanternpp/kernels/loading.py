@@ -45,10 +45,8 @@ def library(kind: str | None = None) -> ctypes.CDLL | None:
         files = installed()
         runnable = [name for name in choose(features(_intact(files.pop("cpu")))) if name in files]
         if kind is not None and kind not in runnable:
-            reason = (
-                f"this CPU cannot run {kind!r}" if kind in files else f"there are no kernels for {kind!r}"
-            )
-            raise InputError(f"{SWITCH}: {reason}: choose {', '.join([*runnable, '0'])}.")
+            choices = ", ".join([*runnable, "0"])
+            raise InputError(f"{SWITCH}: there are no kernels {kind!r} for this CPU: choose {choices}.")
         if not runnable:
             raise OSError(f"there are no kernels for this CPU, only for {', '.join(sorted(files))}")
         return load(_intact(files[kind or runnable[0]]))
