@@ -252,15 +252,16 @@ class Source:
         blocks: dict[str, nn.Module] = {}
         if self.pack is not None:
             blocks = {f"{name}.": child for name, child in module.named_modules() if isinstance(child, Block)}
-
-        def block_of(upstream: str) -> str:
-            return next(filter(pieces[upstream][0][0].startswith, blocks), "")
-
-        for block, names in groupby(sorted(pieces, key=block_of), block_of):
+        by_block: dict[str, dict[str, list[tuple[str, Rename]]]] = {}  # "" for what lies in no block
+        for upstream, destinations in pieces.items():
+            for name, rule in destinations:
+                block = next(filter(name.startswith, blocks), "")
+                by_block.setdefault(block, {}).setdefault(upstream, []).append((name, rule))
+        for block, block_pieces in by_block.items():
             filled: dict[str, Tensor] = {}
             int8: dict[str, tuple[Tensor, Tensor]] = {}
-            for upstream, upstream_tensor, bits in self._read(set(names)):
-                for name, rule in pieces[upstream]:
+            for upstream, upstream_tensor, bits in self._read(block_pieces.keys()):
+                for name, rule in block_pieces[upstream]:
                     if name not in filled:
                         weight_dtype = dtype if name in weights else tensors[name].dtype
                         filled[name] = torch.empty(tensors[name].shape, dtype=weight_dtype, device=device)
