@@ -22,7 +22,7 @@ from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Cspd, Exact
 from lanternpp.engine.latents import DiffusionSampling
 from lanternpp.engine.noise import Noise
-from lanternpp.engine.verify.latents import verify_trajectories
+from lanternpp.engine.verify.latents import verify_latents
 from lanternpp.models.latents import Denoiser
 from lanternpp.trees.chain import chain_tree
 from lanternpp.types import Draft
@@ -71,7 +71,9 @@ def draw_verified(
         drafted = drafter.end(last, step_noise)
         codes = torch.cat((torch.zeros_like(drafted), drafted), 1)
         draft = Draft(chain_tree(len(codes), 1, codes.device), codes, last.expand(-1, 2, -1))
-        verdict = verify_trajectories(draft, condition, target, rule, noise, aligned=aligned)
+        if not aligned:
+            noise = Noise(noise.seed, noise.step + 1)
+        verdict = verify_latents(draft, condition, target, rule, noise)
         latents.append(verdict.next_codes[:, 0])
         num_accepted += int((verdict.kept == 2).sum())
     return torch.cat(latents), num_accepted / draws

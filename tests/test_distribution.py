@@ -30,7 +30,7 @@ from lanternpp.models.vq.autoencoder import VQ, VQConfig
 from lanternpp.models.words import WordsConfig, WordsTarget
 from lanternpp.nn import checkpoints
 from lanternpp.nn.decoder import DecoderConfig
-from lanternpp.trees.dynamic import DepthTree, DynamicTree
+from lanternpp.trees.dynamic import DynamicTree
 from lanternpp.types import Verdict
 
 VOCAB, GRID, CODES, TOP_K = 64, 3, 6, 4
@@ -44,7 +44,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "eagle, traversal": {"method": "eagle", "tree": TREE},
     "eagle, token": {"method": "eagle", "tree": TREE, "verify": "token"},
     "eagle2": {"method": "eagle2", "tree": DynamicTree(beam=4, depth=4, nodes=14)},
-    "ddd": {"method": "ddd", "tree": DepthTree(4, 4, 14, threshold=math.log(0.6))},
+    "ddd": {"method": "ddd", "tree": DynamicTree(4, 4, 14, 2, math.log(0.6))},
     "parallel, block": {"method": "parallel"},
     "parallel, token": {"method": "parallel", "verify": "token"},
     "parallel, block, cut": {"method": "parallel", "min_survival": 0.25},

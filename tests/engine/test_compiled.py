@@ -22,9 +22,9 @@ from lanternpp.api.pipeline import Pipeline
 from lanternpp.engine import compiled
 from lanternpp.engine.compiled import GUARDED_CALLS, CompiledParts
 from lanternpp.engine.decode import Engine
-from lanternpp.trees.dynamic import DepthTree, DynamicTree
+from lanternpp.trees.dynamic import DynamicTree
 
-TREES: dict[str, Any] = {"eagle2": DynamicTree(2, 2, 5), "ddd": DepthTree(2, 2, 5, 1), "chain": "chain-2"}
+TREES: dict[str, Any] = {"eagle2": DynamicTree(2, 2, 5), "ddd": DynamicTree(2, 2, 5, 1), "chain": "chain-2"}
 BUSHY = [[0], [1], [0, 0]]
 # On a chain of the parallel drafter, LANTERN++ is verified as a block.
 CHAIN = {"proposer": "parallel", "tree": "chain-2", "residual": "optimal"}

@@ -40,7 +40,7 @@ from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.chain import chain_tree
-from lanternpp.trees.dynamic import DepthTree, DynamicTree
+from lanternpp.trees.dynamic import DynamicTree
 from lanternpp.trees.static import StaticTree, chain
 from lanternpp.types import Draft
 
@@ -62,7 +62,7 @@ def of_a_target(table, builder):
     return lambda target: DraftModel(MarkovTarget(table), builder)
 
 
-SHALLOW = DepthTree(2, 3, 6, 1, math.log(0.9))
+SHALLOW = DynamicTree(2, 3, 6, 1, math.log(0.9))
 CASES = {  # verifiers, drafts
     "none": (TOKEN, lambda target: NoDraft()),
     "chain, flatter q": (("token", "block"), drafted(FLATTER, StaticTree(chain(2)))),

@@ -22,7 +22,7 @@ from lanternpp.proposers.jacobi import Jacobi
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.proposers.tree import TreeProposer
-from lanternpp.trees.dynamic import DepthTree, DynamicTree
+from lanternpp.trees.dynamic import DynamicTree
 from lanternpp.trees.static import StaticTree, chain
 
 BUSHY = ((0,), (1,), (0, 0), (0, 1))
@@ -31,7 +31,7 @@ PROPOSERS: dict[str, Callable[[ToyTarget], Proposer]] = {
     "chain": lambda t: TreeProposer(eagle(t), StaticTree(chain(2))),
     "tree": lambda t: TreeProposer(eagle(t), StaticTree(BUSHY)),
     "eagle2": lambda t: TreeProposer(eagle(t), DynamicTree(3, 2, 8)),
-    "ddd": lambda t: TreeProposer(eagle(t), DepthTree(3, 2, 8, 1)),
+    "ddd": lambda t: TreeProposer(eagle(t), DynamicTree(3, 2, 8, 1)),
     "parallel": lambda t: Parallel(parallel(t), StaticTree(chain(3))),
     "parallel tree": lambda t: Parallel(parallel(t, aux_layers=(0,)), StaticTree(BUSHY)),
     "independent": lambda t: DraftModel(smaller(t), StaticTree(BUSHY)),

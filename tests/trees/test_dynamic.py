@@ -15,15 +15,15 @@ from lanternpp.engine.sampling import Sampling
 from lanternpp.errors import InputError
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees import SHAPES, TREES, build_tree
-from lanternpp.trees.dynamic import DepthTree, DynamicTree
+from lanternpp.trees.dynamic import DynamicTree
 
 TREES_HERE = {
     "eagle2": lambda: DynamicTree(3, 4, 12),
     "narrow": lambda: DynamicTree(2, 3, 5),
-    "ddd, narrow": lambda: DepthTree(2, 3, 6, 1, math.log(0.9)),
+    "ddd, narrow": lambda: DynamicTree(2, 3, 6, 1, math.log(0.9)),
     "one wide": lambda: DynamicTree(1, 4, 4),
-    "ddd": lambda: DepthTree(3, 4, 12, 1, math.log(0.75)),
-    "ddd, shallow": lambda: DepthTree(3, 4, 12, 1, 0.0),
+    "ddd": lambda: DynamicTree(3, 4, 12, 1, math.log(0.75)),
+    "ddd, shallow": lambda: DynamicTree(3, 4, 12, 1, 0.0),
 }
 
 
@@ -100,7 +100,7 @@ def test_it_holds_the_likeliest_paths(beam, depth, nodes, zeros):
 
 def test_it_stops_where_the_beam_has_little_left():
     tables = markov_tables(40, 5)
-    draft = grow(DepthTree(3, 5, 20, 2, math.log(0.6)), tables)
+    draft = grow(DynamicTree(3, 5, 20, 2, math.log(0.6)), tables)
     depths = set()
     for b, table in enumerate(tables.tolist()):
         found = set(paths(draft, b))
@@ -117,10 +117,10 @@ def test_the_levels_no_one_wants_are_not_computed():
         return torch.full((2, 3, 8), 1 / 8)
 
     root, q = torch.zeros(2, dtype=torch.int64), torch.full((2, 8), 1 / 8)
-    DepthTree(3, 6, 20, 2, math.log(0.5)).grow(root, q, extend, likeliest)
+    DynamicTree(3, 6, 20, 2, math.log(0.5)).grow(root, q, extend, likeliest)
     assert calls == [1]
     calls.clear()
-    DepthTree(3, 6, 20, 2, -100.0).grow(root, q, extend, likeliest)
+    DynamicTree(3, 6, 20, 2, -100.0).grow(root, q, extend, likeliest)
     assert calls == [1, 2, 3, 4, 5]
 
 
@@ -152,5 +152,5 @@ def test_they_are_named_and_their_numbers_checked():
         with pytest.raises(InputError):
             DynamicTree(*wrong)
     with pytest.raises(InputError):
-        DepthTree(start=0)
+        DynamicTree(start=0)
     rejects("needs as many codes", grow, DynamicTree(6, 2, 12), markov_tables(1, 5))

@@ -47,14 +47,11 @@ class Acceptance(ABC):
     paper_residual_is_optimal: bool = False  # whether the papers' residual costs no more than the optimal one
 
     def __init_subclass__(cls, **kwargs: Any):
-        """Reset `accept_mass` and `paper_residual_is_optimal` of a class that overrides the `relax` that they were made for."""
+        """Reset `accept_mass` and `paper_residual_is_optimal` of a class that overrides the `relax` that they are made for."""
         super().__init_subclass__(**kwargs)
         if {"relax", "relax_with_draft"} & vars(cls).keys():
             for name in {"accept_mass", "paper_residual_is_optimal"} - vars(cls).keys():
-                owner = next(base for base in cls.__mro__ if name in vars(base))
-                relax = vars(owner).get("relax")
-                if relax is not None and not getattr(relax, "__isabstractmethod__", False):
-                    setattr(cls, name, getattr(Acceptance, name))
+                setattr(cls, name, getattr(Acceptance, name))
 
     @classmethod
     @abstractmethod

@@ -21,7 +21,6 @@ from lanternpp.api.options import Settings
 from lanternpp.api.settings import build_proposer, build_rule
 from lanternpp.engine.compiled import check_compiler, compile_steps, compiled_folder, tensor_bytes, warm_up
 from lanternpp.engine.decode import Engine, engine_class
-from lanternpp.engine.proposer import check_first_drafts
 from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.engine.verify.choose import TOKEN, VERIFIERS, with_native
 from lanternpp.errors import InputError
@@ -96,8 +95,7 @@ class Engines:
             verifier = with_native(VERIFIERS[verify], PYTORCH if target.channels else device_backend)
             parts = (target, proposer, rule, sampling, Guidance(settings.cfg))
             engine = engine_class(target)(*parts, settings.batch_size, settings.measure_tv, verifier)
-            if not timed:  # torch.compile traces the second draft, which can then not be checked
-                check_first_drafts(proposer, engine.codes, engine.count, 1 if settings.compile else 2)
+            engine.drafts_to_check = 0 if timed else 2
             if settings.compile:
                 compile_steps(engine)
             elif not target.channels:

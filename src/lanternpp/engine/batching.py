@@ -24,7 +24,7 @@ class ContinuousBatch:
         self.engine, self._requests = engine, enumerate(requests)
         self.running: dict[int, Any] = {}  # slot -> name of its sample
         self.finished = 0  # number of finished samples
-        self.counts = engine.decided()
+        self.counts = [0] * engine.batch  # decided codes by slot
 
     @property
     def decided(self) -> int:
@@ -97,6 +97,7 @@ def open_batch(
 
     Raises RuntimeError where the engine is drawing already.
     """
+    batch = ContinuousBatch(engine, zip(conditions, seeds, strict=True))
     try:
         engine.idle.pop()
     except IndexError:
@@ -104,13 +105,10 @@ def open_batch(
             "this engine is drawing already; make one for each thread and each generator"
         ) from None
     try:
-        batch = ContinuousBatch(engine, zip(conditions, seeds, strict=True))
-        try:
-            yield batch
-        finally:
-            for slot in list(batch.running):
-                batch.drop(slot)
+        yield batch
     finally:
+        for slot in list(batch.running):
+            batch.drop(slot)
         engine.idle.append(True)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from lanternpp.accept.base import Acceptance
 from lanternpp.engine.cache import Cache
 from lanternpp.engine.noise import Noise
-from lanternpp.engine.proposer import Proposer
+from lanternpp.engine.proposer import Proposer, check_draft
 from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.engine.verify.choose import Verifier
 from lanternpp.engine.verify.tokenwise import padded, verify_tokenwise
@@ -85,6 +85,7 @@ class Engine:
         self.idle = [True]
         self.observers: list[Observer] = []
         self.fused: Step | None = None  # complete steps, where the kernels compute all parts
+        self.drafts_to_check = 0  # next drafts that are checked, if their proposer or tree is a caller's own
         self.target, self.proposer, self.rule = target, proposer, rule
         self.sampling, self.guidance, self.batch, self.verifier = sampling, guidance, batch, verifier
         self._aux_layers = {"aux_layers": proposer.aux_layers} if proposer.aux_layers else {}
@@ -176,6 +177,10 @@ class Engine:
         noise = self._next_noise.pop()
         self._enter("draft")
         draft = self.run(self.proposer.propose, noise)
+        if self.drafts_to_check:
+            self.drafts_to_check -= 1
+            root = self.codes.gather(1, (self.count - 1)[:, None])[:, 0]
+            check_draft(draft, self.proposer, root, self.count < self.target.length)
         self._enter("pass")
         features, logits = self.run(self._target_forward, draft)
         self._enter("verify")

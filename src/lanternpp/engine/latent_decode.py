@@ -11,7 +11,7 @@ from lanternpp.engine.decode import Engine
 from lanternpp.engine.latents import DiffusionGuidance, DiffusionSampling, MixtureGuidance, MixtureSampling
 from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.engine.verify.choose import Verifier
-from lanternpp.engine.verify.latents import verify_latents, verify_trajectories
+from lanternpp.engine.verify.latents import verify_latents
 from lanternpp.engine.verify.tokenwise import verify_tokenwise
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
@@ -51,4 +51,4 @@ class LatentEngine(Engine):
             return MixtureSampling(*warp), MixtureGuidance(guidance.scale, target.channels), verify_latents
         steps = target.config.denoising_steps
         diffusion = DiffusionSampling(*warp, steps, guidance.scale, denoiser=target.denoiser)
-        return diffusion, DiffusionGuidance(guidance.scale), verify_trajectories
+        return diffusion, DiffusionGuidance(guidance.scale), verify_latents

@@ -79,6 +79,10 @@ class MixtureSampling(Sampling):
         logits_and_means, log_std = split(logits.double(), self.channels)
         return torch.cat((logits_and_means, log_std + math.log(self.temperature)), -1)
 
+    def mixtures(self, logits: Tensor, noise: Noise) -> Tensor:
+        """Return the parameters [B, N, P] of the latents after the nodes of a chain that was drawn from this noise; logits [B, N, ...]."""
+        return self.probs(logits)
+
     def children(self, q: Tensor, count: int, noise: Noise, purpose: int) -> Tensor:
         """Draw latents [B, W, count, C] from parameters q [B, W, P], independently, in trial order."""
         u = noise.fine(purpose, q.shape[1], count, 1 + self.channels)
@@ -135,6 +139,11 @@ class DiffusionSampling(MixtureSampling):
     def probs(self, logits: Tensor) -> Tensor:
         """Return features [..., branches D] unchanged."""
         return logits
+
+    def mixtures(self, logits: Tensor, noise: Noise) -> Tensor:
+        """Return the Gaussians of the last steps, [B, N, 1 + 2 C], for features [B, N, branches D]."""
+        trajectory_noise = [self.noise(noise, Noise.DRAFT + level) for level in range(logits.shape[1])]
+        return self.last_step(logits, torch.stack(trajectory_noise, 1))
 
     def noise(self, noise: Noise, purpose: int, *shape: int) -> Tensor:
         """Return the noise of trajectories, [B, *shape, T + 1, C] float32, or float64 where the network is."""

@@ -56,7 +56,7 @@ class AcceptanceByRank(Observer):
 
 
 class Stopwatch(Observer):
-    """Times the phases of an engine's steps; `rest` is the time of a run that is in no other phase.
+    """Times the phases of an engine's steps; `rest` is the time of a run that is in no other phase and in no other observer.
 
     On a GPU events are put on the stream, so that the host does not wait for the device: the time of a phase includes the
     time in which the device waits for the host.
@@ -64,7 +64,6 @@ class Stopwatch(Observer):
 
     def __init__(self, engine: Engine):
         self.cuda = engine.codes.device.type == "cuda"
-        self.observed = 0.0  # seconds of the last `rest` that observers took
         self._marks: list[tuple[Phase, Any]] = []
         engine.observers.append(self)
 
@@ -83,9 +82,10 @@ class Stopwatch(Observer):
         for (phase, start), (_, end) in pairwise(self._marks):
             seconds_in[phase] += start.elapsed_time(end) / 1000 if self.cuda else end - start
         self._marks.clear()
-        self.observed = seconds_in.pop("observe")
-        seconds_in["rest"] = max(seconds - sum(seconds_in[phase] for phase in PHASES[:-1]), 0.0)
-        return seconds_in
+        del seconds_in["rest"]
+        rest = max(seconds - sum(seconds_in.values()), 0.0)
+        del seconds_in["observe"]
+        return seconds_in | {"rest": rest}
 
 
 class TimedEngine:
@@ -108,9 +108,7 @@ class TimedEngine:
         """Take a step; return the seconds in each of PHASES, without the time of its observers."""
         start = synchronized_time(self.engine)
         self.engine.step()
-        seconds_in = self.watch.take(synchronized_time(self.engine) - start)
-        seconds_in["rest"] -= self.watch.observed
-        return seconds_in
+        return self.watch.take(synchronized_time(self.engine) - start)
 
     def midway_step(self, zero_cache: bool = False) -> tuple[float, float]:
         """Take a step after `move_midway`, so that its time does not depend on codes; return its seconds, and the target's."""

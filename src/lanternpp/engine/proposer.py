@@ -45,32 +45,20 @@ class DraftSampling:
     fixed: bool = False  # all drafts have the same shape, and their trees a `layout`
 
 
-def check_first_drafts(proposer: Proposer, codes: Tensor, count: Tensor, drafts: int = 2) -> None:
-    """Check the first drafts of a caller's own proposer or tree, by host reads; codes and count are those of its engine."""
-    target, parts = proposer.target, (proposer, getattr(proposer, "builder", proposer))
-    custom = next((part for part in parts if not type(part).__module__.startswith("lanternpp.")), None)
-    if custom is None or target.channels:
-        return
-    unchecked_propose, attribute = proposer.propose, vars(proposer).get("propose")
+def check_draft(draft: object, proposer: Proposer, root: Tensor, running: Tensor) -> None:
+    """Check a draft for the samples `running` [B] after the decided codes root [B], by host reads; raise InputError.
 
-    def propose(noise: Noise) -> Draft:
-        nonlocal drafts
-        draft = unchecked_propose(noise)
-        root = codes.gather(1, (count - 1)[:, None])[:, 0]
-        if fault := fault_of(draft, proposer, root, running=count < target.length):
-            raise InputError(f"{type(custom).__qualname__} {fault}")
-        drafts -= 1
-        if not drafts:
-            del proposer.propose
-            if attribute is not None:  # the proposer's own, in the place of its method
-                vars(proposer)["propose"] = attribute
-        return draft
-
-    proposer.propose = propose  # type: ignore[method-assign]
+    Only drafts of a caller's own proposer or tree builder are checked, and none of latents.
+    """
+    for part in (proposer, getattr(proposer, "builder", proposer)):
+        if type(part).__module__.startswith("lanternpp.") or proposer.target.channels:
+            continue
+        if fault := fault_of(draft, proposer, root, running):
+            raise InputError(f"{type(part).__qualname__} {fault}")
 
 
 def fault_of(draft: object, proposer: Proposer, root: Tensor, running: Tensor) -> str | None:
-    """Return what is wrong with a draft for the samples `running` [B] after the decided codes root [B], as a clause."""
+    """Return what is wrong with a draft, as a clause; None where nothing is. Arguments as of `check_draft`."""
     if not isinstance(draft, Draft):
         return f"returns a {type(draft).__name__} in place of a Draft"
     tree, codes, probs, vocab = draft.tree, draft.codes, draft.probs, proposer.target.vocab

@@ -19,7 +19,7 @@ TREES: dict[str, Shape | str] = {
     **SHAPES,
     "eagle2": "lanternpp.trees.dynamic:DynamicTree",
     "eagle2-58": "lanternpp.trees.dynamic:SMALLER",
-    "ddd": "lanternpp.trees.dynamic:DepthTree",
+    "ddd": "lanternpp.trees.dynamic:DYNAMIC_DEPTH",
 }
 
 

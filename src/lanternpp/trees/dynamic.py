@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,15 +14,6 @@ from lanternpp.types import Draft, Frontier, Tree, on_host
 NEVER = float("-inf")
 
 
-@dataclass(frozen=True, slots=True)
-class _Offers:
-    """All C nodes that a tree can offer, level by level; a node's number is its column."""
-
-    code: Tensor  # [B, C]
-    parent: Tensor  # [B, C] number of the parent, -1 for the root
-    score: Tensor  # [B, C] log q summed along the path; -inf: not offered
-
-
 class DynamicTree(TreeBuilder):
     """Trees that expand a beam of the likeliest nodes level by level, and keep the likeliest of all nodes.
 
@@ -32,15 +22,23 @@ class DynamicTree(TreeBuilder):
     the way down and ties go to the smaller number, so the ancestors of a kept node are kept. Children are a top-k, not drawn:
     point masses (`Draft.probs` None). If fewer than `nodes` have a likelihood above 0, the draft is padded by nodes below the
     root that are in no child list, so that verification never tries them.
+
+    start, threshold: dynamic depth decoding stops drafting at a level where the beam has little likelihood left. The log-sum-exp
+    of the beam's summed log q is the log of the drafter's probability that the decoded path runs through the beam. From level
+    `start` on, a sample stops once this log is below `threshold`. On a CPU levels at which every sample has stopped are not
+    computed; on other devices they are computed and discarded.
     """
 
-    start: float = math.inf  # the first level at which a sample may stop
-    threshold: float = NEVER  # a sample stops once the log of its beam's likelihood is below
-
-    def __init__(self, beam: int = 10, depth: int = 5, nodes: int = 59):
-        if beam < 1 or depth < 1:
-            raise InputError(f"beam {beam} and depth {depth} of a dynamic tree must be 1 or more")
+    def __init__(
+        self, beam: int = 10, depth: int = 5, nodes: int = 59, start: int = 1, threshold: float = NEVER
+    ):
+        if min(beam, depth, start) < 1:
+            raise InputError(
+                f"beam {beam}, depth {depth} and start {start} of a dynamic tree must be 1 or more"
+            )
         self.beam, self.depth = beam, depth
+        self.start = start if threshold > NEVER else depth
+        self.threshold = threshold
         self.offers = beam + (depth - 1) * beam * beam
         if not 1 <= nodes <= self.offers:
             raise InputError(
@@ -59,17 +57,21 @@ class DynamicTree(TreeBuilder):
             raise InputError(
                 f"a dynamic tree with a beam of {self.beam} needs as many codes; got {q.shape[-1]}"
             )
-        return self._select(root, self._expand(q, extend, children))
+        return self._select(root, *self._expand(q, extend, children))
 
-    def _expand(self, q: Tensor, extend: Extend, children: Children) -> _Offers:
-        """Offer `beam` children of the root, then of every node of each level's beam."""
+    def _expand(self, q: Tensor, extend: Extend, children: Children) -> tuple[Tensor, Tensor, Tensor]:
+        """Offer `beam` children of the root, then of every node of each level's beam: C nodes, whose numbers are their columns.
+
+        Return their codes, the numbers of their parents, -1 for the root, and their scores, log q summed along the path and
+        -inf where no node is offered, [B, C] each.
+        """
         batch, beam = len(q), self.beam
-        zeros = torch.zeros(batch, self.offers, dtype=torch.int64, device=q.device)
-        no_scores = torch.full((batch, self.offers), NEVER, dtype=q.dtype, device=q.device)
-        offers = _Offers(zeros, zeros - 1, no_scores)
+        offered_code = torch.zeros(batch, self.offers, dtype=torch.int64, device=q.device)
+        offered_parent = offered_code - 1
+        offered_score = torch.full((batch, self.offers), NEVER, dtype=q.dtype, device=q.device)
         rank = torch.arange(beam, device=q.device)
         # The beam: W nodes, at first the root alone. Slots are those of the drafter's cache.
-        slot = torch.zeros_like(zeros[:, :1])  # [B, W]
+        slot = torch.zeros_like(offered_code[:, :1])  # [B, W]
         number = slot - 1  # [B, W]
         score = torch.zeros(batch, 1, dtype=q.dtype, device=q.device)  # [B, W]
         mask = torch.zeros(batch, 1, self.scratch, dtype=torch.bool, device=q.device)  # [B, W, slots]
@@ -79,9 +81,9 @@ class DynamicTree(TreeBuilder):
             codes = children(level_q, beam, depth)  # [B, W, beam]
             scores = (score[..., None] + level_q.gather(-1, codes).log()).flatten(1)  # [B, W beam]
             level = slice(offset, offset + scores.shape[1])
-            offers.code[:, level] = codes.flatten(1)
-            offers.parent[:, level] = number[..., None].expand_as(codes).flatten(1)
-            offers.score[:, level] = scores
+            offered_code[:, level] = codes.flatten(1)
+            offered_parent[:, level] = number[..., None].expand_as(codes).flatten(1)
+            offered_score[:, level] = scores
             if depth == self.depth:
                 break
             sorted_scores, order = scores.sort(dim=-1, descending=True, stable=True)
@@ -100,23 +102,23 @@ class DynamicTree(TreeBuilder):
             code = codes.flatten(1).gather(1, best)
             level_q = extend(Frontier(code, slot, parent_slot, depth, torch.full_like(slot, depth), mask))
             offset = level.stop
-        return offers
+        return offered_code, offered_parent, offered_score
 
-    def _select(self, root: Tensor, offers: _Offers) -> Draft:
-        """Make a draft of the best nodes of all, in the order they were offered: parents first."""
+    def _select(self, root: Tensor, code: Tensor, parent: Tensor, score: Tensor) -> Draft:
+        """Make a draft of the best nodes of all, in the order they were offered: parents first. Arguments as `_expand` returns."""
         batch, beam = len(root), self.beam
-        best = offers.score.sort(dim=-1, descending=True, stable=True).indices[:, : self.size - 1]
+        best = score.sort(dim=-1, descending=True, stable=True).indices[:, : self.size - 1]
         best = best.sort(-1).values  # [B, N - 1] numbers of the nodes 1, 2 ..
-        real = offers.score.gather(1, best) > NEVER  # False: padding
+        real = score.gather(1, best) > NEVER  # False: padding
         ids = torch.arange(1, self.size, device=root.device).expand(batch, -1)
-        id_of = torch.zeros_like(offers.code).scatter(1, best, ids)  # [B, C] node ids by number
-        parent_number = offers.parent.gather(1, best)
+        id_of = torch.zeros_like(code).scatter(1, best, ids)  # [B, C] node ids by number
+        parent_number = parent.gather(1, best)
         parent = id_of.gather(1, parent_number.clamp(min=0)).where(real & (parent_number >= 0), 0)
         parent = torch.cat((torch.full_like(root[:, None], -1), parent), 1)
         # The first level has the numbers below `beam`, every later level the next beam * beam numbers.
         depth = (1 + (best + beam * (beam - 1)) // (beam * beam)).where(real, 1)
         depth = torch.cat((torch.zeros_like(root[:, None]), depth), 1)
-        codes = offers.code.gather(1, best).where(real, root[:, None])
+        codes = code.gather(1, best).where(real, root[:, None])
         children = torch.full((batch, self.size, beam + 1), -1, dtype=torch.int64, device=root.device)
         # A child's column is its rank, best % beam; the last column takes the padding and is dropped.
         index = parent[:, 1:] * (beam + 1) + (best % beam).where(real, beam)
@@ -136,26 +138,5 @@ class DynamicTree(TreeBuilder):
 
 
 SMALLER = DynamicTree(10, 5, 58)  # LANTERN's (arXiv 2410.03355): 59 nodes with the root
-
-
-class DepthTree(DynamicTree):
-    """Dynamic depth decoding: stops drafting at a level where the beam has little likelihood left.
-
-    The log-sum-exp of the beam's summed log q is the log of the drafter's probability that the decoded path runs through the
-    beam. From level `start` on, a sample stops once this log is below `threshold`. The default, log 5 %, is about the cost
-    of a level: the time of a one-layer drafter's pass relative to its target's. On a CPU levels at which every sample has
-    stopped are not computed; on other devices they are computed and discarded.
-    """
-
-    def __init__(
-        self,
-        beam: int = 10,
-        depth: int = 8,
-        nodes: int = 59,
-        start: int = 2,
-        threshold: float = math.log(0.05),
-    ):
-        super().__init__(beam, depth, nodes)
-        if start < 1:
-            raise InputError(f"start {start} is below 1; the first level to stop at is 1")
-        self.start, self.threshold = start, threshold
+# The threshold is about the cost of a level: the time of a one-layer drafter's pass relative to its target's.
+DYNAMIC_DEPTH = DynamicTree(depth=8, start=2, threshold=math.log(0.05))

@@ -17,7 +17,7 @@ from lanternpp.engine.latents import DiffusionSampling
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.engine.verify import latents as verification
-from lanternpp.engine.verify.latents import verify_trajectories
+from lanternpp.engine.verify.latents import verify_latents
 from lanternpp.errors import InputError
 from lanternpp.models.latents import ContinuousTarget, Denoiser
 from lanternpp.proposers.no_draft import NoDraft
@@ -78,7 +78,8 @@ def verified(
     codes = torch.cat((torch.zeros(DRAWS, 1, 1), head.end(last, every)), 1)
     draft = Draft(chain_tree(DRAWS, depth, codes.device), codes, torch.cat((last, last[:, :1]), 1))
     distributions = p.expand(DRAWS, depth + 1, -1)
-    return verify_trajectories(draft, distributions, head, rule or Exact(), noise(), aligned=aligned)
+    step = torch.full((DRAWS,), 1 if aligned else 2)
+    return verify_latents(draft, distributions, head, rule or Exact(), Noise(noise().seed, step))
 
 
 @pytest.mark.parametrize("steps", [1, 3, 8])

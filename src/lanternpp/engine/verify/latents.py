@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lanternpp.accept.base import Acceptance
-from lanternpp.engine.latents import DiffusionSampling, GaussianMixture, MixtureSampling
+from lanternpp.engine.latents import GaussianMixture, MixtureSampling
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify.tokenwise import verdict_of
@@ -33,7 +33,6 @@ from lanternpp.types import Draft, Verdict
 RETRY = 1 << 20  # block i of draws, i = 1, 2 .., has noise of the purpose RETRY + i
 MIN_DRAWS, MAX_DRAWS = 16, 256  # draws of a block after the first block, which has one draw
 TRIES = 3  # draws of the published rule after a rejection; the last draw is always kept
-UNALIGNED = 1 << 19  # added to the purpose of the target's noise where it differs from the drafter's
 
 
 def verify_latents(
@@ -44,66 +43,30 @@ def verify_latents(
     noise: Noise,
     measure_tv: bool = False,
 ) -> Verdict:
-    """Verify a chain of N latents [B, N, C] by the target's parameters [B, N, P] at the latents; the bonus is a latent.
+    """Verify a chain of N latents [B, N, C] by the target's parameters or features [B, N, P] at the latents; the bonus is a latent.
 
-    All levels are verified at once, each as if all earlier levels were kept. The rule is `Exact`; a chain of the root alone
-    is plain autoregressive decoding.
+    All levels are verified at once, each as if all earlier levels were kept. The rule is `Exact` or, for trajectories, `Cspd`.
+    The draft was drawn from this noise. A chain of the root alone is plain autoregressive decoding.
     """
     assert isinstance(sampling, MixtureSampling)
-    p = sampling.probs(logits)
-    q = p if draft.probs is None else draft.probs
-    return _verdict(draft, p, q, noise, sampling.channels)
-
-
-def verify_trajectories(
-    draft: Draft,
-    logits: Tensor,
-    sampling: Sampling,
-    rule: Acceptance,
-    noise: Noise,
-    measure_tv: bool = False,
-    aligned: bool = True,
-) -> Verdict:
-    """Verify a chain of N latents [B, N, C] by the target's features [B, N, P] at the latents; the bonus is a latent.
-
-    The draft was drawn from this noise, as `TrajectoryProposer` does; a chain of the root alone is plain autoregressive
-    decoding. aligned: whether the target's trajectories share the noise.
-    """
-    assert isinstance(sampling, DiffusionSampling)
-    purpose = Noise.DRAFT if aligned else Noise.DRAFT + UNALIGNED  # + the level
-    trajectory_noise = [sampling.noise(noise, purpose + level) for level in range(draft.codes.shape[1])]
-    p = q = sampling.last_step(sampling.probs(logits), torch.stack(trajectory_noise, 1))
-    log_factor = None
+    channels, latents = sampling.channels, draft.codes[:, 1:]  # [B, N - 1, C]
+    num_levels = latents.shape[1]
+    p = q = sampling.mixtures(logits, noise)
     if draft.probs is not None:
         q = torch.cat((draft.probs[:, :-1], p[:, -1:]), 1)
-        if not rule.lossless:
-            # Parameter 0 is the sum of log standard deviations of the earlier steps (`DiffusionSampling.last_step`).
-            log_factor = (q - p)[:, :-1, 0]
-    return _verdict(draft, p, q, noise, sampling.channels, log_factor)
-
-
-def _verdict(
-    draft: Draft, p: Tensor, q: Tensor, noise: Noise, channels: int, log_factor: Tensor | None = None
-) -> Verdict:
-    """Return the verdict on a chain of latents whose mixtures are p and q [B, N, P].
-
-    log_factor [B, N - 1]: added to log p by the published rule, which then draws the bonus in its own way.
-    """
-    latents = draft.codes[:, 1:]  # [B, N - 1, C]
-    num_levels = latents.shape[1]
     log_p, log_q = (GaussianMixture.of(x[:, :-1], channels).log_prob(latents) for x in (p, q))
-    if log_factor is not None:
-        log_p = log_p + log_factor
+    if not rule.lossless:
+        # Parameter 0 is the sum of log standard deviations of the earlier steps (`DiffusionSampling.last_step`).
+        log_factor = (q - p)[..., 0]  # [B, N]; 0 after the last level, where nothing is rejected
+        log_p = log_p + log_factor[:, :-1]
     accepts = noise.fine(Noise.ACCEPT, num_levels).log() < log_p - log_q  # [B, N - 1]
     num_accepted = accepts.long().cumprod(1).sum(1)  # [B], also the id of the last kept node
-    rejected = num_accepted < num_levels
     batch = torch.arange(len(p), device=p.device)
-    last_p, last_q = p[batch, num_accepted], q[batch, num_accepted]  # [B, P]
-    if log_factor is None:
-        bonus = draw_residual(last_p, last_q, rejected, noise, channels)
+    last = p[batch, num_accepted], q[batch, num_accepted], num_accepted < num_levels
+    if rule.lossless:
+        bonus = draw_residual(*last, noise, channels)
     else:
-        last_factor = log_factor[batch, num_accepted.clamp(max=num_levels - 1)]
-        bonus = published_draw(last_p, last_q, rejected, last_factor, noise, channels)
+        bonus = published_draw(*last, log_factor[batch, num_accepted], noise, channels)
     path = torch.arange(draft.codes.shape[1], device=p.device).minimum(num_accepted[:, None])
     return verdict_of(draft, path, num_accepted + 1, bonus)
 
@@ -120,14 +83,9 @@ def draw_residual(p: Tensor, q: Tensor, rejected: Tensor, noise: Noise, channels
         tries = min(MIN_DRAWS << block - 1, MAX_DRAWS) if block else 1  # M
         block_noise = Noise(noise.seed[undecided], noise.step[undecided])
         u = block_noise.fine(RETRY + block if block else Noise.BONUS, tries, channels + 2)
-        y = GaussianMixture.of(p[undecided], channels).draw(u[..., 1:])  # [b, M, C]
-        # y is not rounded to float32 yet: once rounded, all draws from p may lie where q is greater, and none would be kept.
-        log_p, log_q = (GaussianMixture.of(x[undecided, None], channels).log_prob(y) for x in (p, q))
-        # Written with `~` and `>=` so that a NaN, from broken weights, keeps y and ends the loop.
-        kept = ~(rejected[undecided, None] & (u[..., 0] >= -torch.expm1(log_q - log_p)))  # [b, M]
+        y, kept = _draws(p[undecided], q[undecided], rejected[undecided], u, channels)
         decided = kept.any(1, keepdim=True)  # [b, 1]
-        first_kept = kept.byte().argmax(1)[:, None, None].expand(-1, 1, channels)
-        latents[undecided] = y.gather(1, first_kept)[:, 0].float().where(decided, latents[undecided])
+        latents[undecided] = _first_kept(y, kept).where(decided, latents[undecided])
         undecided = undecided[~decided[:, 0]]  # the only wait of the host
         if not len(undecided):
             break
@@ -141,9 +99,25 @@ def published_draw(
 
     y is drawn from p and kept with probability [1 - q(y) / (Sigma p(y))]+, log_factor [B] being the logarithm of Sigma.
     """
-    u = noise.fine(Noise.BONUS, TRIES, channels + 2)
-    y = GaussianMixture.of(p, channels).draw(u[..., 1:])
-    log_p, log_q = (GaussianMixture.of(x[:, None], channels).log_prob(y) for x in (p, q))
-    kept = ~(rejected[:, None] & (u[..., 0] >= -torch.expm1(log_q - log_p - log_factor[:, None])))
+    y, kept = _draws(p, q, rejected, noise.fine(Noise.BONUS, TRIES, channels + 2), channels, log_factor)
     kept[:, -1] = True
-    return y[torch.arange(len(y), device=y.device), kept.byte().argmax(1)].float()
+    return _first_kept(y, kept)
+
+
+def _draws(
+    p: Tensor, q: Tensor, rejected: Tensor, u: Tensor, channels: int, log_factor: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Draw y from p by uniform u [B, M, C + 2]; return y [B, M, C] in float64, and whether each is kept, [B, M]."""
+    y = GaussianMixture.of(p, channels).draw(u[..., 1:])
+    # y is not rounded to float32 yet: once rounded, all draws from p may lie where q is greater, and none would be kept.
+    log_p, log_q = (GaussianMixture.of(x[:, None], channels).log_prob(y) for x in (p, q))
+    if log_factor is not None:
+        log_p = log_p + log_factor[:, None]
+    # Written with `~` and `>=` so that a NaN, from broken weights, keeps y and ends the loop.
+    return y, ~(rejected[:, None] & (u[..., 0] >= -torch.expm1(log_q - log_p)))
+
+
+def _first_kept(y: Tensor, kept: Tensor) -> Tensor:
+    """Return the first kept one of draws y [B, M, C], [B, C] float32."""
+    index = kept.byte().argmax(1)[:, None, None].expand(-1, 1, y.shape[2])
+    return y.gather(1, index)[:, 0].float()
