@@ -21,7 +21,6 @@ from lanternpp.accept.neighbours import LanternPlusPlus
 from lanternpp.engine.cache import Cache
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Guidance, Sampling
-from lanternpp.engine.verify.choose import with_native
 from lanternpp.engine.verify.tokenwise import verify_tokenwise
 from lanternpp.nn.backend import backend
 from lanternpp.nn.decoder import Decoder, DecoderConfig, grid_table
@@ -59,7 +58,6 @@ def main() -> None:
     rules: dict[str, Acceptance] = {"exact": Exact(), "lantern++ (1000, 2)": LanternPlusPlus(table, 2.0)}
     seconds: dict[str, list[float]] = {name: [] for name in ("pass", *rules)}
     num_codes: dict[str, list[int]] = {name: [] for name in rules}
-    walk = with_native(verify_tokenwise, backend())
     with torch.inference_mode():
         for run in range(WARM_UP_RUNS + options.runs):
             noise = Noise(torch.tensor([run], device=device), torch.tensor([1], device=device))
@@ -71,7 +69,7 @@ def main() -> None:
             run_seconds = {"pass": now() - start}
             for name, rule in rules.items():
                 start = now()
-                verdict = walk(draft, logits, sampling, rule, noise, False)
+                verdict = verify_tokenwise(draft, logits, sampling, rule, noise, False)
                 run_seconds[name] = now() - start
                 if run >= WARM_UP_RUNS:
                     num_codes[name].append(int(verdict.kept))

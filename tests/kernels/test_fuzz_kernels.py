@@ -22,7 +22,6 @@ from lanternpp.accept.neighbours import Lantern, LanternPlusPlus
 from lanternpp.engine.cache import Cache
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling, draw
-from lanternpp.engine.verify.choose import with_native
 from lanternpp.engine.verify.joint import verify_joint
 from lanternpp.engine.verify.tokenwise import verify_tokenwise
 from lanternpp.kernels import Kernels
@@ -233,8 +232,8 @@ def test_verification(library: object, rng: Random, vocab: int) -> None:
     joint = (rule.lossless or budget.optimal) and draft.probs is not None
     for verifier in (verify_tokenwise, verify_joint) if joint else (verify_tokenwise,):
         usual, found = (
-            each(draft, logits, sampling, rule, noise(batch), False)
-            for each in (verifier, with_native(verifier, Kernels(library)))  # type: ignore[arg-type]
+            verifier(draft, logits, replace(sampling, backend=used), rule, noise(batch))
+            for used in (None, Kernels(library))  # type: ignore[arg-type]
         )
         same = (found.path == usual.path).all(1) & (found.kept == usual.kept) & (found.bonus == usual.bonus)
         assert same.float().mean() > 0.95, (vocab, rule, verifier)

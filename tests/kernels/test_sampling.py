@@ -16,11 +16,11 @@ from lanternpp import Pipeline
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.neighbours import LanternPlusPlus
 from lanternpp.engine.sampling import Sampling
-from lanternpp.engine.verify.choose import Verifier, with_native
+from lanternpp.engine.verify.choose import Verifier
 from lanternpp.engine.verify.joint import verify_joint
 from lanternpp.engine.verify.tokenwise import verify_tokenwise
 from lanternpp.kernels import loading as native
-from lanternpp.nn.backend import backend
+from lanternpp.nn.backend import PYTORCH, backend
 from lanternpp.trees.chain import chain_tree
 from lanternpp.trees.static import EAGLE, StaticTree
 from lanternpp.types import Draft
@@ -43,8 +43,8 @@ def test_a_walk_without_a_draft_draws_a_code() -> None:
     batch, vocab = 40_000, 7
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(0)).expand(batch, 1, vocab)
     root = Draft(chain_tree(batch, 0, torch.device("cpu")), torch.zeros(batch, 1).long(), None)
-    walk = with_native(verify_tokenwise, backend())
-    verdict = walk(root, logits, Sampling(), Exact(), noise(batch), False)
+    sampling = Sampling(backend=backend())
+    verdict = verify_tokenwise(root, logits, sampling, Exact(), noise(batch))
     assert (verdict.kept == 1).all() and not verdict.path.any()
     share = verdict.bonus.bincount(minlength=vocab) / batch
     assert (share - logits[0, 0].softmax(-1)).abs().max() < 0.01
@@ -62,8 +62,10 @@ def test_what_is_unknown_in_c_is_left_to_pytorch(verifier: Verifier, unknown: st
     dtype = torch.float64 if unknown == "float64" else torch.float32
     draft, logits = drafted(StaticTree(EAGLE), 50, 60)
     draft, logits = replace(draft, probs=draft.probs.to(dtype)), logits.to(dtype)  # type: ignore[union-attr]
-    given = draft, logits, Sampling(0.9, 50), rule, noise(50), False
-    verdicts = verifier(*given), with_native(verifier, backend())(*given)
+    verdicts = [
+        verifier(draft, logits, Sampling(0.9, 50, backend=used), rule, noise(50), False)
+        for used in (PYTORCH, backend())
+    ]
     assert torch.equal(*(verdict.next_codes for verdict in verdicts))
 
 
@@ -71,8 +73,8 @@ def test_what_is_unknown_in_c_is_left_to_pytorch(verifier: Verifier, unknown: st
 def test_a_draft_that_lacks_nodes_is_not_read_past_its_end(missing: str) -> None:
     draft, logits = drafted(StaticTree(EAGLE), 2, 60)
     draft = replace(draft, **{missing: getattr(draft, missing)[:, :-1]})
-    walk = with_native(verify_tokenwise, backend())
-    rejects("each node needs its own", walk, draft, logits, Sampling(), Exact(), noise(2), False)
+    sampling = Sampling(backend=backend())
+    rejects("each node needs its own", verify_tokenwise, draft, logits, sampling, Exact(), noise(2))
 
 
 @pytest.mark.parametrize("method", ["eagle2", "lantern"])

@@ -22,10 +22,10 @@ from lanternpp.api.settings import build_proposer, build_rule
 from lanternpp.engine.compiled import check_compiler, compile_steps, compiled_folder, tensor_bytes, warm_up
 from lanternpp.engine.decode import Engine, engine_class
 from lanternpp.engine.sampling import Guidance, Sampling
-from lanternpp.engine.verify.choose import TOKEN, VERIFIERS, with_native
+from lanternpp.engine.verify.choose import TOKEN, VERIFIERS
 from lanternpp.errors import InputError
 from lanternpp.models.vq.codes import cache_folder, check_neighbours, neighbours
-from lanternpp.nn.backend import PYTORCH, backend
+from lanternpp.nn.backend import backend
 from lanternpp.util.devices import device_name
 from lanternpp.util.files import digest
 from lanternpp.util.jsonfile import write_json
@@ -92,9 +92,8 @@ class Engines:
                 check_relax(rule, str(settings.accept), target.vocab, proposer.depth, like)
             sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, backend=device_backend)
             verify = settings.verify or TOKEN
-            verifier = with_native(VERIFIERS[verify], PYTORCH if target.channels else device_backend)
             parts = (target, proposer, rule, sampling, Guidance(settings.cfg))
-            engine = engine_class(target)(*parts, settings.batch_size, settings.measure_tv, verifier)
+            engine = engine_class(target)(*parts, settings.batch_size, settings.measure_tv, VERIFIERS[verify])
             engine.drafts_to_check = 0 if timed else 2
             if settings.compile:
                 compile_steps(engine)

@@ -10,7 +10,6 @@ from dataclasses import InitVar, dataclass, field
 import torch
 from torch import Tensor
 
-from lanternpp.accept.base import Acceptance
 from lanternpp.engine.noise import Noise
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
@@ -140,10 +139,6 @@ class Sampling:
         if self.greedy:
             return relaxed.argmax(-1) == code
         return u * q_code < relaxed.gather(-1, code[:, None])[:, 0]
-
-    def residual(self, rule: Acceptance, p: Tensor, relaxed: Tensor, q: Tensor, code: Tensor) -> Tensor:
-        """Return the distribution that verifies the next child after a rejected child, [B, V]; greedy: still p."""
-        return p if self.greedy else rule.residual(p, relaxed, q, code)
 
     def draw(self, probs: Tensor, noise: Noise) -> Tensor:
         """Draw a code per sample, [B], from probs [B, V], not necessarily normalised."""

@@ -13,40 +13,11 @@ from lanternpp.engine.proposer import DraftSampling
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify.joint import verify_joint
 from lanternpp.engine.verify.tokenwise import verify_tokenwise
-from lanternpp.nn.backend import Backend
-from lanternpp.types import Draft, Verdict, on_host
+from lanternpp.types import Draft, Verdict
 
 Verifier = Callable[[Draft, Tensor, Sampling, Acceptance, Noise, bool], Verdict]
 TOKEN, BLOCK, TRAVERSAL = "token", "block", "traversal"
 VERIFIERS: dict[str, Verifier] = {TOKEN: verify_tokenwise, BLOCK: verify_joint, TRAVERSAL: verify_joint}
-
-
-def with_native(verifier: Verifier, backend: Backend) -> Verifier:
-    """Return a verifier that leaves the drafts, rules and tensors that a backend supports to the backend."""
-    if type(backend).verify is Backend.verify or verifier not in VERIFIERS.values():
-        return verifier
-
-    def verify(
-        draft: Draft,
-        logits: Tensor,
-        sampling: Sampling,
-        rule: Acceptance,
-        noise: Noise,
-        measure_tv: bool = False,
-    ) -> Verdict:
-        tokenwise, widths = verifier is verify_tokenwise, draft.tree.widths
-        budget = None
-        if on_host(logits) and not measure_tv and not sampling.greedy:
-            budget = rule.as_numbers(len(widths))
-        if budget is not None and (tokenwise or rule.lossless or budget.optimal):
-            shape = (len(widths), max(widths, default=0)) if tokenwise else (1,)
-            u, u_bonus = noise.fine(Noise.ACCEPT, *shape), noise.fine(Noise.BONUS, 1)
-            verdict = backend.verify(draft, logits, sampling.warp, budget, u, u_bonus)
-            if verdict is not None:
-                return verdict
-        return verifier(draft, logits, sampling, rule, noise, measure_tv)
-
-    return verify
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from torch import Tensor
 from lanternpp.accept.base import Acceptance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
-from lanternpp.engine.verify.tokenwise import verdict_of
+from lanternpp.engine.verify.tokenwise import native_verdict, verdict_of
 from lanternpp.types import Draft, Tree, Verdict
 
 
@@ -48,6 +48,8 @@ def verify_joint(
     variation between p and the rule's output distribution at every kept node. Two random numbers are drawn per pass, and
     nothing is transferred to the host.
     """
+    if not measure_tv and (verdict := native_verdict(draft, logits, sampling, rule, noise, joint=True)):
+        return verdict
     assert draft.probs is not None
     tree = draft.tree
     p = sampling.probs(logits)

@@ -21,6 +21,7 @@ from torch import Tensor
 from lanternpp.accept.base import Acceptance, tv_cost
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
+from lanternpp.nn.backend import PYTORCH
 from lanternpp.types import Draft, Verdict, on_host
 
 
@@ -37,6 +38,8 @@ def verify_tokenwise(
     measure_tv: also return the total variation cost of each node of the path. Loop lengths are constants of the tree, so
     that the step can be compiled; on a CPU loops end early once every sample is decided.
     """
+    if not measure_tv and (verdict := native_verdict(draft, logits, sampling, rule, noise, joint=False)):
+        return verdict
     tree, widths = draft.tree, draft.tree.widths
     batch = torch.arange(len(logits), device=logits.device)
     early_exit = on_host(logits)
@@ -81,8 +84,9 @@ def verify_tokenwise(
             next_node = torch.where(accepts, child, next_node)
             if early_exit and not rejects.any():
                 continue
-            next_residual = sampling.residual(level_rule, residual, relaxed, q, code)
-            residual = residual.where(~rejects[:, None], next_residual)
+            if not sampling.greedy:  # a greedy choice is between the codes of p still
+                next_residual = level_rule.residual(residual, relaxed, q, code)
+                residual = residual.where(~rejects[:, None], next_residual)
             if remaining_q is not None:
                 remaining_q = remaining_q.where(~rejects[:, None], without(remaining_q, code))
         alive, node = accepted, next_node
@@ -96,6 +100,21 @@ def verify_tokenwise(
     return verdict_of(
         draft, torch.stack(path, 1), num_kept, bonus, torch.stack(cost, 1) if measure_tv else None
     )
+
+
+def native_verdict(
+    draft: Draft, logits: Tensor, sampling: Sampling, rule: Acceptance, noise: Noise, joint: bool
+) -> Verdict | None:
+    """Return the verdict of the sampling's backend; None where it leaves the draft, the rule or the tensors to PyTorch."""
+    widths, backend = draft.tree.widths, sampling.backend
+    if not on_host(logits) or sampling.greedy or backend is None or backend is PYTORCH:
+        return None
+    budget = rule.as_numbers(len(widths))
+    if budget is None or (joint and not (rule.lossless or budget.optimal)):
+        return None
+    shape = (1,) if joint else (len(widths), max(widths, default=0))
+    u, u_bonus = noise.fine(Noise.ACCEPT, *shape), noise.fine(Noise.BONUS, 1)
+    return backend.verify(draft, logits, sampling.warp, budget, u, u_bonus)
 
 
 def without(q: Tensor, code: Tensor) -> Tensor:
