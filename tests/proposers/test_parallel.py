@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from helpers.toys import ToyTarget, engine_of, observed_step, parallel
+from helpers.toys import ToyTarget, codes_of, engine_of, observed_step, parallel
 
+from lanternpp.drafters.base import Drafter
+from lanternpp.drafters.parallel import ParallelDrafter
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.proposer import Parts
 from lanternpp.engine.sampling import Guidance, Sampling
@@ -89,6 +93,34 @@ def test_a_chain_of_ones_own_is_grown_by_its_own_code():
     loop.admit(0, None, 0)
     with pytest.raises(ArithmeticError):
         loop.step()
+
+
+class OwnDrafter(Drafter):
+    """A drafter of the caller's own, with the layers that `Parallel` reads."""
+
+    proposer = "lanternpp.proposers.parallel:Parallel"
+    aux_layers, confidence = (), None
+
+    def __init__(self, other: ParallelDrafter):
+        super().__init__()
+        self.decoder, self.down, self.before, self.combine = (
+            other.decoder,
+            other.down,
+            other.before,
+            other.combine,
+        )
+        self.run = other.forward
+
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        return self.run(*inputs)
+
+
+def test_a_drafter_of_ones_own_draws_a_chain_with_what_parallel_reads():
+    target, drawn = ToyTarget(), []
+    for kind in (lambda drafter: drafter, OwnDrafter):
+        loop = engine_of(target, Parallel(kind(parallel(target)), StaticTree(chain(3))))
+        drawn.append(codes_of(loop, ["hill"], [1]))
+    assert drawn[0] == drawn[1]
 
 
 @pytest.mark.parametrize("named", [TreeProposer, Parallel])

@@ -20,7 +20,7 @@ from lanternpp.nn import checkpoints
 from lanternpp.training import loop
 from lanternpp.training.codes import Split
 from lanternpp.training.drafter import train
-from lanternpp.training.eagle import CodeComparison, EagleTask
+from lanternpp.training.eagle import MIN_ACCEPTANCE, CodeComparison, EagleTask
 from lanternpp.training.features import CaptionPrompts, drafter_inputs
 from lanternpp.training.options import DrafterSettings, TrainingData, TrainingOptions
 
@@ -43,7 +43,7 @@ def test_lk_is_the_negative_log_of_the_chance_that_verification_keeps_a_draft() 
     assert lk.loss(q, p).item() == pytest.approx(-kept.log().mean().item(), abs=1e-6)
     assert lk.loss(p, p).item() == pytest.approx(0.0, abs=1e-6)
     apart = torch.eye(2) * 200
-    assert lk.loss(apart[:1], apart[1:]).isfinite() and lk.acceptance(apart[:1], apart[1:]).log().isfinite()
+    assert lk.loss(apart[:1], apart[1:]) < 14, "one place without overlap does not decide a mean"
     both = lk.loss(q, p) + CodeComparison("guided").loss(q, p)
     assert CodeComparison("both").loss(q, p).item() == pytest.approx(both.item(), rel=1e-5)
 
@@ -199,8 +199,8 @@ def test_figures_are_those_of_the_guidance_they_name(ready: Path) -> None:
 def test_acceptance_is_that_of_the_models_own_sampling(ready: Path) -> None:
     """Of the likeliest code alone, a draft is accepted where both have the same one."""
     made, plain = (task(ready, sampling=Sampling(top_k=k)).validate_on(torch.arange(6)) for k in (1, 0))
-    assert made["accept"] == pytest.approx(made["agree"], abs=1e-6) != plain["accept"]
-    assert made["lk"] == pytest.approx((1 - made["agree"]) * -math.log(torch.finfo().tiny), rel=1e-5)
+    assert made["accept"] == pytest.approx(made["agree"], abs=2e-6) != plain["accept"]
+    assert made["lk"] == pytest.approx((1 - made["agree"]) * -math.log(MIN_ACCEPTANCE), rel=1e-5)
     assert {name for name in made if made[name] != plain[name]} == {"accept", "accept2", "lk"}
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
-from lanternpp.nn.backend import backend
+from lanternpp.nn.backend import DrafterKernels, backend
 from lanternpp.nn.checkpoints import config_as
 from lanternpp.nn.decoder import AttentionCache, Decoder, DecoderConfig
 from lanternpp.nn.sources import SAME, Source, blank
@@ -63,6 +63,7 @@ class Drafter(nn.Module, ABC):
     """Predicts the target's feature at the next position from a position's feature and the code at the next position."""
 
     decoder: Decoder
+    native: DrafterKernels | None = None  # the layers besides the decoder, in C; set by `pack`
     config_class: ClassVar[type[DrafterConfig]] = DrafterConfig
     about: ClassVar[str] = ""  # the checkpoints that `read` takes, for the message about an unknown one
     proposer: ClassVar[str] = (

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lanternpp.drafters.base import Drafter, DrafterConfig
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
-from lanternpp.nn.backend import DrafterKernels, backend
+from lanternpp.nn.backend import backend
 from lanternpp.nn.checkpoints import Slots, Width
 from lanternpp.nn.decoder import AttentionCache, Decoder
 from lanternpp.nn.sources import Source
@@ -60,7 +60,6 @@ class ParallelDrafter(Drafter):
     config_class = ParallelConfig
     about = "folders written by lanternpp train"
     proposer = "lanternpp.proposers.parallel:Parallel"
-    native: DrafterKernels | None = None  # set by `pack`
 
     def __init__(self, config: ParallelConfig, rotary_table: Tensor):
         super().__init__()

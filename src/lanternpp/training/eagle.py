@@ -23,6 +23,7 @@ from lanternpp.training.options import DrafterSettings, TrainingData
 from lanternpp.training.teacher import Teacher
 
 TIMES = 4  # random times at which diffusion heads are compared for each latent; the last is the time of their last step
+MIN_ACCEPTANCE = 1e-6  # so that a place without any overlap counts 14 nats
 SAMPLES = 4  # latents drawn from the target at every position to estimate an integral
 
 
@@ -60,9 +61,9 @@ class CodeComparison:
         return -(p.float().softmax(-1) * q.float().log_softmax(-1)).sum(-1).mean()
 
     def acceptance(self, q: Tensor, p: Tensor) -> Tensor:
-        """Return the probability that a draft from q is accepted, [...]: the sum of min(p, q), above 0 so that its log is finite."""
+        """Return the probability that a draft from q is accepted, [...]: the sum of min(p, q), at least `MIN_ACCEPTANCE`."""
         overlap = torch.minimum(q.float().softmax(-1), p.float().softmax(-1)).sum(-1)
-        return overlap.clamp_min(torch.finfo(overlap.dtype).tiny)
+        return overlap.clamp_min(MIN_ACCEPTANCE)
 
     def agreement(self, q: Tensor, p: Tensor) -> Tensor:
         """Return how often q and p have the same likeliest code, a scalar."""
@@ -97,7 +98,7 @@ class LatentComparison(CodeComparison):
     def acceptance(self, q: Tensor, p: Tensor) -> Tensor:
         """Return the mean of min(1, q / p) under p, which is the probability that a draft from q is accepted, [...]."""
         log_q, log_p = self.log_probs(q, p)
-        return (log_q - log_p).clamp(max=0).exp().mean(-1).clamp_min(1e-6)
+        return (log_q - log_p).clamp(max=0).exp().mean(-1).clamp_min(MIN_ACCEPTANCE)
 
     def agreement(self, q: Tensor, p: Tensor) -> Tensor:
         """Return how often q and p have the same heaviest component, a scalar."""

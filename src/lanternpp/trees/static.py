@@ -66,25 +66,21 @@ def check(paths: object, source: str) -> Shape:
     """Return the shape of a caller's paths, lists or tuples; raise InputError unless they form one tree of a legal size."""
     if not isinstance(paths, list | tuple) or not paths:
         raise InputError(f"{source} must hold a non-empty list of paths such as [[0], [0, 0], [1]]")
-    deepest = max((len(path) for path in paths if isinstance(path, list | tuple)), default=0)
-    if len(paths) > MAX_NODES or deepest > MAX_DEPTH:
-        raise InputError(
-            f"{source}: {len(paths)} nodes, {deepest} deep; the limits are {MAX_NODES} and {MAX_DEPTH}"
-        )
-    shape = []
     for path in paths:
         ranks = path if isinstance(path, list | tuple) else ()
         if not ranks or not all(type(rank) is int and 0 <= rank < MAX_NODES for rank in ranks):
             raise InputError(f"{source}: {path!r} is not a path; use a non-empty list of ranks from 0")
-        shape.append(tuple(path))
-    distinct = set(shape)
-    if len(distinct) < len(shape):
-        repeated = next(path for path in shape if shape.count(path) > 1)
-        raise InputError(f"{source}: path {list(repeated)} is listed twice; list every path once")
-    for path in shape:
-        if len(path) > 1 and path[:-1] not in distinct:
+    shape, deepest = tuple(map(tuple, paths)), max(map(len, paths))
+    if len(shape) > MAX_NODES or deepest > MAX_DEPTH:
+        raise InputError(
+            f"{source}: {len(shape)} nodes, {deepest} deep; the limits are {MAX_NODES} and {MAX_DEPTH}"
+        )
+    for path, times in Counter(shape).items():
+        if times > 1:
+            raise InputError(f"{source}: path {list(path)} is listed twice; list every path once")
+        if len(path) > 1 and path[:-1] not in shape:
             raise InputError(f"{source}: path {list(path)} has no parent; add {list(path[:-1])}")
-    return tuple(shape)
+    return shape
 
 
 @dataclass(frozen=True, slots=True)
