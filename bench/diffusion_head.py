@@ -20,9 +20,9 @@ from torch import Tensor
 
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Cspd, Exact
+from lanternpp.engine.latent_decode import verify_latents
 from lanternpp.engine.latents import DiffusionSampling
 from lanternpp.engine.noise import Noise
-from lanternpp.engine.verify.latents import verify_latents
 from lanternpp.models.latents import Denoiser
 from lanternpp.trees.chain import chain_tree
 from lanternpp.types import Draft

@@ -12,17 +12,15 @@ from torch import Tensor, nn
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Exact
 from lanternpp.drafters.eagle import DIFFUSION_DRAFTER, DiffusionDrafter, EagleDrafter
-from lanternpp.engine.latent_decode import LatentEngine
+from lanternpp.engine.latent_decode import LatentEngine, draw_residual
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Guidance, Sampling
-from lanternpp.engine.verify.latents import draw_residual
 from lanternpp.models.latents import DIFFUSION, ContinuousTarget, DiffusionTarget, LatentTarget
 from lanternpp.models.vq.autoencoder import KL, KLConfig
 from lanternpp.nn import checkpoints
 from lanternpp.nn.decoder import DecoderConfig
 from lanternpp.proposers.no_draft import NoDraft
-from lanternpp.proposers.trajectories import TrajectoryProposer
-from lanternpp.proposers.tree import TreeProposer
+from lanternpp.proposers.tree import TrajectoryProposer, TreeProposer
 from lanternpp.trees.static import StaticTree, chain
 
 Kind = TypeVar("Kind", bound=LatentTarget)

@@ -33,7 +33,7 @@ class Exact(Acceptance):
 class Cspd(Exact):
     """Continuous speculative decoding as published (arXiv 2411.11925), for trajectories of diffusion heads; not exact.
 
-    `engine/verify/latents.py` multiplies the target's density by the ratio of all earlier steps' widths. Codes have no
+    `engine/latent_decode.py` multiplies the target's density by the ratio of all earlier steps' widths. Codes have no
     trajectories: engines of codes reject this rule.
     """
 

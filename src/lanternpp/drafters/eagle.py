@@ -79,7 +79,7 @@ class DiffusionDrafter(EagleDrafter):
     """EAGLE's drafter, with a smaller diffusion head that reads the predicted features."""
 
     config_class = DiffusionDrafterConfig
-    proposer = "lanternpp.proposers.trajectories:TrajectoryProposer"
+    proposer = "lanternpp.proposers.tree:TrajectoryProposer"
     config: DiffusionDrafterConfig
 
     def __init__(self, config: DiffusionDrafterConfig, rotary_table: Tensor):

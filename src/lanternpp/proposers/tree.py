@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from lanternpp.drafters.base import Drafter
-from lanternpp.drafters.eagle import check_heads
+from lanternpp.drafters.eagle import DiffusionDrafter, check_heads
+from lanternpp.engine.latents import DiffusionSampling
+from lanternpp.engine.noise import Noise
 from lanternpp.engine.proposer import LATENTS_MESSAGE
+from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
 from lanternpp.nn.decoder import AttentionCache
 from lanternpp.proposers.network import AutoregressiveProposer
-from lanternpp.types import Admission, Nodes
+from lanternpp.trees.base import Extend
+from lanternpp.types import Admission, Draft, Frontier, Nodes
 
 
 class TreeProposer(AutoregressiveProposer):
@@ -43,3 +49,30 @@ class TreeProposer(AutoregressiveProposer):
         next_embeds = torch.cat((prompt, root), 1)
         prompt_cache = self.cache.rows(new.rows, new.prompt.start, new.features.shape[1])
         self.features[new.rows, 0] = prompt_cache.prefill(self.drafter, next_embeds, new.features)[:, -1]
+
+
+class TrajectoryProposer(TreeProposer):
+    """Drafts a chain of latents by a diffusion head (arXiv 2411.11925). `probs` are the Gaussians of the trajectories' last steps."""
+
+    drafter: DiffusionDrafter
+    sampling: DiffusionSampling
+
+    def open(self, target: Target, sampling: Sampling, guidance: Guidance, batch: int) -> None:
+        """Allocate the state of a batch, and draw by the drafter's own head."""
+        super().open(target, sampling, guidance, batch)
+        assert isinstance(sampling, DiffusionSampling)
+        self.sampling = replace(sampling, denoiser=self.drafter.denoiser)
+
+    def grow(self, q: Tensor, extend: Extend, noise: Noise) -> Draft:
+        """Grow a draft from q [B, branches D], the features of the root's child; every trajectory is computed once."""
+        sampling = self.sampling
+        level_noise = [sampling.noise(noise, Noise.DRAFT + level, 1) for level in range(self.depth)]
+
+        def children(q: Tensor, count: int, level: int) -> Tensor:
+            return sampling.end(q, level_noise[level])[:, :, None]
+
+        def extend_latents(frontier: Frontier) -> Tensor:
+            return sampling.last_step(extend(frontier), level_noise[frontier.level])
+
+        root_q = sampling.last_step(q[:, None], level_noise[0])[:, 0]
+        return self.builder.grow(self.root, root_q, extend_latents, children)

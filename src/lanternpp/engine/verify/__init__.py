@@ -1,1 +1,1 @@
-"""The verification of drafts: token by token, jointly, and of continuous latents."""
+"""The verification of drafts of codes: token by token, and jointly."""

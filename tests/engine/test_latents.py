@@ -13,12 +13,11 @@ from helpers.latents import diffusion_parts, energies, first_latents, mixture_pa
 from torch import Tensor
 
 from lanternpp.accept.exact import Exact
+from lanternpp.engine import latent_decode
 from lanternpp.engine.decode import engine_class
-from lanternpp.engine.latent_decode import LatentEngine
+from lanternpp.engine.latent_decode import LatentEngine, draw_residual, verify_latents
 from lanternpp.engine.latents import GaussianMixture, MixtureGuidance, MixtureSampling
 from lanternpp.engine.noise import Noise
-from lanternpp.engine.verify import latents as verification
-from lanternpp.engine.verify.latents import draw_residual, verify_latents
 from lanternpp.trees.chain import chain_tree
 from lanternpp.types import Draft
 
@@ -63,7 +62,7 @@ def test_one_latent_follows_the_density() -> None:
 
 
 def test_a_wrong_residual_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "draw_residual", wrong_residual)
+    monkeypatch.setattr(latent_decode, "draw_residual", wrong_residual)
     edges = torch.linspace(-4, 4, 81, dtype=torch.float64)
     counts = torch.bincount(torch.bucketize(decided(P, Q)[0].double(), edges), minlength=82)
     assert chi_square(counts, cells(P, edges)) < 1e-12
@@ -129,7 +128,7 @@ def test_drafted_latents_follow_the_distribution_of_plain_decoding(
     plain = drawn(False, 0)
     found, chance = energies(plain, drawn(True, 10_000))
     assert found < chance[-2]
-    monkeypatch.setattr(verification, "draw_residual", wrong_residual)
+    monkeypatch.setattr(latent_decode, "draw_residual", wrong_residual)
     found, chance = energies(plain, drawn(True, 10_000))
     assert found > seen * chance[-1] > 0
 

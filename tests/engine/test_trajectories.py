@@ -12,12 +12,12 @@ from torch import Tensor
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Cspd, Exact
 from lanternpp.drafters.eagle import DiffusionDrafter
+from lanternpp.engine import latent_decode
 from lanternpp.engine.decode import engine_class
+from lanternpp.engine.latent_decode import verify_latents
 from lanternpp.engine.latents import DiffusionSampling
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Guidance, Sampling
-from lanternpp.engine.verify import latents as verification
-from lanternpp.engine.verify.latents import verify_latents
 from lanternpp.errors import InputError
 from lanternpp.models.latents import ContinuousTarget, Denoiser
 from lanternpp.proposers.no_draft import NoDraft
@@ -129,7 +129,7 @@ def test_the_published_rule_keeps_more_and_has_another_distribution() -> None:
 
 
 def test_a_wrong_residual_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "draw_residual", wrong_residual)
+    monkeypatch.setattr(latent_decode, "draw_residual", wrong_residual)
     assert p_value(verified(P, Q).next_codes[:, 0, 0]) < 1e-12
 
 
