@@ -13,7 +13,6 @@ from helpers.steps import JOINT, SAMPLINGS
 from helpers.toys import OracleDrafter, ToyTarget, neighbours, parallel
 
 from lanternpp.accept.exact import Exact
-from lanternpp.accept.neighbours import Lantern, LanternPlusPlus
 from lanternpp.accept.scaled import Cool
 from lanternpp.engine.batching import generate
 from lanternpp.engine.decode import Engine, FinishedSample
@@ -43,11 +42,6 @@ OTHERWISE = [
     ("oracle tree", "traversal"),
     ("longer than the picture", "block"),
 ]
-EXACT = {  # rules that must be exact, whatever they are called
-    "lantern, delta 0": lambda table: Lantern(table, 0.0),
-    "lantern++, lambda 1": lambda table: LanternPlusPlus(table, 1.0),
-    "cool, delta 1": lambda table: Cool(1.0),
-}
 RULES = {
     **steps.RULES,
     # Above 1 at every level here: below it, even an oracle is refused.
@@ -99,7 +93,7 @@ def draw(
 ) -> list[FinishedSample]:
     """The conditions, through the whole loop."""
     model = ToyTarget(grid=3)
-    acceptance = (RULES | EXACT)[rule](neighbours(model.codebook, 5))
+    acceptance = RULES[rule](neighbours(model.codebook, 5))
     parts = PROPOSERS[proposer](model), acceptance, SAMPLINGS[sampling], Guidance(cfg), batch
     return generate(Engine(model, *parts, verifier=VERIFIERS[verify]), CONDITIONS, SEEDS)
 
@@ -134,20 +128,6 @@ def test_neither_the_batch_nor_when_a_sample_enters_matters_and_passes_add_up(
 def test_greedy_exact_is_plain_ar_code_by_code(proposer, cfg):
     plain = codes(draw("none", "exact", "greedy", cfg, 1))
     assert codes(draw(proposer, "exact", "greedy", cfg, 2)) == plain
-
-
-@pytest.mark.parametrize(
-    ("proposer", "verify", "sampling"),
-    [
-        *((proposer, "token", "T=1") for proposer in WAYS_TO_DRAW),
-        *((proposer, verify, "T=1") for proposer, verify in OTHERWISE),
-        *((proposer, "token", sampling) for proposer in WARPED for sampling in ("greedy", "warped")),
-    ],
-)
-@pytest.mark.parametrize("rule", EXACT)
-def test_a_budget_of_nothing_is_the_exact_rule(proposer, verify, rule, sampling):
-    exact = draw(proposer, "exact", sampling, 3.0, 2, verify)
-    assert codes(draw(proposer, rule, sampling, 3.0, 2, verify)) == codes(exact)
 
 
 @every_cfg

@@ -49,14 +49,6 @@ def test_greedy_exact_equals_greedy_ar_code_by_code() -> None:
     assert torch.equal(ar, drafted)
 
 
-def test_a_picture_does_not_depend_on_its_neighbours_in_the_batch() -> None:
-    one = first_codes(engine("auto", "lantern++", batch=3), PROMPTS[:3], [7, 8, 9], 48)
-    other = first_codes(
-        engine("auto", "lantern++", batch=3), [PROMPTS[3], PROMPTS[1], PROMPTS[3]], [1, 8, 2], 48
-    )
-    assert torch.equal(one[1], other[1])
-
-
 def test_the_distribution_of_the_next_code_is_the_targets() -> None:
     """Real p and real q: 10,000 verifications of one draft node, children drawn anew each time."""
     loop = engine("float32", "eagle", tree="chain-2")

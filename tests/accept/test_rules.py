@@ -158,22 +158,6 @@ def test_a_relax_of_ones_own_is_not_verified_by_what_its_parent_computes(residua
     assert has_fast_distribution(LanternPlusPlus(TABLE, 50.0, "optimal"))
 
 
-def test_a_mass_that_is_no_parents_own_is_inherited():
-    class Family(Acceptance):
-        accept_mass = Exact.accept_mass
-
-    class Fast:
-        accept_mass = Exact.accept_mass
-
-    for parents in [(Family,), (Fast, Acceptance)]:
-        assert type("Own", parents, {"relax": Exact.relax}).accept_mass is Exact.accept_mass
-    capped = type(
-        "Capped", (DraftMixture,), {"relax": lambda self, p, code: DraftMixture.relax(self, p, code)}
-    )
-    assert torch.equal(capped(0.3).relax(P, P.argmax(-1)), DraftMixture(0.3).relax(P, P.argmax(-1)))
-    assert torch.allclose(capped(0.3).accept_mass(P, P), P)
-
-
 def test_all_neighbours_are_heard_where_there_are_many(monkeypatch):
     """In pieces, and on a CPU for those codes alone that want more."""
     rule, q = Lantern(TABLE, 0.6), distributions(len(P), 1.0)

@@ -24,7 +24,11 @@ from lanternpp.engine.compiled import GUARDED_CALLS, CompiledParts
 from lanternpp.engine.decode import Engine
 from lanternpp.trees.dynamic import DynamicTree
 
-TREES: dict[str, Any] = {"eagle2": DynamicTree(2, 2, 5), "ddd": DynamicTree(2, 2, 5, 1), "chain": "chain-2"}
+TREES: dict[str, Any] = {
+    "eagle2": DynamicTree(2, 2, 5),
+    "ddd": DynamicTree(2, 2, 5, 1, -3.0),
+    "chain": "chain-2",
+}
 BUSHY = [[0], [1], [0, 0]]
 # On a chain of the parallel drafter, LANTERN++ is verified as a block.
 CHAIN = {"proposer": "parallel", "tree": "chain-2", "residual": "optimal"}

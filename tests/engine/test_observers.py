@@ -10,7 +10,8 @@ from helpers.toys import BUSHY, CHAIN, FAR, MarkovTarget, OtherMarkovDrafter, en
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.engine.batching import generate
 from lanternpp.engine.decode import Observer
-from lanternpp.engine.observers import AcceptanceByRank, TimedEngine
+from lanternpp.engine.observers import AcceptanceByRank, Stopwatch, TimedEngine
+from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.static import StaticTree
 from lanternpp.types import Admission, Draft, TargetOutput, Tree, Verdict
@@ -76,6 +77,23 @@ def test_an_observer_sees_every_admission_and_every_pass_and_changes_nothing() -
         assert log.seen[3 + 8 * i : 11 + 8 * i] == step
         decided += kept
     assert decided == watched.target.length and len(log.seen) == 3 + 8 * (len(seen.accepted) - 1)
+
+
+def test_observers_have_no_part_in_the_time_of_a_step(monkeypatch) -> None:
+    watch = Stopwatch(engine_of(MarkovTarget(CHAIN), NoDraft()))
+    began = {
+        "draft": 0,
+        "pass": 1,
+        "verify": 3,
+        "observe": 6,
+        "rest": 10,
+        "draft again": 15,
+        "rest again": 21,
+    }
+    for phase, seconds in began.items():
+        monkeypatch.setattr("time.perf_counter", lambda seconds=seconds: seconds)
+        watch.entered(phase.removesuffix(" again"))
+    assert watch.take(30.0) == {"draft": 7, "pass": 2, "verify": 3, "rest": 14}
 
 
 @pytest.fixture(scope="module")

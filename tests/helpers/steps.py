@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,7 @@ PROPOSERS: dict[str, Callable[[ToyTarget], Proposer]] = {
     "chain": lambda t: TreeProposer(eagle(t), StaticTree(chain(2))),
     "tree": lambda t: TreeProposer(eagle(t), StaticTree(BUSHY)),
     "eagle2": lambda t: TreeProposer(eagle(t), DynamicTree(3, 2, 8)),
-    "ddd": lambda t: TreeProposer(eagle(t), DynamicTree(3, 2, 8, 1)),
+    "ddd": lambda t: TreeProposer(eagle(t), DynamicTree(3, 2, 8, 1, math.log(0.05))),
     "parallel": lambda t: Parallel(parallel(t), StaticTree(chain(3))),
     "parallel tree": lambda t: Parallel(parallel(t, aux_layers=(0,)), StaticTree(BUSHY)),
     "independent": lambda t: DraftModel(smaller(t), StaticTree(BUSHY)),

@@ -18,7 +18,7 @@ from lanternpp.accept.neighbours import LanternPlusPlus
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify.choose import Verifier
 from lanternpp.engine.verify.joint import verify_joint
-from lanternpp.engine.verify.tokenwise import verify_tokenwise
+from lanternpp.engine.verify.tokenwise import native_verdict, verify_tokenwise
 from lanternpp.kernels import loading as native
 from lanternpp.nn.backend import PYTORCH, backend
 from lanternpp.trees.chain import chain_tree
@@ -67,6 +67,13 @@ def test_what_is_unknown_in_c_is_left_to_pytorch(verifier: Verifier, unknown: st
         for used in (PYTORCH, backend())
     ]
     assert torch.equal(*(verdict.next_codes for verdict in verdicts))
+
+
+def test_joint_verification_by_the_papers_residual_is_left_to_pytorch() -> None:
+    draft, logits = drafted(StaticTree(EAGLE), 2, 60)
+    rule = LanternPlusPlus(neighbours(torch.randn(60, 3), 9), 2.0, "paper")
+    found = native_verdict(draft, logits, Sampling(backend=backend()), rule, noise(2), joint=True)
+    assert found is None
 
 
 @pytest.mark.parametrize("missing", ["probs", "codes"])

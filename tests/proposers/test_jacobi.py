@@ -18,36 +18,6 @@ from lanternpp.trees.static import StaticTree, chain
 from lanternpp.types import Draft, TargetOutput, Verdict
 
 
-def test_windows_at_the_next_rows_see_what_is_before_them_and_change_no_distribution():
-    """A target that looks at all codes and at their places: every image of 3 x 3 codes of 2 kinds, by its own probabilities."""
-    target, images = ToyTarget(2, 3), 20_000
-    every = torch.cartesian_prod(*[torch.arange(2)] * 9)
-    embeds = target.prompt([None], 1).embeds.expand(512, -1, -1)
-    logits = target.head(target.forward_sequence(embeds, every))
-    distribution = logits.log_softmax(-1).gather(-1, every[..., None]).sum((1, 2)).exp()
-    engine = engine_of(target, Jacobi(2, "maximal", "mixed", 1, window_rows=2), 5000, verify="traversal")
-    engine.admit(0, None, 0)
-    for tensor in (engine.cache.kv.transpose(0, 2), engine.cache.start, engine.cache.used):
-        tensor[1:] = tensor[:1].clone()  # all samples have the same prompt
-    seen = torch.zeros(512)
-    root = logits[0, 0].softmax(-1)
-    for first in range(0, images, engine.batch):
-        seeds = torch.arange(first, first + engine.batch)
-        engine.noise.seed.copy_(seeds)
-        engine._next_noise.clear()
-        code = (Noise(seeds, torch.zeros_like(seeds)).fine(Noise.BONUS, 1)[:, 0] > root[0]).long()
-        engine.codes[:, 0] = engine.proposer.root[:] = code
-        for tensor in (engine.count, engine.passes, engine.proposer.count):
-            tensor.fill_(1)
-        engine.cache.used.fill_(target.slots)
-        engine.proposer.p_place.fill_(-1), engine.proposer.code_place.fill_(-1)
-        engine.proposer.last_place.zero_(), engine.proposer.p[:, 0].fill_(0.5)
-        while engine.done() != list(range(engine.batch)):
-            engine.step()
-        seen += (engine.codes[:, :9] * 2 ** torch.arange(9).flip(0)).sum(1).bincount(minlength=512)
-    assert chi_square(seen, distribution) > 1e-3
-
-
 @pytest.mark.parametrize("codebook", [True, False])
 def test_behind_refused_guesses_the_next_follows_what_is_behind_codes_that_look_alike(codebook, monkeypatch):
     """Of two alternatives one has the latents of the code that was drawn, the other ones as far away as can be."""

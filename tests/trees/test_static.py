@@ -6,7 +6,7 @@ from helpers.drafts import check_tree
 from helpers.refusals import rejects
 
 from lanternpp.trees.chain import chain_tree
-from lanternpp.trees.static import EAGLE, SHAPES, StaticTree, by_levels, chain
+from lanternpp.trees.static import EAGLE, SHAPES, StaticTree, chain
 
 BATCH, VOCAB = 3, 20
 UNEVEN = ((0,), (1,), (2,), (1, 0), (1, 1), (1, 1, 0), (2, 0))
@@ -78,18 +78,8 @@ def test_the_known_shapes_have_the_papers_sizes_and_skip_no_rank():
     assert all(SHAPES[f"chain-{n}"] == tuple((0,) * d for d in range(1, n + 1)) for n in range(1, 17))
     for shape in SHAPES.values():
         assert all(path[-1] == 0 or (*path[:-1], path[-1] - 1) in shape for path in shape)
-    shape = by_levels((3, 4, 2))
-    assert (0, 0, 0) in shape and (0,) * 4 not in shape and len(shape) == 9, "first children go deepest"
-
-
-def test_a_chain_tree_is_the_static_tree_of_a_chain():
-    made, static = chain_tree(BATCH, 4, torch.device("cpu")), grown(StaticTree(chain(4))).tree
-    for name in ("parent", "depth", "children", "mask", "widths"):
-        a, b = getattr(made, name), getattr(static, name)
-        assert a == b if name == "widths" else torch.equal(a, b), name
 
 
 def test_an_empty_chain_is_the_root_alone():
     tree = chain_tree(2, 0, torch.device("cpu"))
     assert tree.parent.tolist() == [[-1], [-1]] and tree.mask.all() and tree.widths == ()
-    assert (tree.children == -1).all()

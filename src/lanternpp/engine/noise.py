@@ -84,10 +84,6 @@ class Noise:
         bits = _mix((index + low[..., None]) ^ high[..., None])
         return (((bits >> 9) & 0x7FFFFF).float() + 0.5).mul_(2.0**-23)
 
-    def exponential(self, purpose: int, *shape: int) -> Tensor:
-        """Return exponential float32 of mean 1 from 46 random bits, [B, *shape]; argmax(p / e) is a draw from p."""
-        return self.fine(purpose, *shape).log_().neg_().float()
-
     def _keys(self, purpose: Tensor) -> tuple[Tensor, Tensor]:
         """Return two 32-bit keys per sample and purpose, [B, P] each."""
         seed, step = self.seed[:, None], self.step[:, None].to(torch.int32)

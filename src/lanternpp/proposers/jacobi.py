@@ -233,7 +233,8 @@ class Jacobi(Proposer):
             return new_q.argmax(-1)
         if self.coupling == "gumbel":
             seed = noise.seed[:, None].expand_as(place)
-            exponential = Noise(seed.flatten(), place.flatten()).exponential(PLACE, new_q.shape[-1])
+            u = Noise(seed.flatten(), place.flatten()).fine(PLACE, new_q.shape[-1])
+            exponential = u.log_().neg_().float()  # of mean 1
             return (new_q / exponential.view(new_q.shape)).argmax(-1)
         u = noise.fine(CODE, place.shape[1], 1)
         if self.coupling == "none":

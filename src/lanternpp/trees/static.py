@@ -6,9 +6,7 @@ A shape is a list of paths, a path the rank of the child at every level.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 import torch
@@ -32,30 +30,25 @@ def is_chain(shape: Shape) -> bool:
     return not any(map(any, shape))
 
 
-def by_levels(counts: Sequence[int], branch: int = 16) -> Shape:
-    """Return a shape of `counts[d]` nodes at level d + 1, first children deepest.
-
-    A level has, among the children of the level above, the paths with the smallest sum of ranks, each rank above 0 counted as
-    one more; earlier ranks decide ties.
-    """
-    shape: list[Path] = []
-    level: list[Path] = [()]
-    for count in counts:
-        children = [(*path, rank) for path, rank in product(level, range(branch))]
-        children.sort(key=lambda path: (sum(path) + sum(rank > 0 for rank in path), path))
-        level = sorted(children[:count])
-        shape += level
-    return tuple(shape)
+def parsed(paths: str) -> Shape:
+    """Return the shape of paths separated by spaces, each rank a digit."""
+    return tuple(tuple(map(int, path)) for path in paths.split())
 
 
-_EAGLE = "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"
-EAGLE: Shape = tuple(tuple(map(int, path)) for path in _EAGLE.split())
+EAGLE = parsed("0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001")
 """The 25-node tree of EAGLE-1 (arXiv 2401.15077, figure 7)."""
+
+# Of as many nodes at every level as LANTERN++ has: the paths with the smallest sum of ranks, each rank above 0 counted as one more.
+LANTERN = parsed(
+    "0 1 2 3 4 00 01 02 03 04 05 10 11 12 20 21 30 40 000 001 002 003 004 010 011 012 020 021 030 100 101 110 200 300 "
+    "0000 0001 0002 0003 0010 0011 0020 0030 0100 0101 0110 0200 1000 2000 "
+    "00000 00001 00002 00010 00020 00100 00200 01000 10000"
+)
 
 SHAPES: dict[str, Shape] = {
     "eagle-25": EAGLE,
-    "lantern-57": by_levels((5, 13, 16, 14, 9)),
-    "deep-8": by_levels((2, 2, 2, 1, 1)),
+    "lantern-57": LANTERN,
+    "deep-8": parsed("0 1 00 01 000 001 0000 00000"),
     **{f"chain-{n}": chain(n) for n in range(1, 17)},
 }
 
