@@ -9,10 +9,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from helpers.distributions import chi_square
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Exact
 from lanternpp.drafters.eagle import DIFFUSION_DRAFTER, DiffusionDrafter, EagleDrafter
 from lanternpp.engine.latent_decode import LatentEngine, draw_residual
+from lanternpp.engine.latents import GaussianMixture
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.models.latents import DIFFUSION, ContinuousTarget, DiffusionTarget, LatentTarget
@@ -100,6 +102,16 @@ def diffusion_parts(drafted: bool, batch: int = 2, rule: Acceptance | None = Non
         weight.data.normal_(std=0.1)
     proposer = TrajectoryProposer(drafter, StaticTree(chain(2))) if drafted else NoDraft()
     return target, proposer, rule or Exact(), Sampling(0.9), Guidance(2.0), batch
+
+
+def agreement(drawn: Tensor, params: Tensor, edges: Tensor) -> float:
+    """The p-value of latents [n] of one channel under a mixture's parameters [P], over the cells between edges."""
+    distribution = GaussianMixture.of(params, 1)
+    z = (edges[:, None] - distribution.mean[:, 0]) / distribution.log_std[:, 0].exp()
+    below = (torch.special.ndtr(z) * distribution.log_weight.exp()).sum(-1)
+    ends = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    counts = torch.bincount(torch.bucketize(drawn.double(), edges), minlength=len(edges) + 1)
+    return chi_square(counts, torch.cat((ends[:1], below, ends[1:])).diff())
 
 
 def wrong_residual(p: Tensor, q: Tensor, rejected: Tensor, noise: Noise, channels: int) -> Tensor:
