@@ -97,7 +97,8 @@ def test_a_stop_loses_at_most_one_batch(pipe, tmp_path, priced, monkeypatch) -> 
         tuner(pipe, tmp_path).tune()
     log = tmp_path / LOG
     before = log.read_text()
-    log.write_text(before + '{"op_code": 4, "wor')
+    assert {path.name for path in tmp_path.iterdir()} == {LOG, "run.json"}
+    log.write_text(before + '{"key": {"overr')
     monkeypatch.setattr(study, "draw", drawn)
     again = tuner(pipe, tmp_path)
     found = again.tune()

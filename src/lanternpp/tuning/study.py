@@ -1,7 +1,8 @@
 """A tuning: a study whose trials are drafts, each drawn and timed beside plain decoding, and a race of the best draft.
 
-Optuna proposes the trials, logs them in the folder of the tuning, and resumes from its log. Total variation or the Fréchet
-distance, if limited, is measured for a candidate that would be the fastest so far.
+Optuna proposes the trials. Total variation or the Fréchet distance, if limited, is measured for a candidate that would be the
+fastest so far. Every measurement is logged in the folder of the tuning. A tuning is resumed by proposing all drafts again, with the
+logged measurements, from which the same proposals follow.
 """
 
 from __future__ import annotations
@@ -10,14 +11,13 @@ import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from random import Random
 from statistics import fmean
 from typing import Any
 
 import numpy as np
-from filelock import FileLock
 
 from lanternpp.api.defaults import TUNED_DIALS
 from lanternpp.api.options import BASELINE, EngineDials, SamplingDials, Settings, names
@@ -31,10 +31,10 @@ from lanternpp.evaluation.prompts import spread
 from lanternpp.evaluation.quality import Quality
 from lanternpp.evaluation.race import FOLDER_REMEDY, RUN, Entry, Race, check_run, machine
 from lanternpp.trees import static_shape
-from lanternpp.tuning.candidates import PlainEngine, Space, check, draw, has_window
+from lanternpp.tuning.candidates import PlainEngine, Space, draw, has_window
 from lanternpp.tuning.options import TuningOptions
 from lanternpp.util.files import digest
-from lanternpp.util.jsonfile import read_rows
+from lanternpp.util.jsonfile import Journal
 from lanternpp.util.terminal import Progress
 
 SHARED = names(EngineDials, SamplingDials)  # dials that all engines of a tuning share, the plain one too
@@ -82,7 +82,6 @@ class Tuner:
         self.pipe, self.method, self.prompts, self.folder = pipe, method, list(prompts), folder
         self.options, self.seed, self.quality = options, seed, quality
         self.settings = pipe.settings(method, **{"batch_size": 1, "fit": False, **overrides})
-        check(self.settings)
         self.shared = {name: getattr(self.settings, name) for name in SHARED}
         self.fixed = {name: value for name, value in overrides.items() if name not in SHARED}
         for prompt in self.prompts:
@@ -95,7 +94,11 @@ class Tuner:
         if restart:
             remove_tuning(folder)
         check_run(folder, self.describe(), f"{FOLDER_REMEDY} or {REMEDY}")
-        self.study = self._open_study()
+        self.journal = Journal(folder / LOG, REMEDY)
+        with warnings.catch_warnings(action="ignore"):  # Optuna warns of its experimental parts
+            sampler = self.optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True)
+        pruner = self.optuna.pruners.MedianPruner(n_startup_trials=4)
+        self.study = self.optuna.create_study(sampler=sampler, pruner=pruner)
 
     def describe(self) -> dict[str, Any]:
         """Return the facts that must be unchanged for a tuning to be resumed, which may then have more trials."""
@@ -109,16 +112,17 @@ class Tuner:
         for params in self.space.initial_params():
             self.study.enqueue_trial(params, skip_if_exists=True)
         max_trials, state = self.options.trials, self.optuna.trial.TrialState
-        finished = state.COMPLETE, state.PRUNED, state.FAIL
-        while len(drawn_trials := self._drawn_trials()) < max_trials:
-            if len(self.study.get_trials(deepcopy=False, states=finished)) >= MAX_PROPOSALS * max_trials:
+        for _ in range(MAX_PROPOSALS * max_trials):
+            drawn_trials = self._drawn_trials()
+            if len(drawn_trials) == max_trials:
                 break
             if progress:
                 progress(len(drawn_trials), max_trials)
-            with warnings.catch_warnings(action="ignore"):  # Optuna warns of its experimental parts
+            with warnings.catch_warnings(action="ignore"):
                 trial = self.study.ask()
-                overrides = self._propose(trial, drawn_trials)
-                if overrides is not None:
+                overrides = self.space.overrides(trial, self._observations())
+                tried = [drawn_trial.user_attrs["overrides"] for drawn_trial in drawn_trials]
+                if overrides is not None and overrides not in tried:
                     seconds = self._measure(trial, overrides)
                     self.study.tell(trial, seconds, state.PRUNED if seconds is None else state.COMPLETE)
                     continue
@@ -241,9 +245,7 @@ class Tuner:
         """The greatest total variation or Fréchet distance allowed."""
         if self.options.budget_frechet is None:
             return float(self.options.budget_tv or 0.0)
-        plain = self.study.user_attrs.get("plain") or self._cost(BASELINE, {})
-        self.study.set_user_attr("plain", plain)
-        return float(plain * (1 + self.options.budget_frechet / 100))
+        return self._cost(BASELINE, {}) * (1 + self.options.budget_frechet / 100)
 
     @cached_property
     def _plain_engine(self) -> PlainEngine:
@@ -255,17 +257,6 @@ class Tuner:
         state = self.optuna.trial.TrialState
         return self.study.get_trials(deepcopy=False, states=(state.COMPLETE, state.PRUNED))
 
-    def _propose(self, trial: Any, drawn_trials: Sequence[Any]) -> dict[str, Any] | None:
-        """Return the overrides of a trial, or None if these are outside the limits, or were tried by one of the drawn trials."""
-        proposed = self.space.overrides(trial, self._observations())
-        # A trial that was interrupted is resumed with its former tree.
-        overrides: dict[str, Any] | None = trial.user_attrs.get("overrides", proposed)
-        tried = [drawn_trial.user_attrs["overrides"] for drawn_trial in drawn_trials]
-        if overrides is None or (overrides in tried and not trial.user_attrs.get("drawn")):
-            return None
-        trial.set_user_attr("overrides", overrides)
-        return overrides
-
     def _measure(self, trial: Any, overrides: dict[str, Any]) -> float | None:
         """Draw one candidate, a batch a round, and return its seconds over those of plain decoding, or None if it is given up early.
 
@@ -273,22 +264,18 @@ class Tuner:
         """
         observations, options = self._observations(), self.options
         settings = self.pipe.settings(self.method, **(self.shared | self.fixed | overrides))
-        batches = list(trial.user_attrs.get("drawn", ()))
-        for round_index in range(options.rounds):
-            if round_index == len(batches):
-                # Windows are compared on the same pictures. Counts of trees are pooled, and other pictures add more to them.
-                offset = 0 if has_window(settings) else trial.number * options.rounds
-                index = offset + round_index
-                seed = self.seed + index * settings.batch_size
-                seeds = range(seed, seed + settings.batch_size)
-                prompt = self.prompts[index % len(self.prompts)]
-                batches.append(draw(self.pipe, settings, self._plain_engine, prompt, seeds))
-                trial.set_user_attr("drawn", batches)
-            rounds = batches[: round_index + 1]
-            counted = [(overrides, (batch["tried"], batch["kept"])) for batch in rounds]
-            seconds = self._relative_seconds(overrides, rounds, observations + counted)
-            trial.report(seconds, round_index)
-            if round_index + 1 < options.rounds and trial.should_prune():
+        # Windows are compared on the same pictures. Counts of trees are pooled, and other pictures add more to them.
+        first = 0 if has_window(settings) else trial.number * options.rounds
+        batches: list[dict[str, Any]] = []
+        trial.set_user_attr("overrides", overrides)
+        for i in range(options.rounds):
+            key = {"overrides": overrides, "round": i}
+            batches.append(self.journal.once(key, partial(self._draw, settings, first + i)))
+            trial.set_user_attr("drawn", batches)
+            counted = [(overrides, (batch["tried"], batch["kept"])) for batch in batches]
+            seconds = self._relative_seconds(overrides, batches, observations + counted)
+            trial.report(seconds, i)
+            if i + 1 < options.rounds and trial.should_prune():
                 return None
         if options.limited:
             speedups = [candidate.speedup for candidate in self.candidates() if self.within(candidate)]
@@ -299,42 +286,26 @@ class Tuner:
                     return 1 + cost / max(self.max_cost, 1e-9)
         return seconds
 
+    def _draw(self, settings: Settings, index: int) -> dict[str, Any]:
+        """Draw the batch of this index, of the prompt in its turn, and return its figures."""
+        seed = self.seed + index * settings.batch_size
+        seeds = range(seed, seed + settings.batch_size)
+        return draw(self.pipe, settings, self._plain_engine, self.prompts[index % len(self.prompts)], seeds)
+
     def _cost(self, method: str, overrides: Mapping[str, Any]) -> float:
-        """Return the mean total variation of pictures with these overrides, or their Fréchet distance."""
+        """Return the mean total variation of pictures with these overrides, or their Fréchet distance, which is measured once."""
         num_pictures = self.options.measured_on
         prompts, overrides = spread(self.prompts, num_pictures), {**self.shared, **overrides}
         seeds = range(self.seed + 2000, self.seed + 2000 + num_pictures)
-        if self.options.budget_frechet is None:
-            return variation(self.pipe, prompts, seeds, self.pipe.settings(method, **overrides))
-        images = self.pipe(prompts, seed=seeds, method=method, **overrides).images
-        self.pipe.release()
-        assert self.quality is not None
-        return self.quality.measure(images, prompts)["frechet"]
 
-    def _open_study(self) -> Any:
-        """Open the study of the folder, and put an interrupted trial in the queue again with its measurements."""
-        read_rows(self.folder / LOG, dict, REMEDY)
-        storages, log = self.optuna.storages, str(self.folder / LOG)
-        # The system releases this lock when the process is killed, while Optuna's own lock would stay.
-        lock = FileLock(f"{log}.lock")
-        try:
-            storage = storages.JournalStorage(storages.journal.JournalFileBackend(log, lock_obj=lock))
-            study = self.optuna.create_study(study_name=self.method, storage=storage, load_if_exists=True)
-        except (KeyError, ValueError, TypeError) as error:
-            raise InputError(f"{self.folder / LOG} is damaged ({error}): {REMEDY}") from None
-        seed = self.seed + len(study.trials)
-        with warnings.catch_warnings(action="ignore"):
-            study.sampler = self.optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True)
-        study.pruner = self.optuna.pruners.MedianPruner(n_startup_trials=4)
-        state = self.optuna.trial.TrialState
-        for trial in study.get_trials(states=(state.RUNNING,)):
-            study.tell(trial.number, state=state.FAIL)
-            # A trial from the queue without overrides has not suggested all parameters yet, only those of the queue.
-            queued = trial.system_attrs.get("fixed_params")
-            params = trial.params if "overrides" in trial.user_attrs else queued
-            if params is not None:
-                study.enqueue_trial(params, user_attrs=trial.user_attrs)
-        return study
+        def measure() -> float:
+            if self.quality is None:
+                return variation(self.pipe, prompts, seeds, self.pipe.settings(method, **overrides))
+            images = self.pipe(prompts, seed=seeds, method=method, **overrides).images
+            self.pipe.release()
+            return self.quality.measure(images, prompts)["frechet"]
+
+        return float(self.journal.once({"cost of": method, "overrides": overrides}, measure))
 
 
 def import_optuna() -> Any:
@@ -352,7 +323,7 @@ def moved_params(trial: Any, random: Random) -> dict[str, Any]:
     params = {}
     for name, value in trial.params.items():
         distribution = trial.distributions[name]
-        if isinstance(value, str) or not hasattr(distribution, "low"):
+        if not hasattr(distribution, "low"):
             params[name] = random.choice(distribution.choices) if random.random() < 0.2 else value
             continue
         scaled = value * random.uniform(0.7, 1.4)
