@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import sys
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -56,7 +55,7 @@ def test_a_bench_writes_figures_plots_and_pictures_and_is_told_again_by_resume(b
         assert row["images"] == 4 and row["codes"] == 4 * 16 and row["codes_per_pass"] >= 1
         assert row["efficiency"] == pytest.approx(row["speedup"] / row["codes_per_pass"])
         assert sum(row["phases"].values()) == pytest.approx(1, abs=1e-6)
-        assert len(list(Path("b/pictures").glob("*/*.png"))) == 12
+    assert len(list(Path("b/pictures").glob("*/*.png"))) == 12
     assert reported["methods"][0]["speedup"] == 1 and reported["methods"][2]["settings"]["lam"] == 3
     assert Path("b/table.md").read_text().count("`") == 6
     for plot in ("rows.png", "passes.png", "speed.png"):
@@ -115,17 +114,16 @@ def test_a_profile_of_each_method_has_the_phases_and_the_operations_of_its_steps
         table = Path(f"b/profile-{name}.txt").read_text()
         assert phases <= set(re.findall(r"^ *(\S+)", table, re.M))
         assert "aten::" in table or name != "eagle", "other methods take whole steps in C"
-        began = defaultdict(list)
-        for event in json.loads(Path(f"b/profile-{name}.json").read_text())["traceEvents"]:
-            if event["ph"] == "X" and event.get("cat") == "user_annotation":
-                began[event["name"]].append(event["ts"])
-        steps = len(began["pass"])
-        assert began.keys() == phases and len(began["verify"]) == steps
+        marks = [
+            (event["ts"], event["name"])
+            for event in json.loads(Path(f"b/profile-{name}.json").read_text())["traceEvents"]
+            if event["ph"] == "X" and event.get("cat") == "user_annotation"
+        ]
+        turns = [mark for _, mark in sorted(marks) if mark in ("pass", "verify")]
+        steps = len(turns) // 2
+        assert {mark for _, mark in marks} == phases and turns == ["pass", "verify"] * steps
         # a picture has 16 codes, one of them the prefill's
         assert steps == 15 if name == "ar" else 0 < steps < 15
-        assert sorted(began["pass"] + began["verify"])[::2] == sorted(began["pass"]), "in turn"
-        rows = re.findall(rf"^ *{re.escape(name.replace('_', ' '))}(?:  |$)", outcome.out, re.M)
-        assert len(rows) == 2, "two tables"
 
 
 @pytest.mark.parametrize(
@@ -138,7 +136,6 @@ def test_a_profile_of_each_method_has_the_phases_and_the_operations_of_its_steps
         ((*TWO, "--reference", "nowhere"), "nowhere"),
         ((*TWO, "--batch-sizes", "1,x"), "'1,x'"),
         ((*TWO, "--batch-sizes", "0,2"), "'0,2'"),
-        ((*TWO, "--batch-sizes", ""), "''"),
         ((*TWO, "--batch-sizes", "1", "--batch-size", 2), "--batch-sizes"),
         ((*TWO, "--features", "inceptoin"), "did you mean 'inception'?"),
         ((*TWO, "--quality", "--methods", "ar"), "has no classifier"),
@@ -186,7 +183,7 @@ def test_rules_race_at_the_strengths_that_spend_the_same(bench, monkeypatch):
     asked = ("eagle accept=mixture, lantern++ k=5", "--equal-tv", "0.05,0.01", "--equal-pictures", 2)
     asked += ("-n", 1, "--dtype", "float32", "--no-plots", "--json")
     plain, *rows = bench(*asked).json["methods"]
-    assert plain["method"] == "ar" and "tv_per_code" not in plain
+    assert plain["method"] == "ar"
     assert [row["tv_budget"] for row in rows] == [0.01, 0.01, 0.05, 0.05]
     for row in rows:
         assert 0.3 * row["tv_budget"] < row["tv_per_code"] <= row["tv_budget"]
@@ -197,34 +194,32 @@ def test_rules_race_at_the_strengths_that_spend_the_same(bench, monkeypatch):
     assert 0 < small < less < 1 < great < more
     assert f"lantern++ k=5 lambda={great:.8g}" in [row["method"] for row in rows]
     assert "TV per code" in Path("b/table.md").read_text()
-    bench(*asked).refused("holds a run")
     lines = Path("b/strengths/tv.jsonl").read_text()
     assert bench(*asked, "--resume").code == 0
     assert Path("b/strengths/tv.jsonl").read_text() == lines, "nothing is measured twice"
 
 
 def test_methods_race_at_every_batch_size(bench):
-    requested = ("parallel tree=chain-3", "--batch-sizes", "2,1", "-n", 2)
-    requested += ("--dtype", "float32", "--no-measure-tv", "--json")
-    reported = bench(*requested).json
+    methods, options = "parallel tree=chain-3", ("-n", 2, "--dtype", "float32", "--no-measure-tv")
+    reported = bench(methods, "--batch-sizes", "2,1", *options, "--json").json
     rows = reported["methods"]
     assert reported["n"] == 2
-    assert [(row["batch_size"], row["method"]) for row in rows] == [
-        (size, method) for size in (1, 2) for method in ("ar", "parallel tree=chain-3")
+    assert [(row["batch_size"], row["method"], row["draft"]) for row in rows] == [
+        (size, method, draft)
+        for size in (1, 2)
+        for method, draft in (("ar", "none"), (methods, "a chain of 3"))
     ]
     for row in rows:
         assert row["images"] == 2 * 2 * row["batch_size"], "twice as many as the batch has, each turn"
         assert row["pictures_per_second"] == pytest.approx(row["images"] / row["seconds"])
-        assert row["draft"] == ("none" if row["method"] == "ar" else "a chain of 3")
-    table = Path("b/table.md").read_text().splitlines()
-    assert (
-        table[0].startswith("| method | batch | draft | pictures per s |") and "| a chain of 3 |" in table[-3]
-    )
+    table = Path("b/table.md").read_text()
+    assert table.startswith("| method | batch | draft | pictures per s |")
     with Image.open("b/throughput.png") as image:
         assert image.width > 800
-    bench(*requested).refused("holds a run")
     bench("ar", "--batch-sizes", 4).refused("b/batch-1 holds a run already")
     bench("ar", "--resume").refused("holds a run with --batch-sizes")
+    assert bench(methods, "--batch-sizes", 1, *options, "--resume", "--no-plots").code == 0
+    assert not list(Path("b").rglob("[a-z]*.png")), "plots of the run before"
     assert bench("ar", "-n", 1, "--no-plots", to="c").code == 0
     bench("ar", "--batch-sizes", 1, "--resume", to="c").refused("holds a run without --batch-sizes")
 
@@ -248,12 +243,10 @@ def test_a_folder_of_pictures_is_measured_without_drawing(run, own, elsewhere, m
 
 
 def test_the_shipped_classifier_knows_what_the_shipped_model_drew(run, prompts):
-    prompts.write_text(
-        "a photo of a sunflower under a blue sky\na photo of the sea at sunset\na photo of a forest\n"
-    )
-    asked = ("--methods", "lantern++", "-n", 2, *TWO, "--no-measure-tv", "--no-plots", "--json")
-    for row in run("bench", *asked).json["methods"]:
-        assert row["prompt_accuracy"] >= 4 / 6 and row["frechet"] > 0 and row["precision"] > 0
+    prompts.write_text("a photo of a sunflower under a blue sky\na photo of a forest\n")
+    asked = ("--methods", "ar", "-n", 2, *TWO, "--no-measure-tv", "--no-plots", "--json")
+    (row,) = run("bench", *asked).json["methods"]
+    assert row["prompt_accuracy"] >= 3 / 4 and row["frechet"] > 0 and row["precision"] > 0
 
 
 def test_prompts_of_geneval_leave_pictures_for_its_scorer(run, model, elsewhere):
@@ -264,5 +257,9 @@ def test_prompts_of_geneval_leave_pictures_for_its_scorer(run, model, elsewhere)
     asked = ("--prompts", "g.jsonl", "--methods", "ar", "-n", 2, "--no-plots", "--no-measure-tv", "-o", "b")
     assert run("bench", "--model", model, *asked).code == 0
     for place, row in enumerate(rows):
-        with Image.open(f"b/geneval/ar/{place:05d}/samples/0001.png") as image:
-            assert image.info["prompt"] == row["prompt"]
+        folder = Path(f"b/geneval/ar/{place:05d}")
+        assert json.loads((folder / "metadata.jsonl").read_text()) == row
+        drawn = sorted(Path("b/pictures/ar").glob(f"{place:03d}-*.png"))
+        scored = sorted((folder / "samples").iterdir())
+        assert [path.name for path in scored] == ["0000.png", "0001.png"]
+        assert [path.read_bytes() for path in scored] == [path.read_bytes() for path in drawn]

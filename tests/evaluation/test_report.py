@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import csv
 import math
+from dataclasses import asdict
 
 import pytest
 
+from lanternpp.api.settings import resolve
 from lanternpp.evaluation import report
 from lanternpp.evaluation.race import Turn
 
+PLAIN = asdict(resolve("ar", {}, {"batch_size": 1, "compile": False}))
 RUN = {
     "model": "toy",
     "prompts": ["a", "b"],
@@ -17,28 +20,13 @@ RUN = {
     "device": "cpu",
     "threads": 1,
     "versions": {"torch": "0"},
-    "methods": {
-        name: {
-            "batch_size": 1,
-            "cfg": 1.0,
-            "temperature": 1.0,
-            "top_k": 0,
-            "top_p": 1.0,
-            "compile": False,
-            "fit": False,
-        }
-        for name in ("ar", "fast")
-    },
+    "methods": {"ar": PLAIN, "fast": PLAIN},
 }
 
 
 def turn(label: str, prompt: int, seconds: float, accepted: list[list[int]], **more) -> Turn:
-    parts = {
-        "draft": 0.25 * seconds,
-        "pass": 0.5 * seconds,
-        "verify": 0.125 * seconds,
-        "rest": 0.125 * seconds,
-    }
+    shares = {"draft": 0.25, "pass": 0.5, "verify": 0.125, "rest": 0.125}
+    parts = {phase: share * seconds for phase, share in shares.items()}
     return Turn(label, prompt, 0, seconds, parts, accepted, [], **more)
 
 
@@ -97,12 +85,14 @@ def test_the_table_shows_what_was_measured_and_dashes_elsewhere() -> None:
     assert lines[0].count("|") == lines[1].count("|") == lines[2].count("|")
     assert "Fréchet" in lines[0] and "CLIP" not in lines[0]
     assert "| - |" in lines[2] and "7.00 ± 0.50" in lines[3] and "2.00x" in lines[3]
-    assert "3 pictures of 2 prompts" in lines[-1]
+    assert "3 pictures of 2 prompts" in lines[-1] and ", 1 thread," in lines[-1]
+    alone = report.markdown(report.rows([TURNS[0], TURNS[3]], RUN, {}), RUN | {"prompts": ["a"]})
+    assert "1 picture of 1 prompt per" in alone and "mean of 1 picture." in alone
 
 
 def test_the_table_says_which_drafts_were_fitted_to_the_machine() -> None:
-    fast = RUN["methods"]["fast"] | {"fit": True}
-    methods = {"ar": RUN["methods"]["ar"], "fast": fast | {"tree": "chain-7"}, "slow": fast | {"tree": None}}
+    fast = PLAIN | {"fit": True}
+    methods = {"ar": PLAIN, "fast": fast | {"tree": "chain-7"}, "slow": fast | {"tree": None}}
     turns = [*TURNS, turn("slow", 0, 1.0, [[1] * 8])]
     for headings in (report.HEADINGS, report.PAPER):
         table = report.rows(turns, RUN | {"methods": methods}, {})

@@ -148,6 +148,7 @@ def bench(
     from lanternpp.evaluation.profile import COLUMNS, profile_race
     from lanternpp.evaluation.prompts import GENEVAL, fetch, read_prompts, read_rows, spread
     from lanternpp.evaluation.race import Race, parse_methods
+    from lanternpp.evaluation.report import PLOTS
 
     with locked(output):
         check_folder(output, bool(sizes), resume)
@@ -176,6 +177,10 @@ def bench(
             entries = at_equal_tv(search, entries, limits)
         lines = read_rows(prompts) if prompts and prompts.suffix.lower() == ".jsonl" and not sizes else []
         geneval = lines if all(line.keys() >= GENEVAL for line in lines) else []
+        # Plots of a resumed run are drawn again, or no longer wanted.
+        for path in (*output.glob("*.png"), *output.glob("batch-*/*.png")):
+            if path.stem in PLOTS:
+                path.unlink()
         table: list[dict[str, Any]] = []
         profiles: list[list[str]] = []
         new_race = partial(Race, pipe, entries, seed=seed, measure_tv=race_options.measure_tv)

@@ -1,7 +1,7 @@
 """A race of methods: they take turns at the same prompts and seeds, and every turn is logged when it ends.
 
-The folder of a run holds `run.json` (the entries and their settings, as requested and as fitted to the machine), `turns.jsonl` (a
-line per turn, so that a run can be stopped at any moment and resumed) and `pictures/`.
+The folder of a run holds `run.json` (the entries and their settings as requested), `turns.jsonl` (what a fit to the machine changed
+in the settings, and a line per turn, so that a run can be stopped at any moment and resumed) and `pictures/`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from lanternpp.util.jsonfile import Journal, differences, key_of, read_object, v
 from lanternpp.util.terminal import Progress
 
 RUN, TURNS, PICTURES = "run.json", "turns.jsonl", "pictures"
-FITTED = "fitted"  # key of settings in `run.json` that a resumed run takes over; the rest must be the same
 FOLDER_REMEDY = "choose another folder with -o"
 METHOD_DIALS = [DIALS[name] for name in names(MethodDials)]  # the dials that an entry may override
 DIALS_BY_KEY = {key: dial for dial in METHOD_DIALS for key in (dial.name, dial.spoken, dial.short) if key}
@@ -139,6 +138,16 @@ class Race:
         defaults = {"batch_size": 1, "compile": False, **shared}
         self.requested = {e.label: pipe.settings(e.method, **(defaults | e.overrides)) for e in entries}
         self.settings: dict[str, Settings] = {}  # fitted to the machine when the race begins
+        self.facts = {
+            "model": pipe.name,
+            "weights": pipe.model.weights,
+            "prompts": self.prompts,
+            "n": n,
+            "seed": seed,
+            "measure_tv": measure_tv,
+            **machine(pipe),
+            "versions": versions(),
+        }
         self.batch_size = self.requested[BASELINE].batch_size
         self.turn_size = turn_size or self.batch_size
         if n % self.turn_size:
@@ -148,19 +157,10 @@ class Race:
         self.engines: dict[str, Engine] = {}  # one per label for the whole race, as turns are timed
         self._stopwatches: dict[str, Stopwatch] = {}
 
-    def describe(self, settings: Mapping[str, Settings] | None = None) -> dict[str, Any]:
-        """Return the facts of the race with these settings, by default with the fitted ones."""
-        return {
-            "model": self.pipe.name,
-            "weights": self.pipe.model.weights,
-            "prompts": self.prompts,
-            "n": self.n,
-            "seed": self.seed,
-            "measure_tv": self.measure_tv,
-            **machine(self.pipe),
-            "versions": versions(),
-            "methods": {label: asdict(values) for label, values in (settings or self.settings).items()},
-        }
+    def describe(self) -> dict[str, Any]:
+        """Return the facts of the race, with the settings that the methods are drawn with."""
+        methods = {label: asdict(settings) for label, settings in self.settings.items()}
+        return self.facts | {"methods": methods}
 
     def turns(self) -> Iterator[tuple[Entry, int, int]]:
         """Yield (entry, index of the prompt, first seed) in the order of drawing; each round begins with another entry."""
@@ -185,20 +185,21 @@ class Race:
 
         `progress` is called between turns only, so that no turn is timed with the call. Raise InputError if the folder holds another run.
         """
-        description = self.describe(self.requested)
-        previous = read_run(folder, description)
-        self.settings = self._fitted(previous)
+        journal = Journal(folder / TURNS, FOLDER_REMEDY)
+        fits = {label: self._fit(label, journal) for label in self.requested}
+        self.settings = {label: replace(self.requested[label], **changes) for label, changes in fits.items()}
         # Engines are built before anything is written, so that a wrong part is found first.
         self.engines = {label: self.pipe.new_engine(s, timed=True) for label, s in self.settings.items()}
-        if previous is None:
-            write_json(folder / RUN, description | {FITTED: self.describe()["methods"]})
-        journal = Journal(folder / TURNS, FOLDER_REMEDY)
+        requested = {label: asdict(settings) for label, settings in self.requested.items()}
+        check_run(folder, self.facts | {"methods": requested})
+        for label, changes in fits.items():
+            journal.once({"fit": label}, partial(dict, changes))
         turns: list[Turn] = []
         num_turns = len(self.prompts) * self.n // self.turn_size * len(self.entries)
         for entry, prompt, seed in self.turns():
             key = {"label": entry.label, "prompt": prompt, "seed": seed}
             if progress and key_of(key) not in journal:
-                progress(len(journal), num_turns)
+                progress(len(turns), num_turns)
             figures = journal.once(key, partial(self._measure_turn, folder, entry, prompt, seed))
             turns.append(validated("its turn", key | figures, Turn))
         # Removed pictures are drawn again after all turns, as a stopwatch would time them with the next turn.
@@ -207,18 +208,13 @@ class Race:
                 self._save(folder, entry, prompt, seed, self.draw(entry, prompt, seed)[1])
         return turns
 
-    def _fitted(self, previous: Mapping[str, Any] | None) -> dict[str, Settings]:
-        """Return the settings fitted to the machine; of a resumed run those of its `run.json`, as a fit may differ by now."""
-        if previous is None:
-            return {label: self.pipe.fit(settings) for label, settings in self.requested.items()}
-        fitted = validated(FITTED, previous.get(FITTED), dict[str, Settings])
-        resumed = {}
-        for label, settings in self.requested.items():
-            requested, values = previous["methods"][label], vars(fitted.get(label, settings))
-            # Only what the fit changed is taken over: another value may be an imported class, which the file has as text.
-            changes = {name: value for name, value in values.items() if value != requested[name]}
-            resumed[label] = replace(settings, **changes)
-        return resumed
+    def _fit(self, label: str, journal: Journal) -> dict[str, Any]:
+        """Return what the fit to the machine changes in an entry's settings; a resumed run has it logged, as it may differ by now."""
+        key, requested = key_of({"fit": label}), vars(self.requested[label])
+        if key in journal:
+            return dict(journal[key])
+        fitted = vars(self.pipe.fit(self.requested[label]))
+        return {name: value for name, value in fitted.items() if value != requested[name]}
 
     def _measure_turn(self, folder: Path, entry: Entry, prompt: int, seed: int) -> dict[str, Any]:
         if entry.label not in self._stopwatches:
@@ -254,19 +250,12 @@ def machine(pipe: Pipeline) -> dict[str, Any]:
 
 def check_run(folder: Path, run: Mapping[str, Any], remedy: str = FOLDER_REMEDY) -> None:
     """Write `run.json`, or compare the run with the folder's `run.json`; raise InputError, which names the differences."""
-    if read_run(folder, run, remedy) is None:
-        write_json(folder / RUN, run)
-
-
-def read_run(folder: Path, run: Mapping[str, Any], remedy: str = FOLDER_REMEDY) -> dict[str, Any] | None:
-    """Return the content of a folder's `run.json`, or None without one; raise InputError, which names differences from `run`."""
     if not (folder / RUN).exists():
-        return None
+        write_json(folder / RUN, run)
+        return
     content = read_object(folder / RUN, FOLDER_REMEDY)
-    compared = {name: value for name, value in content.items() if name != FITTED}
-    if differing := list(differences(compared, json.loads(json.dumps(run)))):
+    if differing := list(differences(content, json.loads(json.dumps(run)))):
         raise InputError(
             f"{folder} holds a run with other settings ({'; '.join(differing)}); repeat them to go on with it, "
             f"or {remedy}"
         )
-    return content

@@ -64,6 +64,7 @@ FORMATS = {  # of figures; a figure without a format has two decimals
 WIDE = ("where", "precision", "recall")  # columns left out on a terminal
 BATCHES = ("batch_size", "draft", "pictures_per_second")  # columns shown where batch sizes are compared
 COSTS = ("frechet", "clip", "tv_cost")  # against which speed is plotted: the first that was measured
+PLOTS = ("rows", "passes", "speed", "throughput")
 MARKS = "os^"  # markers, by which points of one colour differ
 
 
@@ -191,6 +192,11 @@ def count_range(counts: Iterable[int]) -> str:
     return str(ordered[0]) if ordered else ""
 
 
+def counted(count: object, noun: str) -> str:
+    """Return a count, or a range of counts, with its noun."""
+    return f"{count} {noun}{'' if str(count) == '1' else 's'}"
+
+
 def settings_line(
     table: Sequence[Mapping[str, Any]], run: Mapping[str, Any], headings: Mapping[str, str]
 ) -> str:
@@ -203,12 +209,12 @@ def settings_line(
     )
     statistics = "means over pictures" if headings is PAPER else "medians, quartiles in brackets"
     return (
-        f"{run['model']}, {images} pictures of {len(run['prompts'])} prompts per method, "
+        f"{run['model']}, {counted(images, 'picture')} of {counted(len(run['prompts']), 'prompt')} per method, "
         f"{batch_sizes} at a time, methods taking turns; {statistics}. "
         f"cfg {plain['cfg']:g}, temperature {plain['temperature']:g}, top-k {plain['top_k']}, top-p {plain['top_p']:g}; "
         f"{run['dtype']}, {'compiled' if plain['compile'] else 'not compiled'}, {run['device']}, "
-        f"{run['threads']} threads, torch {run['versions']['torch']}."
-        + (f" TV cost: mean of {tv_images} pictures." if tv_images else "")
+        f"{counted(run['threads'], 'thread')}, torch {run['versions']['torch']}."
+        + (f" TV cost: mean of {counted(tv_images, 'picture')}." if tv_images else "")
     )
 
 
