@@ -68,32 +68,26 @@ def test_plain_ar_gets_the_methods_sampling_and_none_of_its_dials(compare, calls
     assert (other.method, other.lam, other.tree, other.cfg) == ("lantern++", 3, "chain-3", 2.0)
 
 
-def test_all_runs_of_a_side_have_one_draft(compare, calls, monkeypatch) -> None:
+def test_measuring_is_a_run_of_its_own_and_all_runs_of_a_side_have_one_draft(
+    compare, calls, monkeypatch
+) -> None:
     """Though a fit gives another whenever it is asked, as it does where acceptance becomes known meanwhile."""
     levels = iter(range(2, 100))
     monkeypatch.setattr(Pipeline, "fit", lambda pipe, settings: with_tree(settings, f"chain-{next(levels)}"))
-    compare("--measure-tv")
-    assert {call.settings.tree for call in calls if call.settings.method == "lantern++"} == {"chain-2"}
-
-
-def test_measuring_is_a_run_of_its_own(compare, calls, monkeypatch) -> None:
     ar, method = compare("--measure-tv", "--json").json["methods"]
     assert [call.settings.measure_tv for call in calls] == [False] * 8 + [True]
-    assert calls[-1].settings.method == "lantern++"
+    assert {call.settings.tree for call in (*calls[1::2], calls[-1])} == {"chain-2"}
     assert method["tv_cost"] > 0 and method["seconds"] == 4.0 and not ar["tv_cost"]
-    monkeypatch.setenv("COLUMNS", "160")
-    calls.clear()
-    out = compare("--measure-tv").out
-    assert "TV cost / picture" in out and f"{method['tv_cost']:.2f}" in out
 
 
 def test_the_table_has_every_figure_and_says_what_was_drafted(compare, calls, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
-    per_pass = compare("-n", 2, "--json").json["codes_per_pass"]
+    row = compare("-n", 2, "--measure-tv", "--json").json
     calls.clear()
-    out = compare("-n", 2).out
-    said = ("speed-up", "codes / pass", "lantern++ (auto: the model's own default)", "3 runs", PROMPT)
-    for text in (*said, "4.50", "2.00", "16", "1.00", f"{per_pass:.2f}", "2.25x", "20.00"):
+    out = compare("-n", 2, "--measure-tv").out
+    figures = (f"{row['codes_per_pass']:.2f}", f"{row['tv_cost']:.2f}", "TV cost / picture")
+    said = ("speed-up", "codes / pass", "lantern++ (auto: the model's own default)", "3 runs", PROMPT, BOUND)
+    for text in (*said, *figures, "4.50", "2.00", "16", "1.00", "2.25x", "20.00"):
         assert text in out
 
 

@@ -23,8 +23,9 @@ OTHERS = {  # a model's own
 
 @pytest.mark.parametrize("paper", PAPERS.values(), ids=PAPERS)
 def test_a_paper_has_its_own_draft_and_sampling_on_a_model_with_other_defaults(paper: Paper) -> None:
-    plain, *drafting = [paper.entry(entry) for entry in parse_methods(paper.methods)]
-    assert plain.method == BASELINE and drafting
+    plain, auto, *drafting = map(paper.entry, parse_methods(f"{AUTO}, {paper.methods}"))
+    assert (plain.method, auto.method) == (BASELINE, AUTO) and not (plain.overrides or auto.overrides)
+    assert drafting
     for entry in drafting:
         given = {"fit": False, **paper.sampling, **entry.overrides}
         settings = resolve(entry.method, OTHERS, given)
@@ -42,8 +43,3 @@ def test_the_trees_have_as_many_nodes_as_the_papers_say() -> None:
     assert sizes["eagle2 tree=eagle2-58"] == sizes["lantern tree=eagle2-58 k=1000 delta=0.4"] == 59
     assert sizes["lantern++ k=5 lambda=20"] == 58 and sizes["eagle"] == 26  # with the root
     assert settings["jacobi alternatives=0 window_rows=1"].window == 16
-
-
-def test_plain_decoding_and_auto_stay_as_they_are() -> None:
-    for entry in parse_methods(f"{BASELINE}, {AUTO}"):
-        assert PAPERS["sjd-lumina"].entry(entry) == entry
