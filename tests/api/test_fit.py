@@ -24,7 +24,16 @@ from lanternpp.accept.neighbours import LanternPlusPlus
 from lanternpp.api import fit
 from lanternpp.api.calls import Request
 from lanternpp.api.defaults import Defaults
-from lanternpp.api.fit import MIN_PASSES, PLAIN, Step, cost_settings, disturbed, measure, plain_settings
+from lanternpp.api.fit import (
+    MIN_PASSES,
+    PLAIN,
+    Step,
+    bound,
+    cost_settings,
+    disturbed,
+    measure,
+    plain_settings,
+)
 from lanternpp.api.options import Settings
 from lanternpp.api.rates import FILE, Counter, Counts, read_rates, strength
 from lanternpp.engine.decode import Engine
@@ -415,7 +424,18 @@ def test_steps_that_all_waited_for_a_core_are_disturbed(pipe: Pipeline, monkeypa
     assert disturbed(measure(drafts, 16))
 
 
-def test_steps_are_disturbed_that_vary_or_take_longer_than_those_of_larger_passes() -> None:
+def test_what_bounds_a_machine_is_read_from_its_passes() -> None:
+    def steps(*passes: tuple[int, float]) -> list[Step]:
+        return [Step(f"chain-{rows}", rows, 2 * seconds, seconds, 1.0) for rows, seconds in passes]
+
+    assert bound(steps((2, 1.0), (8, 1.1))) is None
+    assert bound(steps((2, 1.0), (8, 1.1), (26, 1.9))) == (
+        "memory bounds this machine: a pass over 26 rows takes at most twice as long as one over 2"
+    )
+    assert bound(steps((2, 1.0), (26, 7.0), (8, 1.9))) == (
+        "memory bounds passes over up to 8 rows on this machine, arithmetic larger ones"
+    )
+    assert bound(steps((2, 1.0), (8, 2.5), (26, 7.0))).startswith("arithmetic bounds this machine")
     assert disturbed([Step("a", 2, 1, 1, spread) for spread in (1.0, 1.1, 1.4)])
     assert not disturbed([Step("a", 2, 1, 1, spread) for spread in (1.0, 1.1, 1.3)])
     assert disturbed([Step("a", rows, 1, target, 1.0) for rows, target in ((2, 1), (16, 3.2), (8, 4.2))])

@@ -17,6 +17,7 @@ from lanternpp.api.settings import with_tree
 from lanternpp.engine.decode import Engine
 
 PROMPT = "a photo of a red tulip"
+BOUND = "arithmetic bounds this machine"
 SECONDS = {"ar": [99.0, 8.0, 80.0, 9.0], "lantern++": [99.0, 4.0, 2.0, 40.0, 77.0]}
 
 
@@ -36,6 +37,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
         return replace(result, stats=stats)
 
     monkeypatch.setattr(Pipeline, "draw", timed)
+    monkeypatch.setattr(Pipeline, "bound", lambda pipe, settings: BOUND if settings.batch_size == 1 else None)
     return made
 
 
@@ -54,6 +56,7 @@ def test_the_sides_take_turns_after_a_warm_up_each_and_medians_count(compare, ca
     assert (method["method"], method["seconds"], method["seconds_per_image"]) == ("lantern++", 4.0, 2.0)
     assert figures["speedup"] == method["speedup"] == 9.0 / 4.0
     assert figures["method"] == "lantern++" and figures["passes"] == method["passes"]
+    assert figures["bound"] == BOUND
     assert ar["codes"] == method["codes"] == 2 * 16 and ar["codes_per_pass"] == 1
     assert figures["file"] == "out/compare.png"
     with Image.open(elsewhere / "out" / "compare.png") as image:
@@ -80,7 +83,9 @@ def test_measuring_is_a_run_of_its_own_and_all_runs_of_a_side_have_one_draft(
     assert method["tv_cost"] > 0 and method["seconds"] == 4.0 and not ar["tv_cost"]
 
 
-def test_the_table_has_every_figure_and_says_what_was_drafted(compare, calls, monkeypatch) -> None:
+def test_the_table_has_every_figure_and_says_what_was_drafted_and_what_bounds_the_machine(
+    compare, calls, monkeypatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     row = compare("-n", 2, "--measure-tv", "--json").json
     calls.clear()

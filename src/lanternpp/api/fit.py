@@ -147,6 +147,20 @@ def disturbed(steps: Sequence[Step]) -> bool:
     return any(slower) or sum(step.spread for step in steps) > MAX_SPREAD * len(steps)
 
 
+def bound(steps: Sequence[Step]) -> str | None:
+    """Return a sentence on what bounds passes on this machine; None where too little was measured to tell."""
+    rows = sorted({step.rows for step in steps})
+    if len(rows) < 3:
+        return None
+    fastest = min(step.target for step in steps if step.rows == rows[0])
+    cheap_rows = max(step.rows for step in steps if step.target <= 2 * fastest)
+    if cheap_rows == rows[0]:
+        return f"arithmetic bounds this machine: any draft more than doubles the time of a pass over {cheap_rows} rows"
+    if cheap_rows == rows[-1]:
+        return f"memory bounds this machine: a pass over {cheap_rows} rows takes at most twice as long as one over {rows[0]}"
+    return f"memory bounds passes over up to {cheap_rows} rows on this machine, arithmetic larger ones"
+
+
 @dataclass(frozen=True)
 class Store:
     """The content of the file: measured steps and acceptance counts, by the text of the settings that they hold for.
@@ -286,6 +300,10 @@ class Fit:
         """Return the acceptance counts of a method's drafts; None where they are not complete."""
         key = key_of(strength(settings))
         return self.rates.get(key) or self.store.complete_counts(key)
+
+    def bound(self, settings: Settings) -> str | None:
+        """Return a sentence on what bounds passes on this machine; None where such settings were not measured."""
+        return bound(self._measured(key_of(cost_settings(settings))))
 
     def count(self, settings: Settings, engine: Engine) -> None:
         """Let an engine count the acceptance of its drafts, where a fit waits for the counts."""

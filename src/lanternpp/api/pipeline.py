@@ -137,6 +137,10 @@ class Pipeline(Engines):
         with self._lock:
             return self._fit(settings)
 
+    def bound(self, settings: Settings) -> str | None:
+        """Return a sentence on what bounds passes on this machine; None where `fit` measured nothing for such settings."""
+        return None if self.target.channels else self._fit.bound(settings)
+
     def at_batch(self, settings: Settings, rows: int) -> Settings:
         """Return the settings for `rows` pictures at once: with a draft tuned for this batch size, else a fitted one."""
         single = self.settings(settings.method, batch_size=1)

@@ -72,13 +72,14 @@ def compare(
     rows = [figures_of(plain_results), figures_of(results, tv_stats)]
     for row in rows:
         row["speedup"] = rows[0]["seconds"] / row["seconds"]
+    bound = pipe.bound(pipe.settings(options.method, **overrides))
     stats = results[-1].stats
     chunks = notes(prompt, seed, stats.model, stats.settings, stats.versions, stats.images)
     save_png(render(prompt, (plain_results[-1].images, results[-1].images), rows), path, chunks)
     if as_json:
-        print(json.dumps(rows[1] | {"methods": rows, "file": str(path)}))
+        print(json.dumps(rows[1] | {"methods": rows, "bound": bound, "file": str(path)}))
         return
-    show(prompt, rows)
+    show(prompt, rows, bound)
     print(str(path))
     opt.advise(pipe, stats.settings, options)
 
@@ -140,8 +141,8 @@ def render(prompt: str, images: Sequence[Any], rows: Sequence[Mapping[str, Any]]
     return comparison(prompt, panels)
 
 
-def show(prompt: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print the figures as a table."""
+def show(prompt: str, rows: Sequence[Mapping[str, Any]], bound: str | None) -> None:
+    """Print the figures as a table. bound: a sentence on the bottleneck of passes on this machine."""
     plain, drafted = rows
     runs = len(plain["seconds_per_run"])
     # A ratio far above 1 shows that another program used the machine.
@@ -149,6 +150,8 @@ def show(prompt: str, rows: Sequence[Mapping[str, Any]]) -> None:
     caption = [f"medians of {runs} runs; slowest / fastest: {spread:.2f}" if runs > 1 else "one run"]
     if drafted["auto"] or drafted["settings"]["fit"]:
         caption.append(drawn_with(drafted["method"], drafted["auto"], drafted["settings"]))
+    if bound:
+        caption.append(bound)
     caption.append(device_text(plain["settings"]))
     headings = ["method", "seconds / picture", "passes / picture", "codes / pass", "speed-up"]
     lines = [
