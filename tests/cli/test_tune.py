@@ -161,12 +161,6 @@ def test_least_survival_is_tuned_with_the_chain_and_drawn_with(run, own):
     assert given["settings"]["min_survival"] == 0.35
 
 
-def test_a_drafter_that_predicts_nothing_refuses_a_least_survival(run, own):
-    asked = ("generate", "a red tulip", "--model", own, "--method", "parallel", "--min-survival", 0.3)
-    for more, named in (((), "train it again"), (("--tree", "deep-8"), "the tree branches")):
-        run(*asked, *more).refused(named)
-
-
 def test_a_default_that_cannot_be_written_is_told_of_before_anything_is_drawn(run, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

@@ -53,8 +53,7 @@ def test_methods_are_read_with_what_they_override() -> None:
     ],
 )
 def test_a_wrong_entry_is_named(text: str, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    switch = Dial(name="hard", kind=bool)
-    monkeypatch.setitem(DIALS_BY_KEY, "hard", switch)
+    monkeypatch.setitem(DIALS_BY_KEY, "hard", Dial(name="hard", kind=bool))
     assert parse_methods("eagle hard=false")[1].overrides == {"hard": False}
     rejects(re.escape(named), parse_methods, text)
 

@@ -203,14 +203,12 @@ def frechet(generated: Gaussian, reference: Gaussian) -> float:
 
 
 def standard_error(features: Tensor, reference: Gaussian) -> float:
-    """Return the standard error of the Fréchet distance of features [M, F] from a reference, by a jackknife over parts.
+    """Return the standard error of the Fréchet distance of features [M, F], M >= 4, from a reference, by a jackknife over parts.
 
     The pictures are the random part, the reference is held fixed. The error does not include the bias of few pictures, which makes
     every distance too long.
     """
     num_parts = min(JACKKNIFE_PARTS, len(features) // 2)
-    if num_parts < 2:
-        return math.nan
     # Pictures come prompt by prompt, so they are assigned to parts at random.
     order = torch.randperm(len(features), generator=torch.Generator().manual_seed(0))
     part_of = (order % num_parts).to(features.device)  # [M]
