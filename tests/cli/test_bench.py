@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -113,13 +114,14 @@ def test_a_profile_of_each_method_has_the_phases_and_the_operations_of_its_steps
         assert phases <= set(re.findall(r"^ *(\S+)", table, re.M))
         assert "aten::" in table or name != "eagle", "other methods take whole steps in C"
         marks = [
-            (event["ts"], event["name"])
+            (event["ts"], event["name"], event["ts"] + event["dur"])
             for event in json.loads(Path(f"b/profile-{name}.json").read_text())["traceEvents"]
             if event["ph"] == "X" and event.get("cat") == "user_annotation"
         ]
-        turns = [mark for _, mark in sorted(marks) if mark in ("pass", "verify")]
+        turns = [mark for _, mark, _ in sorted(marks) if mark in ("pass", "verify")]
         steps = len(turns) // 2
-        assert {mark for _, mark in marks} == phases and turns == ["pass", "verify"] * steps
+        assert {mark for _, mark, _ in marks} == phases and turns == ["pass", "verify"] * steps
+        assert all(end <= start for (_, _, end), (start, _, _) in pairwise(sorted(marks)))
         # a picture has 16 codes, one of them the prefill's
         assert steps == 15 if name == "ar" else 0 < steps < 15
 
