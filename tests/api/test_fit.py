@@ -43,7 +43,7 @@ from lanternpp.evaluation.race import Race, parse_methods
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.config import ServerConfig
-from lanternpp.serve.tickets import ImageSpec
+from lanternpp.serve.tickets import Ticket
 from lanternpp.training.drafter import record_rates, strengths
 from lanternpp.trees.static import chain
 from lanternpp.util.jsonfile import key_of
@@ -177,7 +177,7 @@ def test_every_batch_size_is_measured_for_itself_and_the_server_draws_with_it(pi
     assert len(asked) == 2
     batcher = Batcher(pipe, ServerConfig(slots=2))
     try:
-        drawn = put(batcher, ImageSpec(PROMPT, 3, pipe.settings("parallel", batch_size=1))).result(300)
+        drawn = put(batcher, Ticket(PROMPT, 3, pipe.settings("parallel", batch_size=1))).result(300)
     finally:
         batcher.close(False, 0)
     assert drawn.settings.tree == "chain-2" and len(asked) == 2

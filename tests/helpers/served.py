@@ -26,7 +26,7 @@ from lanternpp.serve.app import create_app
 from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.config import ServerConfig
 from lanternpp.serve.server import Limits, bind, url, uvicorn_config
-from lanternpp.serve.tickets import ImageSpec, Ticket
+from lanternpp.serve.tickets import Ticket
 
 PROMPT = "a red tulip"
 IMAGES = "/v1/images/generations"
@@ -39,18 +39,19 @@ def settings(method: str = "ar", **overrides: object) -> Settings:
     return resolve(method, {}, overrides)
 
 
-def spec(seed: int = 0, client: str = "", prompt: str = PROMPT, **more: object) -> ImageSpec:
+def spec(seed: int = 0, client: str = "", prompt: str = PROMPT, **more: object) -> Ticket:
     """One picture by plain decoding."""
-    return ImageSpec(prompt, seed, settings(), client=client, **more)
+    return Ticket(prompt, seed, settings(), client=client, **more)
 
 
-def put_all(batcher: Batcher, specs: Sequence[ImageSpec]) -> list[Ticket]:
+def put_all(batcher: Batcher, specs: Sequence[Ticket]) -> list[Ticket]:
     """Put all of these pictures into the queue, or none, as a request does."""
-    with batcher.reserve(len(specs)) as submit:
-        return submit(specs)
+    batcher.accept(specs)
+    batcher.encode(specs)
+    return list(specs)
 
 
-def put(batcher: Batcher, spec: ImageSpec) -> Ticket:
+def put(batcher: Batcher, spec: Ticket) -> Ticket:
     """Put a picture into the queue."""
     return put_all(batcher, [spec])[0]
 
@@ -163,6 +164,17 @@ def dial(address: str) -> socket.socket:
     """A connection to a server."""
     host, _, port = address.removeprefix("http://").partition(":")
     return socket.create_connection((host, int(port)), timeout=120)
+
+
+def received(line: socket.socket) -> bytes:
+    """All that comes until the server closes the connection."""
+    said = bytearray()
+    try:
+        while part := line.recv(1 << 16):
+            said += part
+    except ConnectionResetError:
+        pass
+    return bytes(said)
 
 
 def request(**fields: object) -> bytes:

@@ -165,6 +165,7 @@ WRONG = {
     "no prompt": ({}, 400, "'prompt' is missing"),
     "long": ({"prompt": "tulip " * 10}, 400, "takes at most 50"),
     "n": ({"prompt": "tulip", "n": 11}, 400, "n 11"),
+    "seed": ({"prompt": "tulip", "seed": 2**62, "n": 2}, 400, f"with n 2 use 0 to {2**62 - 1}"),
     "n in words": ({"prompt": "tulip", "n": "3"}, 400, "n '3'"),
     "a dial in words": ({"prompt": "tulip", "top_k": "3"}, 400, "top_k '3'"),
     "a switch that is 1": ({"prompt": "tulip", "stream": 1}, 400, "stream 1"),
@@ -228,7 +229,8 @@ def test_one_sentence_for_every_bad_request(http, name):
     # OpenAI's client reads it.
     assert answer.headers.get("x-should-retry") == ("false" if name == "late" else None)
     assert "--" not in sentence  # nor an option of the command line
-    assert 'outcome="failed"' not in http.get("/metrics").text  # no picture of it was in the queue
+    text = http.get("/metrics").text
+    assert 'outcome="failed"' not in text and (name != "late" or 'outcome="expired"' in text)
     assert not isinstance(body, dict) or name not in body or answer.json()["error"]["param"] == name
 
 
@@ -249,6 +251,12 @@ def test_a_model_that_cannot_draw_is_no_fault_of_the_request():
 def test_a_body_whose_length_is_not_announced_is_limited_too(http):
     chunks = (b"x" * 1000 for _ in range(10))
     assert refusal(http.post(IMAGES, content=chunks, headers={"content-type": "application/json"}))[0] == 413
+
+
+def test_a_client_that_vanishes_within_its_body_made_no_mistake(server, http):
+    with dial(server) as line:
+        line.sendall(request()[:-3])
+    until(lambda: f'{{route="{IMAGES}",status="499"}}' in http.get("/metrics").text)
 
 
 def test_other_paths_and_ways(http):
@@ -383,14 +391,16 @@ def ask(address: str, **fields: object) -> socket.socket:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_vanishes_frees_its_slot_within_a_step_and_its_place_in_the_queue(busy, stream, caplog):
     pipe, batcher, address = busy
-    with ask(address, stream=stream, seed=1), ask(address, stream=stream, seed=2):
-        until(lambda: pipe.admitted == [1] and batcher.load.queued == 1)
+    first = ask(address, stream=stream, seed=1)
+    until(lambda: pipe.admitted == [1])
+    with first, ask(address, stream=stream, seed=2):
+        until(lambda: batcher.queued == 1)
         other = ask(address, seed=3)
-        until(lambda: batcher.load.queued == 2)
-        tickets = [*batcher._scheduler.tickets, *batcher._waiting]
+        until(lambda: batcher.queued == 2)
+        tickets = sorted(batcher._tickets, key=lambda ticket: ticket.seed)
     until(lambda: [ticket.done() for ticket in tickets] == [True, True, False])
     pipe.allow(1)  # the step that was under way
-    until(lambda: pipe.admitted == [1, 3] and batcher.load.queued == 0)
+    until(lambda: pipe.admitted == [1, 3] and batcher.queued == 0)
     assert pipe.dropped == [1]
     pipe.allow()
     assert other.recv(100).startswith(b"HTTP/1.1 200")
@@ -408,15 +418,15 @@ def test_a_full_queue_is_429_with_a_time_to_wait_and_takes_all_or_none(busy):
 
     lines = [ask(address, seed=1)]
     # it leaves the queue after it has its slot
-    until(lambda: pipe.admitted == [1] and not batcher.load.queued)
+    until(lambda: pipe.admitted == [1] and not batcher.queued)
     for _ in range(3):
         assert answer(prompt="a spaceship")[1] == 400  # and gives its place back
     lines.append(ask(address, seed=2))
-    until(lambda: batcher.load.queued == 1)
+    until(lambda: batcher.queued == 1)
     assert answer(n=3)[1:] == (400, "3 pictures do not fit the queue of 2; ask for fewer")
     full, status, message = answer(n=2)
     assert status == 429 and "1 pictures are waiting" in message and int(full.headers["retry-after"]) >= 1
-    assert batcher.load.queued == 1
+    assert batcher.queued == 1
     pipe.allow()
     for line in lines:
         assert line.recv(100).startswith(b"HTTP/1.1 200")

@@ -11,20 +11,21 @@ import pytest
 from helpers.processes import SECONDS, until
 from helpers.refusals import rejects
 from helpers.served import batcher_of, put, put_all, settings, spec
+from starlette.exceptions import HTTPException
 
 from lanternpp import InputError
 from lanternpp.serve import batcher as batcher_module
-from lanternpp.serve.tickets import Closed, Expired, Full, ImageSpec
+from lanternpp.serve.tickets import Ticket
 
 
-def seeds(*numbers: int) -> list[ImageSpec]:
+def seeds(*numbers: int) -> list[Ticket]:
     return [spec(seed) for seed in numbers]
 
 
 def test_pictures_join_a_running_batch_and_leave_it(slow):
     with batcher_of(slow, slots=4) as batcher:
         first = put_all(batcher, seeds(1, 2, 3))
-        until(lambda: batcher.load.running == 3)
+        until(lambda: batcher.running == 3)
         late = put(batcher, spec(4))
         slow.allow(1)
         until(lambda: len(slow.admitted) == 4)
@@ -32,19 +33,16 @@ def test_pictures_join_a_running_batch_and_leave_it(slow):
         drawn = [ticket.result(120) for ticket in (*first, late)]
         assert [one.settings.batch_size for one in drawn] == [4] * 4
         assert len(slow.engines) == 1
-        until(lambda: batcher.load.running == 0)
+        until(lambda: batcher.running == 0)
 
 
 def test_a_picture_in_the_queue_takes_one_place_of_it(slow):
     with batcher_of(slow, slots=1, queue=2) as batcher:
         put(batcher, spec(1))
-        until(lambda: batcher.load.queued == 0 and batcher.load.running == 1)
-        with batcher.reserve(1) as submit:
-            submit(seeds(2))
-            put(batcher, spec(3))  # from another request, before this one has answered
-            with pytest.raises(Full):
-                put(batcher, spec(4))
-        with pytest.raises(Full):
+        until(lambda: batcher.queued == 0 and batcher.running == 1)
+        batcher.accept(seeds(2))  # its prompt is being encoded
+        put(batcher, spec(3))
+        with pytest.raises(HTTPException, match="429: 2 pictures are waiting"):
             put(batcher, spec(4))
 
 
@@ -59,9 +57,9 @@ def test_a_picture_whose_prefill_has_begun_has_left_the_queue(slow, monkeypatch)
     monkeypatch.setattr(batcher_module.BatchRunner, "admit", slowly)
     with batcher_of(slow, slots=1, queue=1) as batcher:
         put(batcher, spec(1))
-        assert begun.wait(SECONDS) and batcher.load.queued == 0
+        assert begun.wait(SECONDS) and batcher.queued == 0
         put(batcher, spec(2))
-        with pytest.raises(Full):
+        with pytest.raises(HTTPException, match="429"):
             put(batcher, spec(3))
         go.set()
 
@@ -71,15 +69,15 @@ def test_a_deadline_holds_in_the_queue_and_in_a_slot(slow):
         running, waiting, fine = (put(batcher, spec(seed, deadline=600.5)) for seed in (1, 2, 3))
         until(lambda: slow.admitted == [1])
         for ticket in (running, waiting):
-            ticket.spec = replace(ticket.spec, arrived=ticket.spec.arrived - 700)
+            ticket.arrived -= 700
         slow.allow(1)
         for ticket in (running, waiting):
-            with pytest.raises(Expired, match=r"within 600\.5 s"):
+            with pytest.raises(HTTPException, match=r"504: .* within 600\.5 s"):
                 ticket.result(120)
         slow.allow()
         assert fine.result(120) and slow.admitted == [1, 3]
         # it holds from the arrival of the request: this one waited for other prompts, and its own is not encoded
-        with pytest.raises(Expired):
+        with pytest.raises(HTTPException, match="504"):
             put(batcher, spec(4, prompt="never", deadline=600.5, arrived=time.monotonic() - 700))
 
 
@@ -92,7 +90,7 @@ def test_an_engine_that_cannot_be_built_fails_its_picture_alone(slow):
     slow.at_batch = at_batch
     with batcher_of(slow) as batcher:
         slow.allow()
-        rejects("no drafter", put(batcher, ImageSpec("a tulip", 1, settings(temperature=0.0))).result, 120)
+        rejects("no drafter", put(batcher, Ticket("a tulip", 1, settings(temperature=0.0))).result, 120)
         assert put(batcher, spec(2)).result(120)
 
 
@@ -103,7 +101,7 @@ def test_a_step_that_hangs_does_not_keep_the_server_from_closing(slow, monkeypat
         until(lambda: slow.admitted == [1])
         assert not batcher.close(timeout=0)
         for ticket in (running, waiting):
-            with pytest.raises(Closed, match="shut down before"):
+            with pytest.raises(HTTPException, match=r"503: .* shut down before"):
                 ticket.result(0)
         assert "waited for no longer" in caplog.text
 
@@ -126,21 +124,21 @@ def test_who_has_no_place_costs_no_encoding_and_encoding_stops_no_drawing(slow, 
         with ThreadPoolExecutor(1) as other:
             waiting = other.submit(put_all, batcher, late)
             until(lambda: encoding == ["a red tulip", "red tulip"])
-            with pytest.raises(Full, match="2 pictures are waiting"):
+            with pytest.raises(HTTPException, match="429: 2 pictures are waiting"):
                 put(batcher, spec(4, prompt="never"))
             slow.allow()
             assert running.result(120), "its last steps came while a prompt was encoded"
             go.release()
             assert all(ticket.result(120) for ticket in waiting.result(120))
         batcher.close()
-        with pytest.raises(Closed):
+        with pytest.raises(HTTPException, match="503"):
             put(batcher, spec(5, prompt="never"))
     assert encoding == ["a red tulip", "red tulip"], "and the thread that draws encodes nothing"
 
 
 def test_a_client_that_changes_a_dial_in_every_request_leaves_a_runner_to_others(slow):
     def dialled(seed, client):
-        return ImageSpec("a red tulip", seed, settings("ar", temperature=0.1 + seed / 100), client=client)
+        return Ticket("a red tulip", seed, settings("ar", temperature=0.1 + seed / 100), client=client)
 
     with batcher_of(slow, slots=1, queue=40, max_engines=3) as batcher:
         put_all(batcher, [dialled(seed, "many") for seed in range(10)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -12,7 +11,18 @@ import httpx
 import psutil
 import pytest
 from helpers.processes import until
-from helpers.served import AUTHORIZED, IMAGES, KEY, PacedPipe, app_of, dial, listening, request, serving
+from helpers.served import (
+    AUTHORIZED,
+    IMAGES,
+    KEY,
+    PacedPipe,
+    app_of,
+    dial,
+    listening,
+    received,
+    request,
+    serving,
+)
 
 from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.config import ServerConfig
@@ -30,17 +40,6 @@ def server(
     with app_of(slow, config, limits=limits, proxies=proxies, slots=1, queue=8) as served:
         yield served
         slow.allow()
-
-
-def received(line: socket.socket) -> bytes:
-    """All that comes until the server closes the connection."""
-    said = bytearray()
-    try:
-        while part := line.recv(1 << 16):
-            said += part
-    except ConnectionResetError:
-        pass
-    return bytes(said)
 
 
 INCOMPLETE = {  # what is sent, and how the answer begins
@@ -75,10 +74,23 @@ def test_a_byte_now_and_then_buys_no_time(slow: PacedPipe, caplog: pytest.LogCap
         until(refused, 60, every=0.05)
 
 
+def test_a_body_that_comes_after_its_answer_takes_no_time_from_the_next_request(slow: PacedPipe) -> None:
+    with server(slow, Limits(request=2.0), keys=[KEY]) as (_, address), dial(address) as line:
+        line.sendall(request()[:-3])
+        assert line.recv(1 << 16).startswith(b"HTTP/1.1 401 ")
+        time.sleep(1.5)
+        line.sendall(request()[-3:])
+        time.sleep(0.1)
+        line.sendall(b"GET /healthz HTTP/1.1\r\n")
+        time.sleep(1)
+        line.sendall(b"Host: x\r\n\r\n")
+        assert line.recv(100).startswith(b"HTTP/1.1 200 ")
+
+
 def test_a_request_that_is_drawn_is_waited_for(slow: PacedPipe) -> None:
     with server(slow, Limits(request=1.0)) as (batcher, address), dial(address) as line:
         line.sendall(request())
-        until(lambda: batcher.load.running == 1)
+        until(lambda: batcher.running == 1)
         time.sleep(1.5)  # longer than it may take to ask
         slow.allow()
         assert line.recv(100).startswith(b"HTTP/1.1 200 ")
@@ -88,7 +100,7 @@ def test_who_sends_requests_is_let_in_however_many_hold_connections_open(slow: P
     with server(slow, Limits(connections=10)) as (batcher, address), ExitStack() as ends:
         drawn = ends.enter_context(dial(address))
         drawn.sendall(request())
-        until(lambda: batcher.load.running == 1)
+        until(lambda: batcher.running == 1)
         for _ in range(30):
             ends.enter_context(dial(address)).sendall(b"GET / HTTP/1.1\r\nX: ")
             assert httpx.get(f"{address}/healthz").status_code == 200
@@ -117,7 +129,7 @@ def test_a_request_sent_ahead_is_not_drawn(slow: PacedPipe, together: bool, leav
     with server(slow, Limits()) as (batcher, address):
         with dial(address) as line:
             line.sendall(request(seed=1) + request(seed=2) if together else request(seed=1))
-            until(lambda: batcher.load.running == 1)
+            until(lambda: batcher.running == 1)
             (ticket,) = batcher._scheduler.tickets
             if not together:
                 line.sendall(request(seed=2))
@@ -128,7 +140,7 @@ def test_a_request_sent_ahead_is_not_drawn(slow: PacedPipe, together: bool, leav
                 assert said.count(b"HTTP/1.1 ") == said.count(b"HTTP/1.1 200 ") == 1 and b'"seed":1' in said
         until(ticket.done)
         slow.allow(1)
-        until(lambda: batcher.load.running == 0)
+        until(lambda: batcher.running == 0)
         assert httpx.post(address + IMAGES, json={"prompt": "tulip", "deadline": 1e-9}).status_code == 504
         assert slow.admitted == [1] and slow.dropped == [1] * leaves
 
@@ -165,9 +177,8 @@ def test_only_a_named_proxy_says_who_its_clients_are(
         for seed in range(3):
             line = ends.enter_context(dial(address))
             line.sendall(request(seed=seed).replace(b"Host:", b"X-Forwarded-For: 9.9.9.%d\r\nHost:" % seed))
-            until(lambda seed=seed: batcher.load.running + batcher.load.queued == seed + 1)
-        tickets = [*batcher._scheduler.tickets, *batcher._waiting]
-        assert len({ticket.spec.client for ticket in tickets}) == clients
+            until(lambda seed=seed: batcher.running + batcher.queued == seed + 1)
+        assert len({ticket.client for ticket in batcher._tickets}) == clients
 
 
 FEW = 256  # files that the process may open

@@ -102,7 +102,7 @@ def page(browser: Browser, served: tuple[Batcher, str]) -> Iterator[Page]:
 
 def idle(batcher: Batcher) -> None:
     """Nothing is drawn or waits, soon."""
-    until(lambda: not batcher.load.running + batcher.load.queued)
+    until(lambda: not batcher.running + batcher.queued)
 
 
 def height(page: Page) -> int:
@@ -237,7 +237,7 @@ def test_stop_and_a_closed_page_free_their_slots(page: Page, served: tuple[Batch
     expect(page.locator("#board.stopped")).to_be_visible(timeout=PATIENCE)
     idle(batcher)
     page.locator("#race").click()
-    until(lambda: batcher.load.running)
+    until(lambda: batcher.running)
     page.close()
     idle(batcher)
 

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from helpers.processes import SECONDS, until
-from helpers.served import AUTHORIZED, IMAGES, KEY, batcher_of, put, serving, spec
+from helpers.served import AUTHORIZED, IMAGES, KEY, batcher_of, dial, put, received, request, serving, spec
 
 from lanternpp.cli import main
 from lanternpp.serve.app import create_app
@@ -50,9 +50,14 @@ def waiting(http: httpx.Client) -> int:
 
 @pytest.mark.parametrize("options", [(), ("--drain", "0")])
 def test_a_second_signal_or_the_end_of_the_time_answers_every_open_request_with_503(long_model, options):
-    """Those that wait, those that are drawn and those that stream; nothing is said of it but one line."""
+    """Those that wait, are drawn, stream or are not complete; nothing is said of it but one line."""
     with serving(long_model, "--slots", "1", "--method", "ar", *options) as (process, address):
-        with ThreadPoolExecutor(3) as crowd, httpx.Client(base_url=address, timeout=300) as http:
+        with (
+            ThreadPoolExecutor(3) as crowd,
+            httpx.Client(base_url=address, timeout=300) as http,
+            dial(address) as half,
+        ):
+            half.sendall(request()[:-3])
             body = {"prompt": "red tulip", "n": 10}
             whole = [crowd.submit(httpx.post, address + IMAGES, json=body, timeout=300) for _ in range(2)]
             streamed = crowd.submit(httpx.post, address + IMAGES, json=body | {"stream": True}, timeout=300)
@@ -63,7 +68,9 @@ def test_a_second_signal_or_the_end_of_the_time_answers_every_open_request_with_
                 process.send_signal(signal.SIGHUP)
             for answer in (one.result(SECONDS) for one in whole):
                 assert answer.status_code == 503 and answer.json()["error"]["code"] == "shutting_down"
-            assert '"code": "shutting_down"' in streamed.result(SECONDS).text
+            assert '"code":"shutting_down"' in streamed.result(SECONDS).text
+            said = received(half)
+            assert said.startswith(b"HTTP/1.1 503 ") and b'"code":"shutting_down"' in said
         assert process.wait(120) == 0
         assert process.stderr.read() == "lanternpp: serve: not all pictures were finished\n"
 

@@ -6,19 +6,20 @@ from dataclasses import asdict
 
 import pytest
 from helpers.processes import until
-from helpers.served import batcher_of, put_all
+from helpers.served import batcher_of, put
 
 from lanternpp import Pipeline
-from lanternpp.serve.tickets import FinishedImage, ImageSpec
+from lanternpp.serve.tickets import Ticket
 
 PROMPTS = ("a red tulip", "a tulip", "red tulip")
 METHODS = ("ar", "eagle", "lantern++", "parallel", "independent", "jacobi", "lantern-jacobi", "eagle2")
 
 
-def same(pipe: Pipeline, spec: ImageSpec, drawn: FinishedImage) -> None:
+def same(pipe: Pipeline, ticket: Ticket) -> None:
     """It is what is drawn by itself, in a new engine of as many rows."""
+    drawn = ticket.result(300)
     pipe.release()
-    result = pipe(spec.prompt, seed=spec.seed, **asdict(drawn.settings))
+    result = pipe(ticket.prompt, seed=ticket.seed, **asdict(drawn.settings))
     assert drawn.codes.tolist() == result.codes[0].tolist()
     assert drawn.image.tobytes() == result.images[0].tobytes()
     assert list(drawn.accepted) == result.stats.accepted_per_pass
@@ -27,16 +28,18 @@ def same(pipe: Pipeline, spec: ImageSpec, drawn: FinishedImage) -> None:
 @pytest.mark.parametrize("method", ["ar", "lantern++", "jacobi"])
 def test_whoever_sits_beside_it_comes_late_or_leaves(pipe, method):
     settings = pipe.settings(method)
-    specs = [ImageSpec(PROMPTS[i % 3], 7 * i, settings, client=str(i % 2)) for i in range(7)]
+    tickets = [Ticket(PROMPTS[i % 3], 7 * i, settings, client=str(i % 2)) for i in range(7)]
     with batcher_of(pipe, slots=4, max_engines=2) as batcher:
-        tickets = put_all(batcher, specs[:5])
         leaver = tickets[1]
+        for ticket in tickets[:5]:
+            put(batcher, ticket)
         until(lambda: leaver.started is not None)
         leaver.cancel()
-        tickets += put_all(batcher, specs[5:])
-        for spec, ticket in zip(specs, tickets, strict=True):
+        for ticket in tickets[5:]:
+            put(batcher, ticket)
+        for ticket in tickets:
             if ticket is not leaver:
-                same(pipe, spec, ticket.result(300))
+                same(pipe, ticket)
 
 
 def test_a_slot_left_half_way_is_as_good_as_new(pipe):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from helpers.served import settings, spec
 
-from lanternpp.serve.scheduler import AllRunnersBusy, ClientAtLimit, FairQueue, Scheduler
+from lanternpp.serve.scheduler import AllRunnersBusy, ClientAtLimit, Scheduler, with_ticket
 from lanternpp.serve.tickets import Ticket
 
 AR, OTHER = settings("ar"), settings("ar", temperature=0.5)
@@ -16,7 +18,7 @@ class Stub:
 
     def __init__(self, key, rows):
         self.key, self.settings = key, settings(batch_size=rows)
-        self.virtual_time = self.last_used = 0.0
+        self.last_used = 0.0
         self.tickets, self.clients, self.steps = [], [], 0
 
     def fill(self, count, *clients):
@@ -24,9 +26,9 @@ class Stub:
         self.clients = list(clients or [""])
         return self
 
-    def step(self, seconds):
+    def step(self):
         self.steps += 1
-        self.virtual_time += seconds / len(self.tickets)
+        self.last_used = time.monotonic()
 
 
 @pytest.fixture
@@ -81,20 +83,12 @@ def test_a_picture_waits_where_all_engines_are_busy(scheduler):
         scheduler.runner_for(AR, 8)
 
 
-def test_the_runner_furthest_behind_steps_next_and_idleness_saves_nothing(scheduler):
-    busy, other = scheduler.runner_for(AR, 1).fill(1), scheduler.runner_for(OTHER, 1).fill(1)
-    busy.virtual_time, other.virtual_time = 5.0, 7.0
-    assert scheduler.running[0] is busy
-    late = scheduler.runner_for(AR, 4)
-    assert late.virtual_time == 5.0
-
-
 def shared(scheduler, *costs, turns=1200):
     """The steps of each batch runner after so many turns, where a step of each costs so many seconds."""
     for _ in range(turns):
         runner, client = scheduler.next_step()
         seconds = costs[scheduler.runners.index(runner)]
-        runner.step(seconds)
+        runner.step()
         scheduler.charge(client, seconds)
     return [runner.steps for runner in scheduler.runners]
 
@@ -152,15 +146,15 @@ def test_the_last_runner_is_not_for_a_client_that_has_all_others(scheduler):
     assert scheduler.runner_for(OTHER, 1, "many")
 
 
-def queue(*clients: str) -> FairQueue:
-    made = FairQueue()
-    for number, client in enumerate(clients):
-        made.add(Ticket(spec(number, client)))
-    return made
+def queue(*clients: str, first: int = 0, tickets: tuple[Ticket, ...] = ()) -> tuple[Ticket, ...]:
+    """Tickets and new ones of these clients, whose seeds count from `first`, in the order in which they should start."""
+    for seed, client in enumerate(clients, first):
+        tickets = with_ticket(tickets, spec(seed, client))
+    return tickets
 
 
-def seeds(waiting: FairQueue) -> list[int]:
-    return [ticket.spec.seed for ticket in waiting]
+def seeds(tickets: tuple[Ticket, ...]) -> list[int]:
+    return [ticket.seed for ticket in tickets if ticket.started is None]
 
 
 def test_clients_take_turns_and_one_is_served_in_the_order_of_its_requests():
@@ -169,24 +163,17 @@ def test_clients_take_turns_and_one_is_served_in_the_order_of_its_requests():
 
 def test_who_comes_late_waits_for_no_more_than_one_turn_of_each():
     waiting = queue("a", "a", "a", "a")
-    for ticket in list(waiting)[:2]:
-        waiting.remove(ticket)
-    waiting.add(Ticket(spec(9, "b")))
-    assert seeds(waiting) == [2, 9, 3]
+    for ticket in waiting[:2]:
+        ticket.started = 1.0
+    assert seeds(queue("b", first=9, tickets=waiting)) == [2, 9, 3]
 
 
 def test_leaving_gives_no_one_a_better_turn():
-    waiting = queue("a", "a", "b", "b")
-    waiting.remove(next(iter(waiting)))
+    waiting = queue("a", "a", "b", "b")[1:]
     assert seeds(waiting) == [2, 1, 3]
-    waiting.add(Ticket(spec(9, "a")))  # after its own first, as b's second is
-    assert seeds(waiting) == [2, 1, 3, 9]
-
-
-def test_a_walk_sees_nobody_twice_while_others_join_and_leave():
-    waiting = queue("a", "a", "b")
-    walked = waiting._entries  # which a walk in another thread may be copying
-    before = list(walked)
-    waiting.add(Ticket(spec(9, "c")))
-    waiting.remove(next(iter(waiting)))
-    assert walked == before and seeds(waiting) == [2, 9, 1]
+    assert seeds(queue("a", first=9, tickets=waiting)) == [
+        2,
+        1,
+        3,
+        9,
+    ]  # after its own first, as b's second is

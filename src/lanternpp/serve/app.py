@@ -23,7 +23,7 @@ from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.config import EDITS, ServerConfig
 from lanternpp.serve.error_responses import error_response, install_error_handlers, response_for
 from lanternpp.serve.guard import Guard
-from lanternpp.serve.metrics import CONTENT_TYPE, Metrics
+from lanternpp.serve.metrics import CONTENT_TYPE
 from lanternpp.serve.new_thread import run_in_new_thread
 from lanternpp.serve.request_mapping import RequestMapper
 from lanternpp.serve.schemas import ImagesRequest, Refusal
@@ -105,12 +105,11 @@ def create_app(batcher: Batcher) -> FastAPI:
     # A client's broken form is answered with an error and is no warning to the operator.
     logging.getLogger("python_multipart").setLevel(logging.ERROR)
     config = batcher.config
-    app.state.metrics = metrics = Metrics(batcher)
-    app.include_router(router(batcher, metrics))
+    app.include_router(router(batcher))
     install_error_handlers(app)
     if config.page:
         app.routes.extend(page.routes(batcher.pipe, config))
-    app.add_middleware(Guard, config=config, answered=metrics.answered)
+    app.add_middleware(Guard, config=config, answered=batcher.metrics.answered)
     correct_openapi(app, bool(config.keys))
     return app
 
@@ -163,7 +162,7 @@ def client_of(request: Request) -> str:
     return key or (request.client.host if request.client else "")
 
 
-def router(batcher: Batcher, metrics: Metrics) -> APIRouter:
+def router(batcher: Batcher) -> APIRouter:
     """Build all routes of the API."""
     mapper, routes = RequestMapper(batcher), APIRouter()
     # Requests that wait to encode their prompts must not use up the threads that encode finished pictures.
@@ -205,10 +204,10 @@ def router(batcher: Batcher, metrics: Metrics) -> APIRouter:
             return unknown_model(body.model)
         try:
             # In a thread, since checking the settings may compute with the model's tensors.
-            specs = await run_sync(mapper.specs, body, client_of(request), files)
-            # A full queue is reported before the prompt is encoded.
-            with batcher.reserve(len(specs)) as submit, prompt_warnings() as target_warnings:
-                tickets = await run_sync(submit, specs, limiter=prompt_encoders)
+            tickets = await run_sync(mapper.tickets, body, client_of(request), files)
+            batcher.accept(tickets)
+            with prompt_warnings() as target_warnings:
+                await run_sync(batcher.encode, tickets, limiter=prompt_encoders)
             if body.stream:
                 return PictureStream(mapper, body, tickets, target_warnings)
             images = await all_finished(request, tickets)
@@ -244,10 +243,8 @@ def router(batcher: Batcher, metrics: Metrics) -> APIRouter:
     )
     async def healthz() -> JSONResponse:
         """200; 503 as soon as the server has begun to shut down."""
-        load, closed = batcher.load, batcher.closed
-        health = schemas.Health(
-            status="draining" if closed else "ok", running=load.running, queued=load.queued
-        )
+        closed, running, queued = batcher.closed, batcher.running, batcher.queued
+        health = schemas.Health(status="draining" if closed else "ok", running=running, queued=queued)
         return JSONResponse(health.model_dump(), 503 if closed else 200)
 
     @routes.get(
@@ -265,6 +262,6 @@ def router(batcher: Batcher, metrics: Metrics) -> APIRouter:
     )
     async def prometheus_metrics() -> Response:
         """Requests, queue, batch size, codes per pass, seconds."""
-        return Response(metrics.text(), media_type=CONTENT_TYPE)
+        return Response(batcher.metrics.text(), media_type=CONTENT_TYPE)
 
     return routes

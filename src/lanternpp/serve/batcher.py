@@ -9,199 +9,162 @@ import logging
 import math
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from starlette.exceptions import HTTPException
 
 from lanternpp.api.calls import pictures
-from lanternpp.api.options import check_prompt
 from lanternpp.api.picture import digests
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.engine.sampling import Guidance
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
 from lanternpp.serve.config import ServerConfig
+from lanternpp.serve.metrics import Metrics
 from lanternpp.serve.new_thread import run_in_new_thread
-from lanternpp.serve.scheduler import AllRunnersBusy, BatchRunner, ClientAtLimit, FairQueue, Scheduler
-from lanternpp.serve.tickets import CLOSED, Closed, Full, ImageSpec, Key, Ticket
+from lanternpp.serve.scheduler import AllRunnersBusy, BatchRunner, ClientAtLimit, Scheduler, with_ticket
+from lanternpp.serve.tickets import FULL, Key, Ticket, closed
 from lanternpp.types import Prompt
 
 log = logging.getLogger("lanternpp.serve")
 UNFINISHED = "the server shut down before the picture was finished"
 JOIN_SECONDS = 30.0  # time in which the drawing thread may end
-LATEST_WEIGHT = 0.2  # of the latest value in the moving average of the seconds between two finished pictures
-
-
-@dataclass(frozen=True)
-class Load:
-    """Numbers of pictures and batch runners at one moment."""
-
-    running: int  # pictures in slots
-    queued: int  # pictures in the queue
-    runners: Mapping[int, int]  # batch size -> number of batch runners
 
 
 class Batcher:
     """Accepts pictures of one model from any thread, and draws all of them in one thread, the drawing thread.
 
-    At most `config.queue` pictures wait. Their places are reserved before prompts are encoded, so a full queue encodes none.
+    A request passes `accept`, which is quick and gives its pictures places in the queue, then `encode`. So a full queue encodes no
+    prompt. At most `config.queue` pictures wait.
     """
 
     def __init__(self, pipe: Pipeline, config: ServerConfig | None = None):
         """Start the drawing thread. pipe: best read with `run_in_new_thread`."""
         self.pipe, self.config = pipe, config or ServerConfig()
-        # Hooks: `stepped` is called with the number of pictures that a step advanced, `ended` with a settled ticket.
-        self.stepped: Callable[[int], None] = lambda pictures: None
-        self.ended: Callable[[Any], None] = lambda ticket: None
-        self._waiting = FairQueue()
-        self._changed = threading.Condition()  # guards the queue and the flags; wakes the drawing thread
-        self._encoding = threading.Lock()  # a target encodes one prompt at a time
-        self._reserved = 0  # places in the queue for pictures whose prompts are being encoded
+        self._changed = threading.Condition()  # guards the tickets and the flags; wakes the drawing thread
+        # The accepted pictures that are not settled, in the order in which they should start. The tuple is replaced and never
+        # changed in place, so that one thread may iterate over it while another thread adds a ticket.
+        self._tickets: tuple[Ticket, ...] = ()
         self.closed = False  # whether new pictures are rejected
-        self._seconds_between: float | None = None  # moving average between two finished pictures
-        self._last_finish: float | None = None  # time.monotonic(); None: no picture was left to draw after it
+        self._seconds_between = 1.0  # seconds between two finished pictures
         self._scheduler = Scheduler(self._build, self.config.slots, self.config.max_engines)
         self._stop = False
         self.broken: Exception | None = None  # the error that ended the drawing thread
+        self.metrics = Metrics(
+            self.config, lambda: self.queued, lambda: self.running, self._scheduler.count_runners
+        )
         self._thread = threading.Thread(target=self._run, name="lanternpp-batcher", daemon=True)
         self._thread.start()
 
     @property
-    def load(self) -> Load:
-        """The present numbers of pictures and batch runners."""
-        with self._changed:
-            runners = self._scheduler.runners
-            running = sum(len(runner.tickets) for runner in runners)
-            return Load(
-                running, len(self._waiting), Counter(runner.settings.batch_size for runner in runners)
-            )
+    def running(self) -> int:
+        """The present number of pictures in slots."""
+        return len(self._scheduler.tickets)
 
-    @contextmanager
-    def reserve(self, count: int) -> Iterator[Callable[[Sequence[ImageSpec]], list[Ticket]]]:
-        """Reserve `count` places in the queue while the block runs, and yield the function that submits the pictures.
+    @property
+    def queued(self) -> int:
+        """The present number of pictures in the queue; a picture whose prefill has begun has left it."""
+        return sum(ticket.started is None for ticket in self._tickets)
 
-        Reserving is quick. It raises Full, Closed, or InputError where the queue is shorter than `count`. The function
-        encodes the prompts, which may take a second; it raises Closed, Expired or InputError.
+    @property
+    def _ready(self) -> list[Ticket]:
+        """The waiting pictures whose prompts are encoded, in the order in which they should start."""
+        return [ticket for ticket in self._tickets if ticket.encoded is not None]
+
+    def accept(self, tickets: Sequence[Ticket]) -> None:
+        """Put the pictures of a request into the queue, all or none.
+
+        Raises an HTTPException where the queue is full or closed, or InputError where it is shorter than the request.
         """
-        capacity = self.config.queue
+        count, capacity = len(tickets), self.config.queue
         if count > capacity:
             raise InputError(f"{count} pictures do not fit the queue of {capacity}; ask for fewer")
         with self._changed:
-            self._check_open()
-            num_queued = len(self._waiting) + self._reserved
-            if num_queued + count > capacity:
+            if self.closed:
+                raise closed()
+            if self.queued + count > capacity:
                 # Until then `count` pictures are finished at the present rate.
-                seconds = math.ceil(count * (self._seconds_between or 1.0))
-                raise Full(num_queued, retry_after=max(1, min(60, seconds)))
-            self._reserved += count
-        reserved = count
+                seconds = max(1, min(60, math.ceil(count * self._seconds_between)))
+                message = f"{self.queued} pictures are waiting already; try again in {seconds} s"
+                raise HTTPException(FULL, message, {"Retry-After": str(seconds)})
+            for ticket in tickets:
+                self._tickets = with_ticket(self._tickets, ticket)
+                ticket.add_done_callback(self._settled)
 
-        def submit(specs: Sequence[ImageSpec]) -> list[Ticket]:
-            nonlocal reserved
-            tickets = self._encode_all(specs)
-            with self._changed:
-                self._check_open()
-                # A waiting picture must not count as a reserved place too: the next request would find the queue full.
-                self._reserved -= reserved
-                reserved = 0
-                for ticket in tickets:
-                    self._waiting.add(ticket)
-                    ticket.add_done_callback(self.ended)
-                self._changed.notify_all()
-            return tickets
+    def encode(self, tickets: Sequence[Ticket]) -> None:
+        """Encode the prompt of a request, which may take a second; then its pictures are drawn.
 
+        One thread at a time may encode. Raises InputError, or an HTTPException where the deadline has passed; the tickets are then
+        settled with this error.
+        """
         try:
-            yield submit
-        finally:
-            with self._changed:
-                self._reserved -= reserved
-
-    def _encode_all(self, specs: Sequence[ImageSpec]) -> list[Ticket]:
-        """Return a ticket with its encoded prompt for every picture; equal prompts are encoded once. Raises Expired, InputError."""
-        tickets = [Ticket(spec, self._wake) for spec in specs]
-        encodings: dict[Any, tuple[str, Target, Prompt]] = {}
-        for ticket in tickets:
-            spec = ticket.spec
-            branches = Guidance(spec.settings.cfg).branches
-            key = spec.prompt, spec.files, branches
-            if expired := ticket.expired:  # while earlier prompts were encoded
+            if expired := tickets[0].expired:
                 raise expired
-            if key not in encodings:
-                check_prompt(spec.prompt)
-                with self._encoding:
-                    encodings[key] = run_in_new_thread(self._encode, spec, branches)
-            prompt, ticket.target, ticket.encoded = encodings[key]
-            ticket.spec = replace(spec, prompt=prompt, files=())
-        return tickets
+            prompt, target, encoded = run_in_new_thread(self._encode, tickets[0])
+        except Exception as error:
+            for ticket in tickets:
+                ticket.settle(error)
+            raise
+        with self._changed:
+            for ticket in tickets:
+                ticket.prompt, ticket.files, ticket.target, ticket.encoded = prompt, (), target, encoded
+            self._changed.notify_all()
 
     @torch.inference_mode()
-    def _encode(self, spec: ImageSpec, branches: int) -> tuple[str, Target, Prompt]:
+    def _encode(self, ticket: Ticket) -> tuple[str, Target, Prompt]:
         """Return the prompt with the pictures that it shows, the target that draws it, and its encoding."""
-        target = self.pipe.target
-        if not spec.files:
-            return spec.prompt, target, target.prompt([spec.prompt], branches)
-        images = pictures(spec.files)
-        prompt = target.depicted(spec.prompt, images, spec.own_shape)
+        target, branches = self.pipe.target, Guidance(ticket.settings.cfg).branches
+        if not ticket.files:
+            return ticket.prompt, target, target.prompt([ticket.prompt], branches)
+        images = pictures(ticket.files)
+        prompt = target.depicted(ticket.prompt, images, ticket.own_shape)
         prompt.digests = digests(images)
         target = target.shaped(prompt.shape)
         return prompt, target, target.prompt([prompt], branches)
 
-    def _check_open(self) -> None:
-        if self.closed:
-            raise Closed(CLOSED)
-
-    def _wake(self) -> None:
+    def _settled(self, ticket: Any) -> None:
+        """Forget a ticket that has just been settled, in any thread."""
         with self._changed:
+            self._tickets = tuple(other for other in self._tickets if other is not ticket)
+            if ticket.exception() is None:
+                # By Little's law: the seconds that a picture is drawn, over the number of pictures that are drawn.
+                self._seconds_between = (time.monotonic() - ticket.started) / (1 + self.running)
             self._changed.notify_all()
-
-    def _record_finish(self) -> None:
-        """Update the average time between two finished pictures, now that a picture is finished."""
-        now = time.monotonic()
-        if self._last_finish is not None:
-            seconds = now - self._last_finish
-            average = seconds if self._seconds_between is None else self._seconds_between
-            self._seconds_between = average + LATEST_WEIGHT * (seconds - average)
-        self._last_finish = now if self._busy() else None
+        self.metrics.ended(ticket)
 
     def close(self, drain: bool = True, timeout: float = 30.0) -> bool:
         """Accept no new pictures; with `drain`, wait up to `timeout` seconds for the accepted ones. Then stop drawing.
 
-        Returns whether all accepted pictures were finished. The tickets of unfinished pictures fail with Closed, also where a
+        Returns whether all accepted pictures were finished. The tickets of unfinished pictures fail with status 503, also where a
         step takes longer than `JOIN_SECONDS`: the drawing thread then ends with the process.
         """
-        deadline = time.monotonic() + timeout
         with self._changed:
             self.closed = True
             if drain:
-                self._changed.wait_for(lambda: not self._busy(), max(0.0, deadline - time.monotonic()))
-            all_finished = not self._busy()
+                self._changed.wait_for(lambda: not self._tickets, timeout)
+            all_finished = not self._tickets
             self._stop = True
             self._changed.notify_all()
         self._thread.join(JOIN_SECONDS)
         if self._thread.is_alive():
             message = "a step has taken %g s since drawing was to stop, and is waited for no longer"
             log.warning(message, JOIN_SECONDS)
-            self._fail_all(Closed(UNFINISHED))
+            self._fail(self._tickets, closed(UNFINISHED))
         return all_finished
 
-    def _busy(self) -> bool:
-        # A ticket stays an entry of the queue during its prefill, which the length of the queue does not count.
-        return bool(list(self._waiting) or self._scheduler.running)
-
-    def _fail_all(self, error: Exception) -> None:
-        """Settle every ticket that is not settled with this error."""
-        for ticket in [*self._scheduler.tickets, *self._waiting]:
+    @staticmethod
+    def _fail(tickets: Iterable[Ticket], error: Exception) -> None:
+        """Settle these tickets with an error, except those that are settled."""
+        for ticket in tickets:
             ticket.settle(error)
 
     # The methods below run in the drawing thread.
 
     def _run(self) -> None:
-        outcome: Exception = Closed(UNFINISHED)
+        outcome: Exception = closed(UNFINISHED)
         try:
             while self._iterate():
                 pass
@@ -211,62 +174,53 @@ class Batcher:
         finally:
             with self._changed:
                 self.closed = self._stop = True
-                self._fail_all(outcome)
-                self._waiting, self._scheduler.runners = FairQueue(), ()
-                self._changed.notify_all()
+                self._fail(self._tickets, outcome)
+                self._scheduler.runners = ()
 
     def _iterate(self) -> bool:
         """Wait for work, fill free slots from the queue, and step once. Return False when it is time to stop."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stop or self._busy())
+            self._changed.wait_for(lambda: self._stop or self._ready or self._scheduler.running)
             if self._stop:
                 return False
             self._expire()
         self._fill_slots()
         if next_step := self._scheduler.next_step():
             self._step(*next_step)
-        self._wake()  # `close` may be waiting for the last picture
         return True
 
     def _expire(self) -> None:
-        """Fail the tickets that are past their deadline; remove settled ones from the queue and the slots."""
-        for ticket in [*self._waiting, *self._scheduler.tickets]:
+        """Fail the tickets that are past their deadline; free the slots of settled ones."""
+        for ticket in self._tickets:
             if expired := ticket.expired:
                 ticket.settle(expired)
-        for ticket in self._waiting:
-            if ticket.done():
-                self._waiting.remove(ticket)
         for runner in self._scheduler.running:
             runner.sweep()
 
     def _step(self, runner: BatchRunner, client: str) -> None:
         """Run one step of a batch runner and charge it to a client. An error fails all pictures in this batch runner alone."""
         busy_before = runner.busy_seconds
+        self.metrics.batch.observe(len(runner.tickets))
         try:
-            num_finished = runner.step()
-            self.stepped(len(runner.tickets) + num_finished)
-            for _ in range(num_finished):
-                self._record_finish()
+            runner.step()
         except Exception as error:
             self._discard(runner, error)
         self._scheduler.charge(client, runner.busy_seconds - busy_before)
-        runner.last_used = time.monotonic()
 
     def _discard(self, runner: BatchRunner, error: Exception) -> None:
         """Close a batch runner whose engine raised an error and may be in any state; its tickets fail with the error."""
-        for ticket in runner.tickets:
-            ticket.settle(error)
+        self._fail(runner.tickets, error)
         self._scheduler.close(runner)
 
     def _fill_slots(self) -> None:
         """Move tickets from the queue into free slots, in the order of the queue."""
         full: set[Key] = set()
         at_limit: set[str] = set()
-        for ticket in self._waiting:
-            key, client = ticket.spec.key, ticket.spec.client
+        for ticket in self._ready:
+            key, client = ticket.key, ticket.client
             if key in full or client in at_limit or ticket.done():
                 continue
-            num_waiting = sum(waiting.spec.key == key for waiting in self._waiting)
+            num_waiting = sum(waiting.key == key for waiting in self._ready)
             start = time.perf_counter()
             try:
                 runner = self._scheduler.runner_for(key, num_waiting, client)
@@ -283,9 +237,6 @@ class Batcher:
                     continue
                 self._admit(runner, ticket)
             self._scheduler.charge(client, time.perf_counter() - start)
-            # The ticket leaves the queue after it has a slot: `close` must find it in the queue or in a slot at any time.
-            with self._changed:
-                self._waiting.remove(ticket)
 
     def _admit(self, runner: BatchRunner, ticket: Ticket) -> None:
         """Prefill a picture. Where the target rejects its prompt, this picture alone fails."""

@@ -15,12 +15,13 @@ from starlette.responses import JSONResponse
 from lanternpp.api.options import DIALS, RENAMED
 from lanternpp.errors import InputError, ModelError, one_line, reason
 from lanternpp.serve.schemas import REQUEST_DIALS, REQUESTED, Fault, ImagesRequest, Refusal
-from lanternpp.serve.tickets import Cancelled, Closed, Expired, Full
+from lanternpp.serve.tickets import CANCELLED, CLOSED, EXPIRED, FULL
 
 log = logging.getLogger("lanternpp.serve")
 SERVER_FAILED = "the server failed at this request; its log has the error"
 MAX_VALUE_CHARS = 300  # characters of a value that a message repeats
 CODE_BY_STATUS = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+CODE_BY_STATUS |= {FULL: "queue_full", CANCELLED: "cancelled", CLOSED: "shutting_down", EXPIRED: "deadline"}
 # Names of dials elsewhere or in earlier versions that are no fields here, each with the hint of the error message.
 HINT_BY_NAME = {
     dial.spoken: f"called {dial.name!r} here" for dial in DIALS.values() if dial.spoken != dial.name
@@ -33,7 +34,6 @@ FIELD_BY_OPTION = {"--method": "method"} | {
 FULL_NAMES = [re.escape(dial.full_name) for dial in REQUEST_DIALS if dial.names]
 # A quotation, which is not replaced, or a dial with both of its names, or an option, or a word.
 TOKEN = re.compile("|".join([r"(?<!\w)'[^']*'", '"[^"]*"', *FULL_NAMES, "-{0,2}[a-z][a-z_-]*"]))
-CLIENT_CLOSED = 499  # nginx's status for a client that disconnected; only the log and the metrics see it
 
 
 def error_response(
@@ -52,24 +52,17 @@ def response_for(error: Exception) -> JSONResponse:
     match error:
         case RequestValidationError():
             return validation_error_response(list(error.errors()))
-        case HTTPException(status_code=400) if isinstance(error.__cause__, RecursionError | ValueError):
+        case ClientDisconnect() | HTTPException(__cause__=ClientDisconnect()):
+            return error_response(CANCELLED, "the client disconnected", CODE_BY_STATUS[CANCELLED])
+        case HTTPException(status_code=400, __cause__=RecursionError() | ValueError() as cause):
             # After the semicolon Python's messages have advice for programmers, which the client is not given.
-            explanation = reason(error.__cause__).partition(";")[0]
+            explanation = reason(cause).partition(";")[0]
             return error_response(400, f"the body is not JSON: {explanation}", "invalid_json")
         case HTTPException():
             code = CODE_BY_STATUS.get(error.status_code)
             response = error_response(error.status_code, str(error.detail), code)
             response.headers.update(error.headers or {})
             return response
-        case Full():
-            return error_response(429, str(error), "queue_full", Retry_After=str(error.retry_after))
-        case Closed():
-            return error_response(503, str(error), "shutting_down", Retry_After="5", Connection="close")
-        case Expired():
-            # Without this header OpenAI's client would try again with the same deadline.
-            return error_response(504, str(error), "deadline", x_should_retry="false")
-        case Cancelled() | ClientDisconnect():
-            return error_response(CLIENT_CLOSED, str(error), "cancelled")
         case InputError() if not isinstance(error, ModelError):
             message = TOKEN.sub(lambda token: FIELD_BY_OPTION.get(token[0], token[0]), str(error))
             # A message about a field begins with its name; a message about a dial may name it later.

@@ -29,7 +29,7 @@ from lanternpp.serve.guard import Guard
 from lanternpp.serve.metrics import CONTENT_TYPE, REQUESTS, Metrics
 from lanternpp.serve.server import GRACEFUL_SECONDS
 from lanternpp.serve.server import run as serve_until_signal
-from lanternpp.serve.tickets import CLOSED, Closed
+from lanternpp.serve.tickets import closed
 
 NAME = "lanternpp"
 MAX_REQUESTS = 10_000  # of a replica at once; so high that only the queue of its batcher limits them
@@ -83,7 +83,7 @@ class Replica:
         from ray import serve
 
         label = {"replica": serve.get_replica_context().replica_id.unique_id}
-        families = [family for family in self.app.state.metrics.registry.collect() if family.name != REQUESTS]
+        families = [family for family in self.batcher.metrics.registry.collect() if family.name != REQUESTS]
         for family in families:
             family.samples = [sample._replace(labels=sample.labels | label) for sample in family.samples]
         return families
@@ -131,7 +131,7 @@ class Replicas:
             return
         # A replica that has replaced a dead one does not know of the shutdown, so requests are rejected here.
         if self.closed:
-            await response_for(Closed(CLOSED))(scope, receive, send)
+            await response_for(closed())(scope, receive, send)
             return
         request = Request(scope, receive)
         try:

@@ -8,7 +8,7 @@ import io
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import IO, Any
 
 import torch
@@ -20,6 +20,7 @@ from starlette.datastructures import FormData, UploadFile
 from torch import Tensor
 
 from lanternpp.api.model import NETWORKS
+from lanternpp.api.options import check_prompt
 from lanternpp.api.picture import notes, png_bytes
 from lanternpp.api.pipeline import Pipeline, versions
 from lanternpp.api.results import unfinished
@@ -29,8 +30,8 @@ from lanternpp.models.base import Target
 from lanternpp.serve import schemas
 from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.new_thread import run_in_new_thread
-from lanternpp.serve.schemas import ImagesRequest
-from lanternpp.serve.tickets import FinishedImage, ImageSpec, Ticket
+from lanternpp.serve.schemas import MAX_SEED, ImagesRequest
+from lanternpp.serve.tickets import FinishedImage, Ticket
 from lanternpp.trees.static import MAX_NODES
 from lanternpp.types import Depicted
 from lanternpp.util.registry import unknown
@@ -71,8 +72,10 @@ class RequestMapper:
             details = [{**detail, "loc": ("body", *detail["loc"])} for detail in error.errors()]
             raise RequestValidationError(details) from None
 
-    def specs(self, body: ImagesRequest, client: str, files: tuple[IO[bytes], ...] = ()) -> list[ImageSpec]:
+    def tickets(self, body: ImagesRequest, client: str, files: tuple[IO[bytes], ...] = ()) -> list[Ticket]:
         """Return the `n` pictures of a request, with ascending seeds. files: pictures to edit. Raises InputError."""
+        count = body.n or 1
+        check_prompt(body.prompt)
         if len(body.prompt) > self.config.prompt_limit:
             raise InputError(
                 f"the prompt has {len(body.prompt)} characters; this server takes at most {self.config.prompt_limit}"
@@ -108,14 +111,17 @@ class RequestMapper:
         deadlines = [seconds for seconds in (body.deadline, self.config.deadline) if seconds is not None]
         deadline = min(deadlines, default=None)
         seed = secrets.randbelow(RANDOM_SEEDS) if body.seed is None else body.seed
+        if seed + count - 1 > MAX_SEED:
+            raise InputError(f"seed {seed} is out of range; with n {count} use 0 to {MAX_SEED - count + 1}")
         own_shape = body.size != self.size
-        spec = ImageSpec(body.prompt, seed, settings, deadline, client, files, own_shape)
-        return [replace(spec, seed=seed + i) for i in range(body.n or 1)]
+        return [
+            Ticket(body.prompt, seed + i, settings, deadline, client, files, own_shape) for i in range(count)
+        ]
 
-    def facts(self, spec: ImageSpec, image: FinishedImage) -> schemas.Facts:
+    def facts(self, ticket: Ticket, image: FinishedImage) -> schemas.Facts:
         """Return the figures and settings of a picture for a response."""
         return schemas.Facts(
-            seed=spec.seed,
+            seed=ticket.seed,
             method=image.settings.method,
             batch_size=image.settings.batch_size,
             codes=len(image.codes),
@@ -128,12 +134,12 @@ class RequestMapper:
             settings=asdict(image.settings),
         )
 
-    def file(self, body: ImagesRequest, spec: ImageSpec, image: FinishedImage) -> str:
+    def file(self, body: ImagesRequest, ticket: Ticket, image: FinishedImage) -> str:
         """Encode a picture as base64 in the requested format; a PNG has the notes that PNGs of the command line have."""
         settings = self.pipe.describe(image.settings)
-        png_notes = notes(spec.prompt, spec.seed, self.pipe.name, settings, versions())
-        if isinstance(spec.prompt, Depicted):
-            png_notes["shown"] = spec.prompt.digests
+        png_notes = notes(ticket.prompt, ticket.seed, self.pipe.name, settings, versions())
+        if isinstance(ticket.prompt, Depicted):
+            png_notes["shown"] = ticket.prompt.digests
         return encode(image.image, body.output_format or "png", body.output_compression, png_notes)
 
     def answer(
@@ -143,7 +149,7 @@ class RequestMapper:
         output_format = body.output_format or "png"
         data = []
         for ticket, image in zip(tickets, images, strict=True):
-            file, facts = self.file(body, ticket.spec, image), self.facts(ticket.spec, image)
+            file, facts = self.file(body, ticket, image), self.facts(ticket, image)
             url = f"data:image/{output_format};base64,{file}" if body.response_format == "url" else None
             data.append(schemas.Picture(b64_json=None if url else file, url=url, lanternpp=facts))
         width, height = images[0].image.size
@@ -152,7 +158,7 @@ class RequestMapper:
             output_format=output_format,
             size=f"{width}x{height}",
             data=data,
-            usage=usage(tickets[0].spec.prompt, sum(len(image.codes) for image in images)),
+            usage=usage(tickets[0].prompt, sum(len(image.codes) for image in images)),
         )
         return response.model_dump(exclude_none=True)
 
@@ -187,10 +193,15 @@ class Previews:
         self._lock = asyncio.Lock()
         self._next_start = 0.0  # time.monotonic()
 
-    async def draw(self, ticket: Ticket) -> tuple[int, str]:
-        """Wait for its turn, then draw the latest progress of a ticket: the number of codes, and base64 of the JPEG."""
+    async def draw(self, ticket: Ticket) -> tuple[int, str] | None:
+        """Wait for its turn, then draw the latest progress of a ticket: the number of codes, and base64 of the JPEG.
+
+        None: the picture has been finished or given up meanwhile.
+        """
         async with self._lock:
             await asyncio.sleep(self._next_start - time.monotonic())
+            if ticket.done():
+                return None
             assert ticket.target is not None and ticket.progress is not None
             start, codes = time.monotonic(), ticket.progress.codes
             image = await run_in_threadpool(half_drawn, ticket.target, codes)

@@ -1,4 +1,4 @@
-"""The queue, in which clients take turns; batch runners; and the scheduler, which chooses the batch runner that a picture
+"""The order in which clients take turns; batch runners; and the scheduler, which chooses the batch runner that a picture
 enters and the batch runner that steps next.
 
 Batch runners have 1, 2, 4 ... `slots` slots; there is at most one for each pair of settings and size. Where w pictures of
@@ -17,13 +17,13 @@ client wait, but those of other clients do not.
 
 Every step is charged to one client, though pictures of other clients may advance in it too. The next step is given to the
 client that was charged the fewest seconds, so clients get equal time, however many batch runners a client uses. Of a
-client's batch runners the one with the smallest virtual time (seconds per picture) steps, so that its pictures advance evenly.
+client's batch runners the one that stepped longest ago steps, so that its pictures advance evenly.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
 
@@ -37,40 +37,16 @@ from lanternpp.engine.threads import AdaptiveThreads
 from lanternpp.serve.tickets import FinishedImage, Key, Progress, Ticket
 
 
-class FairQueue:
-    """Waiting tickets in the order in which they should start: round robin over clients.
+def with_ticket(tickets: Sequence[Ticket], new: Ticket) -> tuple[Ticket, ...]:
+    """Return tickets and a new one in the order in which they should start: round robin over clients.
 
-    A new ticket is put into the round after the last round in which its client has a ticket, and not before the round
-    that is being served. So a client with forty tickets and a client with one ticket alternate.
+    The new one is put into the round after the last round in which its client has a waiting ticket, and not before the round that
+    is being served. So a client with forty tickets and a client with one ticket alternate.
     """
-
-    def __init__(self) -> None:
-        # (round, ticket), sorted by round and within a round by arrival. The list is replaced and never changed in place, so
-        # that one thread may iterate over it while another thread adds a ticket.
-        self._entries: list[tuple[int, Ticket]] = []
-        self._round = 0
-
-    def __len__(self) -> int:
-        """Return the number of waiting pictures; a picture whose prefill has begun is still an entry, but not counted."""
-        return sum(ticket.started is None for _, ticket in self._entries)
-
-    def __iter__(self) -> Iterator[Ticket]:
-        """Iterate over the present tickets in the order in which they should start; later changes have no effect."""
-        return iter([ticket for _, ticket in self._entries])
-
-    def add(self, ticket: Ticket) -> None:
-        """Put a ticket into the queue."""
-        client = ticket.spec.client
-        client_rounds = [number for number, waiting in self._entries if waiting.spec.client == client]
-        number = max(self._round, max(client_rounds, default=-1) + 1)
-        self._entries = sorted([*self._entries, (number, ticket)], key=itemgetter(0))
-
-    def remove(self, ticket: Ticket) -> None:
-        """Take a ticket out, because its picture starts or because it was cancelled."""
-        removed_round = next(number for number, waiting in self._entries if waiting is ticket)
-        self._entries = [entry for entry in self._entries if entry[1] is not ticket]
-        first_round = self._entries[0][0] if self._entries else removed_round
-        self._round = max(self._round, first_round)
+    waiting = [ticket for ticket in tickets if ticket.started is None]
+    served = min((ticket.turn for ticket in waiting), default=0)
+    new.turn = max([served, *(ticket.turn + 1 for ticket in waiting if ticket.client == new.client)])
+    return tuple(sorted([*tickets, new], key=lambda ticket: ticket.turn))
 
 
 class BatchRunner:
@@ -87,52 +63,51 @@ class BatchRunner:
         settings: Settings,
         pixels: Callable[[Tensor], list[Image.Image]],
     ):
-        self.batch = ContinuousBatch(engine)  # a sample's name: its ticket, `busy_seconds` before the prefill
+        self.batch = ContinuousBatch(engine)  # a sample's name: its ticket
         self.key, self.settings, self.pixels = key, settings, pixels
         self.threads = AdaptiveThreads(engine.target.decoder)
         self.busy_seconds = 0.0  # seconds of computing so far
-        self.virtual_time = 0.0  # the same, each second divided by the number of pictures in the batch
         self.last_used = 0.0  # time.monotonic() after its latest step
 
     @property
     def tickets(self) -> list[Ticket]:
         """The tickets of the pictures that are being drawn. Any thread may read it."""
-        return [ticket for ticket, _ in list(self.batch.running.values())]
+        return list(self.batch.running.values())
 
     @property
     def clients(self) -> list[str]:
         """The clients of the pictures that are being drawn, each once."""
-        return list(dict.fromkeys(ticket.spec.client for ticket in self.tickets))
+        return list(dict.fromkeys(ticket.client for ticket in self.tickets))
 
     def admit(self, ticket: Ticket) -> None:
         """Prefill the prompt of a ticket. Raises InputError where the target refuses the prompt."""
-        name = ticket, self.busy_seconds
+        ticket.busy_before = self.busy_seconds
         with self._timed(), self.threads:
-            self.batch.admit(name, ticket.spec.prompt, ticket.spec.seed, ticket.encoded)
+            self.batch.admit(ticket, ticket.prompt, ticket.seed, ticket.encoded)
 
-    def step(self) -> int:
-        """Run one step of the engine, and settle the tickets of finished pictures; returns their number."""
+    def step(self) -> None:
+        """Run one step of the engine, settle the tickets of finished pictures, and report the progress of the others."""
         with self._timed(), self.threads:
             self.batch.step()
             self.threads.update()
-        num_finished_before = self.batch.finished
-        for (ticket, busy_at_start), sample in self.batch.collect():
-            self._finish(ticket, busy_at_start, sample)
-        engine = self.batch.engine
-        for slot, (ticket, busy_at_start) in self.batch.running.items():
-            if ticket.due:
+        for ticket, sample in self.batch.collect():
+            self._finish(ticket, sample)
+        engine, now = self.batch.engine, time.monotonic()
+        for slot, ticket in self.batch.running.items():
+            if ticket.interval is not None and now - ticket.reported >= ticket.interval:
                 codes = engine.codes[slot, : self.batch.counts[slot]].to("cpu", copy=True)
                 accepted = engine.accepted[slot, : int(engine.passes[slot])].tolist()
-                ticket.report(Progress(codes, tuple(accepted), self.busy_seconds - busy_at_start))
-        return self.batch.finished - num_finished_before
+                ticket.progress = Progress(codes, tuple(accepted), self.busy_seconds - ticket.busy_before)
+                ticket.reported = now
+        self.last_used = now
 
     def sweep(self) -> None:
         """Free the slots whose tickets are settled: cancelled, or past their deadline."""
-        for slot, (ticket, _) in list(self.batch.running.items()):
+        for slot, ticket in list(self.batch.running.items()):
             if ticket.done():
                 self.batch.drop(slot)
 
-    def _finish(self, ticket: Ticket, busy_at_start: float, sample: FinishedSample) -> None:
+    def _finish(self, ticket: Ticket, sample: FinishedSample) -> None:
         try:
             with self._timed():
                 image = self.pixels(sample.codes[None])[0]
@@ -144,8 +119,8 @@ class BatchRunner:
                 image=image,
                 codes=sample.codes.cpu(),
                 accepted=tuple(sample.accepted),
-                seconds=self.busy_seconds - busy_at_start,
-                waited=(ticket.started or ticket.spec.arrived) - ticket.spec.arrived,
+                seconds=self.busy_seconds - ticket.busy_before,
+                waited=(ticket.started or ticket.arrived) - ticket.arrived,
                 settings=self.settings,
                 tv_cost=sample.tv_cost,
             )
@@ -153,14 +128,12 @@ class BatchRunner:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """Add the seconds that the block takes to the counters."""
+        """Add the seconds that the block takes to `busy_seconds`."""
         start = time.perf_counter()
         try:
             yield
         finally:
-            seconds = time.perf_counter() - start
-            self.busy_seconds += seconds
-            self.virtual_time += seconds / max(1, len(self.batch.running))
+            self.busy_seconds += time.perf_counter() - start
 
 
 class AllRunnersBusy(Exception):  # noqa: N818 - a state, not a fault
@@ -185,14 +158,18 @@ class Scheduler:
 
     @property
     def running(self) -> list[BatchRunner]:
-        """The batch runners with pictures, the smallest virtual time first."""
+        """The batch runners with pictures, the one that stepped longest ago first."""
         running = [runner for runner in self.runners if runner.tickets]
-        return sorted(running, key=lambda runner: runner.virtual_time)
+        return sorted(running, key=lambda runner: runner.last_used)
 
     @property
     def tickets(self) -> list[Ticket]:
         """The tickets in all slots."""
         return [ticket for runner in self.runners for ticket in runner.tickets]
+
+    def count_runners(self, size: int) -> int:
+        """Return the number of batch runners of this size."""
+        return sum(runner.settings.batch_size == size for runner in self.runners)
 
     def next_step(self) -> tuple[BatchRunner, str] | None:
         """Return the batch runner that steps next, and the client to charge; None: there is no picture to draw."""
@@ -214,16 +191,9 @@ class Scheduler:
     def runner_for(self, key: Key, num_waiting: int, client: str = "") -> BatchRunner | None:
         """Return the batch runner that the first of `num_waiting` pictures with this key enters; None: all that fit are full.
 
-        Raises ClientAtLimit, AllRunnersBusy, or whatever building an engine raises.
+        It follows the rules 1 to 3 of this module's docstring. Raises ClientAtLimit, AllRunnersBusy, or whatever building an
+        engine raises.
         """
-        runner = self._choose(key, num_waiting, client)
-        if runner is not None and not runner.tickets and (running := self.running):
-            # A batch runner that was idle must not step alone until its virtual time has caught up with the others'.
-            runner.virtual_time = max(runner.virtual_time, running[0].virtual_time)
-        return runner
-
-    def _choose(self, key: Key, num_waiting: int, client: str) -> BatchRunner | None:
-        """Follow the rules 1 to 3 of this module's docstring."""
         size = min(self.slots, 1 << (num_waiting - 1).bit_length())  # the fitting size
         runner_by_size = {runner.settings.batch_size: runner for runner in self.runners if runner.key == key}
         for runner_size, runner in sorted(runner_by_size.items(), reverse=True, key=itemgetter(0)):

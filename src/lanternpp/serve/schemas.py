@@ -17,6 +17,7 @@ from lanternpp.api.options import (
     names,
 )
 
+MAX_SEED = 2**62  # of a picture, as on the command line
 Name = Annotated[str, Field(max_length=100)]
 # Fields that only OpenAI's models use; none changes a picture.
 IGNORED = ("complexity", "input_fidelity", "moderation", "quality", "safety_identifier", "style", "user")
@@ -50,7 +51,7 @@ class _RequestFields(BaseModel):
     )
     background: Literal["auto", "opaque"] | None = None
 
-    seed: Annotated[int, Field(ge=0, le=2**62)] | None = Field(
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = Field(
         None, description="Of the first picture; default: a random one, which the answer has."
     )
     deadline: Annotated[float, Field(gt=0, le=MAX_SECONDS)] | None = Field(

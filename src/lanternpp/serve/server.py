@@ -21,10 +21,13 @@ from typing import Any
 
 import h11
 import uvicorn
+from starlette.responses import Response
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lanternpp.errors import InputError
+from lanternpp.serve.error_responses import error_response, response_for
+from lanternpp.serve.tickets import closed
 
 if sys.platform != "win32":
     import resource
@@ -121,9 +124,10 @@ class Connection(H11Protocol):
 
     def _update_timer(self) -> None:
         """Start to wait for the rest of a request, or stop waiting where the request is complete."""
-        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
+        is_between = self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
+        if is_between or self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
             self._stop_waiting()
-        elif self._timer is None:
+        if self._timer is None and self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
             self._waiting_since = self.loop.time()
             self._timer = self.loop.call_later(self.limits.request, self._time_out)
 
@@ -135,16 +139,27 @@ class Connection(H11Protocol):
 
     def _time_out(self) -> None:
         """Close the connection of a slow client. A client that has sent nothing gets no 408, as it may be about to send."""
-        has_begun = self.conn.their_state is h11.SEND_BODY or bool(self.conn.trailing_data[0])
-        if has_begun and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+        if self.conn.their_state is h11.SEND_BODY or self.conn.trailing_data[0]:
             limit = f"within {self.limits.request:g} s"
             self.limits.warn(f"a client did not send its request {limit}")
-            headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
-            start = h11.Response(status_code=408, headers=headers)
-            body = h11.Data(data=f"the request did not come {limit}".encode())
-            for event in (start, body, h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event) or b"")
+            self._reject(
+                error_response(408, f"the request did not come {limit}", "timeout", Connection="close")
+            )
         self.transport.close()
+
+    def shutdown(self) -> None:
+        """Close the connection once its response is sent. A request that is still incomplete gets 503 now."""
+        super().shutdown()
+        if self.conn.their_state is h11.SEND_BODY:
+            self._reject(response_for(closed()))
+            self.transport.close()
+
+    def _reject(self, response: Response) -> None:
+        """Answer a request that is not complete, unless it was answered before."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            start = h11.Response(status_code=response.status_code, headers=response.raw_headers)
+            for event in (start, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
 
     def on_response_complete(self) -> None:
         """Start to wait for the next request; uvicorn closes the connection where it stays idle."""

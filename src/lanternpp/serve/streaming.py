@@ -16,18 +16,18 @@ from starlette.types import Receive, Scope, Send
 from lanternpp.serve.error_responses import response_for
 from lanternpp.serve.request_mapping import RequestMapper, encode, half_drawn, usage
 from lanternpp.serve.schemas import ImagesRequest
-from lanternpp.serve.tickets import Ticket
+from lanternpp.serve.tickets import FinishedImage, Progress, Ticket
 from lanternpp.types import Depicted
 
 KEEPALIVE = 15.0  # seconds without an event after which a comment is sent to keep the connection open
-CHECK_INTERVAL = 0.02  # minimum seconds between two checks whether a partial image is due
-PROGRESS_INTERVAL = 0.3  # minimum seconds between two progress events of a picture
+CHECK_INTERVAL = 0.03  # seconds between two checks whether an event of an unfinished picture is due
+PROGRESS_INTERVAL = 0.3  # minimum seconds between two progress events, and between two previews, of a picture
 
 
 class PictureStream(StreamingResponse):
     """The events of a request. Its pictures are cancelled when the connection ends, as it does where the client reads nothing.
 
-    The events that wait for a slow client are bounded: of a picture's progress and previews only the latest is kept.
+    An event is made when the client has received the one before, so no events pile up for a slow client.
     """
 
     def __init__(
@@ -36,13 +36,13 @@ class PictureStream(StreamingResponse):
         """warnings: the target's warnings about the prompt; sent first where the request has `progress`."""
         self.mapper, self.image_request, self.tickets = mapper, body, tickets
         self.output_format = body.output_format or "png"
-        # Unsent events, by their kind, the index of the picture, and the number of the partial image.
-        self._pending: dict[tuple[str, int, int], dict[str, Any]] = {}
-        self._changed = asyncio.Event()
-
-        if body.progress:
-            self._send("accepted", 0, warnings=list(warnings))
-        super().__init__(self._lines(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+        self.follows = bool(
+            body.progress or body.partial_images
+        )  # whether there are events of unfinished pictures
+        for ticket in tickets if self.follows else ():
+            ticket.interval = CHECK_INTERVAL
+        events = self._all_events(list(warnings))
+        super().__init__(events, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events; in the end, also after an error, cancel the unfinished pictures."""
@@ -52,87 +52,74 @@ class PictureStream(StreamingResponse):
             for ticket in self.tickets:
                 ticket.cancel()
 
-    async def _lines(self) -> AsyncIterator[str]:
-        """Yield the events as text, in the order in which they happen."""
-        tasks = [asyncio.create_task(self._send_all(i)) for i in range(len(self.tickets))]
+    async def _all_events(self, warnings: list[str]) -> AsyncIterator[str]:
+        """Yield the events of all pictures as text, and comments while there are none."""
+        if self.image_request.progress:
+            yield self._event("accepted", 0, warnings=warnings)
+        images = [ticket.finished() for ticket in self.tickets]
+        unfinished = {image: self._events(index, image) for index, image in enumerate(images)}
+        last_sent = time.monotonic()
         try:
-            while self._pending or not all(task.done() for task in tasks):
-                try:
-                    await asyncio.wait_for(self._changed.wait(), KEEPALIVE)
-                except TimeoutError:
+            while unfinished:
+                timeout = CHECK_INTERVAL if self.follows else KEEPALIVE
+                await asyncio.wait(unfinished, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+                for image, events in list(unfinished.items()):
+                    async for event in events:
+                        if event is None:
+                            break
+                        yield event
+                        last_sent = time.monotonic()
+                    else:
+                        del unfinished[image]
+                if time.monotonic() - last_sent >= KEEPALIVE:
                     yield ": still at it\n\n"
-                    continue
-                self._changed.clear()
-                while self._pending:
-                    event = self._pending.pop(next(iter(self._pending)))
-                    yield f"event: {event.get('type', 'error')}\ndata: {json.dumps(event)}\n\n"
-                    if "error" in event:
-                        return
-        finally:
-            for task in tasks:
-                task.cancel()
-
-    async def _send_all(self, index: int) -> None:
-        """Send all events of a picture; an error becomes an event too."""
-        try:
-            await self._send_picture(index, self.tickets[index])
+                    last_sent = time.monotonic()
         except Exception as error:
-            self._pending["error", index, 0] = json.loads(bytes(response_for(error).body))
-        self._changed.set()
+            yield f"event: error\ndata: {bytes(response_for(error).body).decode()}\n\n"
 
-    async def _send_picture(self, index: int, ticket: Ticket) -> None:
-        """Send the events of a picture. Raises the error that drawing the picture raised."""
-        mapper, body = self.mapper, self.image_request
-        previews = asyncio.create_task(self._preview(index, ticket)) if body.progress else None
-        try:
-            if body.progress or body.partial_images:
-                await self._follow(index, ticket)
-            image = await ticket.finished()
-        finally:
-            if previews:
-                previews.cancel()
-        file = await run_in_threadpool(mapper.file, body, ticket.spec, image)
-        facts = mapper.facts(ticket.spec, image).model_dump(exclude_none=True)
-        tokens = usage(ticket.spec.prompt, len(image.codes)).model_dump()
-        for kind in ("progress", "preview"):  # outdated by the finished picture
-            self._pending.pop((kind, index, 0), None)
-        self._send_image("completed", index, image.image, file, usage=tokens, lanternpp=facts)
-
-    async def _follow(self, index: int, ticket: Ticket) -> None:
-        """Send the progress and partial images of a picture while it is drawn; `_preview` sends the previews."""
-        body, target = self.image_request, ticket.target
+    async def _events(self, index: int, image: asyncio.Future[FinishedImage]) -> AsyncIterator[str | None]:
+        """Yield the events of a picture as text, and None whenever there is none. Raises the error that drawing it raised."""
+        body, ticket, target = self.image_request, self.tickets[index], self.tickets[index].target
         assert target is not None
         num_images = body.partial_images or 0
         # Numbers of codes at which a partial image is due. One image is sent where a step passes several of them.
         marks = [target.length * (i + 1) / (num_images + 1) for i in range(num_images)]
-        num_passed = num_sent = 0
-        last_progress = -PROGRESS_INTERVAL  # time.monotonic() of the last progress event
-        async for progress in ticket.follow(CHECK_INTERVAL if num_images else PROGRESS_INTERVAL):
-            if body.progress and time.monotonic() - last_progress >= PROGRESS_INTERVAL - CHECK_INTERVAL:
-                last_progress = time.monotonic()
+        num_passed = num_sent = num_shown = 0
+        sent: Progress | None = None
+        next_progress = next_preview = 0.0  # time.monotonic()
+        preview: asyncio.Task[tuple[int, str] | None] | None = None
+        while not image.done():
+            progress, now = ticket.progress, time.monotonic()
+            if progress is None:
+                yield None
+                continue
+            num_codes = len(progress.codes)
+            if body.progress and progress is not sent and now >= next_progress:
+                sent, next_progress = progress, now + PROGRESS_INTERVAL
                 accepted = list(progress.accepted)
-                self._send("progress", index, accepted_per_pass=accepted, seconds=progress.seconds)
-            passed_marks = [mark for mark in marks if mark <= len(progress.codes)]
-            if len(passed_marks) > num_passed:
-                image = await run_in_threadpool(half_drawn, target, progress.codes)
-                file = await run_in_threadpool(encode, image, self.output_format, body.output_compression)
-                self._send_image("partial_image", index, image, file, partial_image_index=num_sent)
-                num_passed = len(passed_marks)
-                num_sent += 1
-            if num_passed == num_images and not body.progress:
-                return
+                yield self._event("progress", index, accepted_per_pass=accepted, seconds=progress.seconds)
+            if (passed := sum(mark <= num_codes for mark in marks)) > num_passed:
+                partial = await run_in_threadpool(half_drawn, target, progress.codes)
+                file = await run_in_threadpool(encode, partial, self.output_format, body.output_compression)
+                yield self._image_event("partial_image", index, partial, file, partial_image_index=num_sent)
+                num_passed, num_sent = passed, num_sent + 1
+            if preview is not None and preview.done():
+                if shown := preview.result():
+                    num_shown, file = shown
+                    yield self._event("preview", index, codes=num_shown, b64_json=file, output_format="jpeg")
+                preview = None
+            elif body.progress and preview is None and num_codes > num_shown and now >= next_preview:
+                next_preview = now + PROGRESS_INTERVAL
+                preview = asyncio.create_task(self.mapper.previews.draw(ticket))
+            yield None
+        finished = image.result()
+        file = await run_in_threadpool(self.mapper.file, body, ticket, finished)
+        facts = self.mapper.facts(ticket, finished).model_dump(exclude_none=True)
+        tokens = usage(ticket.prompt, len(finished.codes)).model_dump()
+        yield self._image_event("completed", index, finished.image, file, usage=tokens, lanternpp=facts)
 
-    async def _preview(self, index: int, ticket: Ticket) -> None:
-        """Send a JPEG of the codes decided so far, again and again, until this task is cancelled."""
-        num_shown = 0  # codes in the latest preview
-        while True:
-            await asyncio.sleep(PROGRESS_INTERVAL)
-            if ticket.progress is not None and len(ticket.progress.codes) > num_shown:
-                num_shown, file = await self.mapper.previews.draw(ticket)
-                self._send("preview", index, codes=num_shown, b64_json=file, output_format="jpeg")
-
-    def _send_image(self, kind: str, index: int, image: Image.Image, file: str, **fields: Any) -> None:
-        """Queue an event of OpenAI's API with a picture."""
+    def _image_event(self, kind: str, index: int, image: Image.Image, file: str, **fields: Any) -> str:
+        """Return an event of OpenAI's API with a picture, as text."""
         event = {
             "b64_json": file,
             "created_at": int(time.time()),
@@ -141,12 +128,10 @@ class PictureStream(StreamingResponse):
             "background": "opaque",
             "output_format": self.output_format,
         }
-        self._send(kind, index, **event, **fields)
+        return self._event(kind, index, **event, **fields)
 
-    def _send(self, kind: str, index: int, **event: Any) -> None:
-        """Queue an event; it replaces an unsent event of the same kind, picture and number."""
-        key = kind, index, event.get("partial_image_index", 0)
-        self._pending.pop(key, None)
-        task = "edit" if isinstance(self.tickets[0].spec.prompt, Depicted) else "generation"
-        self._pending[key] = {"type": f"image_{task}.{kind}", "index": index, **event}
-        self._changed.set()
+    def _event(self, kind: str, index: int, **fields: Any) -> str:
+        """Return an event of a picture as text."""
+        task = "edit" if isinstance(self.tickets[0].prompt, Depicted) else "generation"
+        event = {"type": f"image_{task}.{kind}", "index": index, **fields}
+        return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"
