@@ -116,7 +116,7 @@ def test_the_openai_client_streams(pipe, monkeypatch):
     assert first.getpixel((15, 15)) == (128, 128, 128) != drawn(events[-1].b64_json).getpixel((15, 15))
 
 
-def test_the_rule_is_a_field_like_the_tree(http, tmp_path):
+def test_the_rule_is_a_field_like_the_tree(tmp_path):
     pipe = tiny(write_diffusion(tmp_path))
     fields = {"method": "eagle", "accept": "cspd"}
     with client_of(pipe) as latents:
@@ -126,14 +126,9 @@ def test_the_rule_is_a_field_like_the_tree(http, tmp_path):
         assert one["lanternpp"]["settings"]["accept"] == "cspd"
         expected = pipe("a red tulip", seed=3, **fields).images[0]
         assert drawn(one["b64_json"]).tobytes() == expected.tobytes()
-        wrong = latents.post(IMAGES, json={"prompt": "a red tulip", "accept": "os:system"})
-        status, message = refusal(wrong)
-        assert status == 400 and message.startswith("acceptance rule 'os:system'")
         lacking = latents.post(IMAGES, json={"prompt": "a red tulip", "method": "independent"})
         lacks = f"method 'independent' needs a smaller target, which {pipe.name} lacks; use another method"
         assert refusal(lacking) == (400, lacks)
-    status, message = refusal(http.post(IMAGES, json={"prompt": "a red tulip", **fields}))
-    assert status == 400 and "the rule cspd is for latents of a diffusion head" in message
 
 
 @pytest.mark.parametrize(("form", "kind"), [("png", "PNG"), ("jpeg", "JPEG"), ("webp", "WEBP")])
@@ -166,42 +161,23 @@ WRONG = {
     "long": ({"prompt": "tulip " * 10}, 400, "takes at most 50"),
     "n": ({"prompt": "tulip", "n": 11}, 400, "n 11"),
     "seed": ({"prompt": "tulip", "seed": 2**62, "n": 2}, 400, f"with n 2 use 0 to {2**62 - 1}"),
-    "n in words": ({"prompt": "tulip", "n": "3"}, 400, "n '3'"),
     "a dial in words": ({"prompt": "tulip", "top_k": "3"}, 400, "top_k '3'"),
-    "a switch that is 1": ({"prompt": "tulip", "stream": 1}, 400, "stream 1"),
     "a deadline without end": ({"prompt": "tulip", "deadline": 1e308}, 400, "deadline 1e+308"),
     "size": ({"prompt": "tulip", "size": "32x32"}, 400, "use '16x16'"),
     "lam": ({"prompt": "tulip", "method": "eagle", "lam": 2}, 400, "lam 2.0 would change nothing"),
-    "delta": ({"prompt": "tulip", "method": "lantern++", "delta": 0.1}, 400, "lam, nu"),
-    "neighbours": (
-        {"prompt": "tulip", "method": "lantern", "neighbours": 32},
-        400,
-        "32 neighbours of a codebook of 32 codes",
-    ),
-    "temperature": ({"prompt": "tulip", "temperature": 1e-7}, 400, "temperature 1e-07 is out of range"),
-    "a rule alone": (
-        {"prompt": "tulip", "method": "eagle", "accept": "lantern++"},
-        400,
-        "needs neighbours and lam;",
-    ),
     "top_k": ({"prompt": "tulip", "top_k": 999}, 400, "top_k 999 exceeds the 32 codes"),
     "quoted": ({"prompt": "a zebra -method"}, 400, "'a zebra -method'"),
     "model": ({"prompt": "tulip", "model": "dall-e-3"}, 404, "use 'tiny'"),
     "method": ({"prompt": "tulip", "method": "magic"}, 400, "known: ar"),
     "infinite": ('{"prompt": "tulip", "cfg": Infinity}', 400, "cfg"),
-    "more than a float": ({"prompt": "tulip", "cfg": 1e308}, 400, "cfg 1e+308"),
-    "next to nothing": ({"prompt": "tulip", "temperature": 1e-308}, 400, "temperature 1e-308"),
     "a tree's class": ({"prompt": "tulip", "tree": "os:system"}, 400, "is unknown; known: eagle-25"),
-    "a tree's file": ({"prompt": "tulip", "tree": "trees/own.json"}, 400, "is unknown; known: eagle-25"),
     "a field": ({"prompt": "tulip", "proposer": "tree"}, 400, "'proposer' is unknown"),
     "an option's name": ({"prompt": "tulip", "lambda": 2}, 400, "'lambda' is called 'lam' here"),
-    "a class": ({"prompt": "tulip", "method": "os:system"}, 400, "unknown"),
     "half a pair": ('{"prompt": "\\ud800 tulip"}', 400, "prompt"),
     "no JSON": ("{", 400, "not JSON"),
     "a list": ("[]", 400, "send a JSON object as Content-Type: application/json"),
     "nested": ("[" * 3000, 400, "the body is not JSON: "),
     "Latin-1": ('{"prompt": "\xe9"}'.encode("latin-1"), 400, "the body is not JSON: 'utf-8' codec"),
-    "partial": ({"prompt": "tulip", "partial_images": 1}, 400, "stream"),
     "progress": ({"prompt": "tulip", "progress": True}, 400, "set stream to true"),
     "a url of a stream": ({"prompt": "tulip", "stream": True, "response_format": "url"}, 400, "b64_json"),
     "a huge draft": (
@@ -209,11 +185,8 @@ WRONG = {
         400,
         "768 draft codes",
     ),
-    "accept": (
-        {"prompt": "tulip", "accept": "cspd", "method": "eagle"},
-        400,
-        ": use accept exact",
-    ),
+    "accept": ({"prompt": "tulip", "accept": "cspd", "method": "eagle"}, 400, ": use accept exact"),
+    "a rule's class": ({"prompt": "tulip", "accept": "os:system"}, 400, "acceptance rule 'os:system'"),
     "large": ({"prompt": "tulip", "user": "x" * 5000}, 413, "4000 bytes"),
     "late": ({"prompt": "tulip", "deadline": 1e-9}, 504, "not finished"),
 }

@@ -36,16 +36,6 @@ def test_pictures_join_a_running_batch_and_leave_it(slow):
         until(lambda: batcher.running == 0)
 
 
-def test_a_picture_in_the_queue_takes_one_place_of_it(slow):
-    with batcher_of(slow, slots=1, queue=2) as batcher:
-        put(batcher, spec(1))
-        until(lambda: batcher.queued == 0 and batcher.running == 1)
-        batcher.accept(seeds(2))  # its prompt is being encoded
-        put(batcher, spec(3))
-        with pytest.raises(HTTPException, match="429: 2 pictures are waiting"):
-            put(batcher, spec(4))
-
-
 def test_a_picture_whose_prefill_has_begun_has_left_the_queue(slow, monkeypatch):
     begun, go, admit = threading.Event(), threading.Event(), batcher_module.BatchRunner.admit
 

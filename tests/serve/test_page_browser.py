@@ -9,18 +9,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 from helpers.processes import until
-from helpers.served import KEY, PacedPipe, app_of
+from helpers.served import KEY, PacedPipe, app_of, listening
 from PIL import Image
 from playwright.sync_api import Browser, Page, expect, sync_playwright
+from starlette.responses import HTMLResponse
 
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.serve.batcher import Batcher
@@ -309,26 +308,6 @@ document.title = JSON.stringify(got);
 </script>"""
 
 
-@contextmanager
-def another_site(target: str) -> Iterator[int]:
-    """A web server whose page attacks another; its port."""
-
-    class Hostile(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Type", "text/html")
-            self.end_headers()
-            self.wfile.write(HOSTILE.replace("TARGET", json.dumps(target)).encode())
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hostile) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield server.server_address[1]
-        server.shutdown()
-
-
 @pytest.mark.parametrize(("victim", "attacker"), [("127.0.0.1", "127.0.0.1"), ("draw.test", "evil.test")])
 def test_a_page_of_another_site_can_neither_draw_nor_read(
     browser: Browser, pipe: Pipeline, victim: str, attacker: str
@@ -336,10 +315,11 @@ def test_a_page_of_another_site_can_neither_draw_nor_read(
     config = ServerConfig(hosts=["127.0.0.1", "draw.test"])  # as with --allow-host draw.test
     with app_of(pipe, config, page=True) as (_, address):
         port = urlsplit(address).port
-        with another_site(f"http://{victim}:{port}") as other, browser.new_context() as context:
+        hostile = HTMLResponse(HOSTILE.replace("TARGET", json.dumps(f"http://{victim}:{port}")))
+        with listening(hostile) as other, browser.new_context() as context:
             page, answers = context.new_page(), []
             page.on("response", lambda answer: answers.append(answer))
-            page.goto(f"http://{attacker}:{other}")
+            page.goto(f"http://{attacker}:{urlsplit(other).port}")
             page.wait_for_function("document.title.startsWith('{')", timeout=PATIENCE)
             got = json.loads(page.title())
             assert got.pop("blind") in ("opaque", "refused"), "it is answered 403, which the page cannot see"

@@ -7,7 +7,7 @@ import time
 import pytest
 from helpers.served import settings, spec
 
-from lanternpp.serve.scheduler import AllRunnersBusy, ClientAtLimit, Scheduler, with_ticket
+from lanternpp.serve.scheduler import MustWait, Scheduler, with_ticket
 from lanternpp.serve.tickets import Ticket
 
 AR, OTHER = settings("ar"), settings("ar", temperature=0.5)
@@ -41,29 +41,32 @@ def test_an_empty_server_opens_the_smallest_runner_that_holds_what_waits(schedul
     assert scheduler.runner_for(AR, waiting).settings.batch_size == rows
 
 
-def test_a_free_slot_of_a_running_runner_comes_first(scheduler):
-    runner = scheduler.runner_for(AR, 3).fill(3)
-    assert scheduler.runner_for(AR, 1) is runner
-    assert scheduler.runner_for(OTHER, 1) is not runner
+def waits(scheduler, *given):
+    """Whom a picture that must wait keeps waiting."""
+    with pytest.raises(MustWait) as error:
+        scheduler.runner_for(*given)
+    return error.value.whom
 
 
-def test_a_full_runner_gets_a_larger_sister(scheduler):
-    scheduler.runner_for(AR, 1).fill(1)
-    assert scheduler.runner_for(AR, 1).settings.batch_size == 2
-
-
-def test_a_small_runner_is_not_refilled_while_a_crowd_waits(scheduler):
-    small = scheduler.runner_for(AR, 2).fill(1)
-    large = scheduler.runner_for(AR, 8)
-    assert large is not small and large.settings.batch_size == 8
-    large.fill(8)
-    assert scheduler.runner_for(AR, 8) is None
-
-
-def test_a_large_runner_is_not_kept_up_for_a_few(scheduler):
-    large = scheduler.runner_for(AR, 8).fill(1)
-    assert scheduler.runner_for(AR, 1).settings.batch_size == 1
-    assert scheduler.runner_for(AR, 3) is large
+@pytest.mark.parametrize(
+    ("rows", "running", "waiting", "entered"),
+    [
+        pytest.param(4, 3, 1, 4, id="a free slot of a running runner comes first"),
+        pytest.param(1, 1, 1, 2, id="a full runner gets a larger sister"),
+        pytest.param(2, 1, 8, 8, id="a small runner is not refilled while a crowd waits"),
+        pytest.param(8, 8, 8, None, id="there is no larger one"),
+        pytest.param(8, 1, 1, 1, id="a large runner is not kept up for one"),
+        pytest.param(8, 1, 3, 8, id="but for a few"),
+    ],
+)
+def test_which_runner_a_picture_enters(scheduler, rows, running, waiting, entered):
+    runner = scheduler.runner_for(AR, rows).fill(running)
+    if entered is None:
+        assert waits(scheduler, AR, waiting) == AR
+    else:
+        chosen = scheduler.runner_for(AR, waiting)
+        assert chosen.settings.batch_size == entered and (chosen is runner) == (entered == rows)
+    assert scheduler.runner_for(OTHER, rows) is not runner
 
 
 def test_the_idle_runner_used_longest_ago_makes_room(scheduler):
@@ -77,10 +80,8 @@ def test_the_idle_runner_used_longest_ago_makes_room(scheduler):
 def test_a_picture_waits_where_all_engines_are_busy(scheduler):
     scheduler.max_runners = 1
     scheduler.runner_for(AR, 2).fill(1)
-    with pytest.raises(AllRunnersBusy):
-        scheduler.runner_for(OTHER, 1)
-    with pytest.raises(AllRunnersBusy):
-        scheduler.runner_for(AR, 8)
+    assert waits(scheduler, OTHER, 1) is None
+    assert waits(scheduler, AR, 8) is None
 
 
 def shared(scheduler, *costs, turns=1200):
@@ -135,12 +136,9 @@ def test_prefills_are_paid_for(scheduler):
 
 def test_the_last_runner_is_not_for_a_client_that_has_all_others(scheduler):
     opened(scheduler, "many", "many", "many")
-    with pytest.raises(ClientAtLimit):
-        scheduler.runner_for(AR, 1, "many")
+    assert waits(scheduler, AR, 1, "many") == "many"
     runner = scheduler.runner_for(AR, 1, "one").fill(1, "one")
-    with pytest.raises(AllRunnersBusy) as waits:
-        scheduler.runner_for(OTHER, 1, "many")
-    assert not isinstance(waits.value, ClientAtLimit)  # all are busy: pictures after it wait as well
+    assert waits(scheduler, OTHER, 1, "many") is None  # all are busy: pictures after it wait as well
     runner.tickets = []
     scheduler.runners[0].fill(1, "third")
     assert scheduler.runner_for(OTHER, 1, "many")

@@ -28,32 +28,20 @@ from lanternpp.serve.new_thread import run_in_new_thread
 from lanternpp.serve.request_mapping import RequestMapper
 from lanternpp.serve.schemas import ImagesRequest, Refusal
 from lanternpp.serve.streaming import PictureStream
-from lanternpp.serve.tickets import FinishedImage, Ticket
-
-DESCRIPTIONS = {  # of error responses by status, in the OpenAPI document
-    400: "Something in the request is not valid",
-    401: "No API key, or a wrong one",
-    403: "The request comes from a page of another site",
-    404: "No such model",
-    413: "The body is too large",
-    429: "The queue is full; Retry-After says when to try again",
-    500: "The server failed",
-    503: "The server is shutting down",
-    504: "Not finished by the deadline",
-}
+from lanternpp.serve.tickets import CLOSED, EXPIRED, FULL, FinishedImage, Ticket
 
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Return the error responses of a route, for the OpenAPI document."""
-    return {status: {"model": Refusal, "description": DESCRIPTIONS[status]} for status in statuses}
+    return {status: {"model": Refusal} for status in statuses}
 
 
-IMAGE_RESPONSES: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "Pictures; with stream, server-sent events",
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+IMAGES_ROUTE: dict[str, Any] = {
+    "response_model": schemas.ImagesResponse,
+    "responses": {
+        200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}},
+        **refusals(400, 401, 403, 404, 413, FULL, 500, CLOSED, EXPIRED),
     },
-    **refusals(*DESCRIPTIONS),
 }
 EDIT_FORM = {  # the schema of a form, whose further fields are those of ImagesRequest
     "type": "object",
@@ -86,11 +74,7 @@ class ServerSpec:
         pipe = run_in_new_thread(self.load_model)
         warnings.simplefilter("ignore", PromptWarning)  # clients' prompts are not the operator's concern
         batcher = Batcher(pipe, self.config)
-        try:
-            return batcher, create_app(batcher)
-        except BaseException:
-            batcher.close(False, 0)
-            raise
+        return batcher, create_app(batcher)
 
 
 def create_app(batcher: Batcher) -> FastAPI:
@@ -101,6 +85,7 @@ def create_app(batcher: Batcher) -> FastAPI:
         summary="Pictures by speculative decoding, over the OpenAI Images API",
         docs_url=None,  # FastAPI's pages load scripts from other hosts
         redoc_url=None,
+        generate_unique_id_function=lambda route: route.name,
     )
     # A client's broken form is answered with an error and is no warning to the operator.
     logging.getLogger("python_multipart").setLevel(logging.ERROR)
@@ -136,14 +121,9 @@ def correct_openapi(app: FastAPI, keys: bool) -> None:
 
 
 async def all_finished(request: Request, tickets: list[Ticket]) -> list[FinishedImage]:
-    """Wait for all pictures of a request. If one fails or the client disconnects (Cancelled), all are cancelled at once."""
-
-    def cancel_all(_: object) -> None:
-        for ticket in tickets:
-            ticket.cancel()
-
+    """Wait for all pictures of a request. If one fails or the client disconnects (status 499), all are cancelled at once."""
     disconnect = asyncio.ensure_future(disconnected(request))
-    disconnect.add_done_callback(cancel_all)
+    disconnect.add_done_callback(lambda _: [ticket.cancel() for ticket in tickets])
     try:
         return await asyncio.gather(*(ticket.finished() for ticket in tickets))
     finally:
@@ -173,28 +153,19 @@ def router(batcher: Batcher) -> APIRouter:
         message = f"model {name!r} is not served here; use {card.id!r}"
         return error_response(404, message, "model_not_found", "model")
 
-    @routes.post(
-        "/v1/images/generations",
-        response_model=schemas.ImagesResponse,
-        responses=IMAGE_RESPONSES,
-        summary="Draw pictures",
-        operation_id="createImage",
-    )
-    async def generations(request: Request, body: ImagesRequest) -> Response:
+    @routes.post("/v1/images/generations", **IMAGES_ROUTE)
+    async def create_image(request: Request, body: ImagesRequest) -> Response:
         """Draw pictures of a prompt, as OpenAI's Images API does."""
         return await draw(request, body)
 
     @routes.post(
         EDITS,
-        response_model=schemas.ImagesResponse,
-        responses=IMAGE_RESPONSES,
         openapi_extra={
             "requestBody": {"required": True, "content": {"multipart/form-data": {"schema": EDIT_FORM}}}
         },
-        summary="Edit a picture",
-        operation_id="createImageEdit",
+        **IMAGES_ROUTE,
     )
-    async def edits(request: Request) -> Response:
+    async def create_image_edit(request: Request) -> Response:
         """Draw what a prompt says of the pictures in the form, which has the fields of `generations` too."""
         async with request.form(max_files=MAX_FILES, max_fields=MAX_FIELDS) as form:
             return await draw(request, *mapper.edit(form))
@@ -215,33 +186,22 @@ def router(batcher: Batcher) -> APIRouter:
         except Exception as error:
             return response_for(error)
 
-    @routes.get("/v1/models", responses=refusals(401, 403), summary="List models", operation_id="listModels")
-    async def models() -> schemas.ModelList:
+    @routes.get("/v1/models", responses=refusals(401, 403))
+    async def list_models() -> schemas.ModelList:
         """The one model that is served."""
         return schemas.ModelList(data=[card])
 
     @routes.get(
-        "/v1/models/{model:path}",
-        response_model=schemas.ModelCard,
-        responses=refusals(401, 403, 404),
-        summary="Look a model up",
-        operation_id="retrieveModel",
+        "/v1/models/{model:path}", response_model=schemas.ModelCard, responses=refusals(401, 403, 404)
     )
-    async def model(model: str) -> schemas.ModelCard | JSONResponse:
+    async def retrieve_model(model: str) -> schemas.ModelCard | JSONResponse:
         """The model, if it is the one that is served."""
         return card if model == card.id else unknown_model(model)
 
     @routes.get(
-        "/healthz",
-        response_model=schemas.Health,
-        responses={
-            503: {"model": schemas.Health, "description": "The server is shutting down"},
-            **refusals(403),
-        },
-        summary="Whether requests are accepted",
-        operation_id="health",
+        "/healthz", response_model=schemas.Health, responses={503: {"model": schemas.Health}, **refusals(403)}
     )
-    async def healthz() -> JSONResponse:
+    async def health() -> JSONResponse:
         """200; 503 as soon as the server has begun to shut down."""
         closed, running, queued = batcher.closed, batcher.running, batcher.queued
         health = schemas.Health(status="draining" if closed else "ok", running=running, queued=queued)
@@ -250,18 +210,10 @@ def router(batcher: Batcher) -> APIRouter:
     @routes.get(
         "/metrics",
         response_class=Response,
-        responses={
-            200: {
-                "description": "Prometheus' text format",
-                "content": {"text/plain": {"schema": {"type": "string"}}},
-            },
-            **refusals(401, 403),
-        },
-        summary="Metrics for Prometheus",
-        operation_id="metrics",
+        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **refusals(401, 403)},
     )
-    async def prometheus_metrics() -> Response:
-        """Requests, queue, batch size, codes per pass, seconds."""
+    async def metrics() -> Response:
+        """Requests, queue, batch size, codes per pass, seconds, for Prometheus."""
         return Response(batcher.metrics.text(), media_type=CONTENT_TYPE)
 
     return routes

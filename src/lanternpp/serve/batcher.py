@@ -25,7 +25,7 @@ from lanternpp.models.base import Target
 from lanternpp.serve.config import ServerConfig
 from lanternpp.serve.metrics import Metrics
 from lanternpp.serve.new_thread import run_in_new_thread
-from lanternpp.serve.scheduler import AllRunnersBusy, BatchRunner, ClientAtLimit, Scheduler, with_ticket
+from lanternpp.serve.scheduler import BatchRunner, MustWait, Scheduler, with_ticket
 from lanternpp.serve.tickets import FULL, Key, Ticket, closed
 from lanternpp.types import Prompt
 
@@ -214,28 +214,22 @@ class Batcher:
 
     def _fill_slots(self) -> None:
         """Move tickets from the queue into free slots, in the order of the queue."""
-        full: set[Key] = set()
-        at_limit: set[str] = set()
+        blocked: set[Key | str] = set()  # keys and clients whose pictures wait
         for ticket in self._ready:
             key, client = ticket.key, ticket.client
-            if key in full or client in at_limit or ticket.done():
+            if key in blocked or client in blocked or ticket.done():
                 continue
             num_waiting = sum(waiting.key == key for waiting in self._ready)
             start = time.perf_counter()
             try:
-                runner = self._scheduler.runner_for(key, num_waiting, client)
-            except ClientAtLimit:
-                at_limit.add(client)
+                self._admit(self._scheduler.runner_for(key, num_waiting, client), ticket)
+            except MustWait as wait:
+                if wait.whom is None:
+                    return
+                blocked.add(wait.whom)
                 continue
-            except AllRunnersBusy:
-                return
             except Exception as error:  # the engine could not be built
                 ticket.settle(error)
-            else:
-                if runner is None:
-                    full.add(key)
-                    continue
-                self._admit(runner, ticket)
             self._scheduler.charge(client, time.perf_counter() - start)
 
     def _admit(self, runner: BatchRunner, ticket: Ticket) -> None:

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from lanternpp.api.options import AUTO, MAX_SECONDS, DraftDials, PartDials, RuleDials, check_method, names
 from lanternpp.errors import InputError
-from lanternpp.util.options import Option, declared
+from lanternpp.util.options import Option
 
 if TYPE_CHECKING:
     from lanternpp.api.options import Settings
@@ -37,7 +37,7 @@ def power_of_two(slots: int) -> None:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """The defaults and limits of a server. Raises InputError.
+    """The defaults and limits of a server.
 
     method and overrides (fields of `Settings`): the defaults of requests. keys: API keys; without keys, every client may draw.
     hosts: accepted names in the Host header; empty: any.
@@ -74,12 +74,6 @@ class ServerConfig:
         16 << 20
     )
     page: Annotated[bool, Option("Serve the page at /.", negative=True)] = True
-
-    def __post_init__(self) -> None:
-        check_method(self.method)
-        check_keys(self.keys)
-        for name, option in declared(ServerConfig).items():
-            option.check(getattr(self, name), name)
 
     def settings(self, pipe: Pipeline, method: str | None, overrides: Mapping[str, Any]) -> Settings:
         """Return the settings of a request: its own dials, else the dials that the server was started with. Raises InputError.
@@ -126,17 +120,11 @@ def host_name(host: str) -> str:
         return ""
 
 
-def check_keys(keys: Sequence[str]) -> None:
-    """Raise InputError unless each key can be sent in a header and is long enough not to be guessed."""
-    for key in keys:
-        if len(key) < MIN_KEY_CHARS or not key.isascii() or any(c.isspace() for c in key):
-            raise InputError(
-                f"an API key of {len(key)} characters cannot be used; take {MIN_KEY_CHARS} or more ASCII characters without blanks"
-            )
-
-
 def gather_keys(options: Sequence[str], file: Path | None) -> tuple[str, ...]:
-    """Gather API keys from options, the environment, and a file with one key per line. Raises InputError."""
+    """Gather API keys from options, the environment, and a file with one key per line.
+
+    Raises InputError for a key that cannot be sent in a header, or that is short enough to be guessed.
+    """
     keys = [*options, *os.environ.get(KEYS, "").replace(",", " ").split()]
     if file is not None:
         try:
@@ -147,5 +135,9 @@ def gather_keys(options: Sequence[str], file: Path | None) -> tuple[str, ...]:
         if not file_keys:
             raise InputError(f"--api-key-file {str(file)!r} has no keys; write one per line")
         keys += file_keys
-    check_keys(keys)
+    for key in keys:
+        if len(key) < MIN_KEY_CHARS or not key.isascii() or any(c.isspace() for c in key):
+            raise InputError(
+                f"an API key of {len(key)} characters cannot be used; take {MIN_KEY_CHARS} or more ASCII characters without blanks"
+            )
     return tuple(dict.fromkeys(keys))

@@ -136,9 +136,7 @@ class Replicas:
         request = Request(scope, receive)
         try:
             body = await request.body()
-        except ClientDisconnect:
-            return
-        except HTTPException as error:
+        except (ClientDisconnect, HTTPException) as error:
             await response_for(error)(scope, receive, send)
             return
         messages = self.handle.options(stream=True).answer.remote(scope, body)

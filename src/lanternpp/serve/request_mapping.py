@@ -118,9 +118,15 @@ class RequestMapper:
             Ticket(body.prompt, seed + i, settings, deadline, client, files, own_shape) for i in range(count)
         ]
 
-    def facts(self, ticket: Ticket, image: FinishedImage) -> schemas.Facts:
-        """Return the figures and settings of a picture for a response."""
-        return schemas.Facts(
+    def picture(self, body: ImagesRequest, ticket: Ticket, image: FinishedImage) -> schemas.Picture:
+        """Encode a picture in the requested format, with its figures; a PNG has the notes that PNGs of the command line have."""
+        described = self.pipe.describe(image.settings)
+        png_notes = notes(ticket.prompt, ticket.seed, self.pipe.name, described, versions())
+        if isinstance(ticket.prompt, Depicted):
+            png_notes["shown"] = ticket.prompt.digests
+        output_format = body.output_format or "png"
+        file = encode(image.image, output_format, body.output_compression, png_notes)
+        facts = schemas.Facts(
             seed=ticket.seed,
             method=image.settings.method,
             batch_size=image.settings.batch_size,
@@ -133,31 +139,20 @@ class RequestMapper:
             tv_cost=image.tv_cost,
             settings=asdict(image.settings),
         )
-
-    def file(self, body: ImagesRequest, ticket: Ticket, image: FinishedImage) -> str:
-        """Encode a picture as base64 in the requested format; a PNG has the notes that PNGs of the command line have."""
-        settings = self.pipe.describe(image.settings)
-        png_notes = notes(ticket.prompt, ticket.seed, self.pipe.name, settings, versions())
-        if isinstance(ticket.prompt, Depicted):
-            png_notes["shown"] = ticket.prompt.digests
-        return encode(image.image, body.output_format or "png", body.output_compression, png_notes)
+        if body.response_format == "url":
+            return schemas.Picture(url=f"data:image/{output_format};base64,{file}", lanternpp=facts)
+        return schemas.Picture(b64_json=file, lanternpp=facts)
 
     def answer(
         self, body: ImagesRequest, tickets: list[Ticket], images: list[FinishedImage]
     ) -> dict[str, Any]:
         """Return the response with all pictures, as a JSON object."""
-        output_format = body.output_format or "png"
-        data = []
-        for ticket, image in zip(tickets, images, strict=True):
-            file, facts = self.file(body, ticket, image), self.facts(ticket, image)
-            url = f"data:image/{output_format};base64,{file}" if body.response_format == "url" else None
-            data.append(schemas.Picture(b64_json=None if url else file, url=url, lanternpp=facts))
         width, height = images[0].image.size
         response = schemas.ImagesResponse(
             created=int(time.time()),
-            output_format=output_format,
+            output_format=body.output_format or "png",
             size=f"{width}x{height}",
-            data=data,
+            data=[self.picture(body, *pair) for pair in zip(tickets, images, strict=True)],
             usage=usage(tickets[0].prompt, sum(len(image.codes) for image in images)),
         )
         return response.model_dump(exclude_none=True)

@@ -136,12 +136,12 @@ class BatchRunner:
             self.busy_seconds += time.perf_counter() - start
 
 
-class AllRunnersBusy(Exception):  # noqa: N818 - a state, not a fault
-    """The picture must wait until one of the batch runners is idle."""
+class MustWait(Exception):  # noqa: N818 - a state, not a fault
+    """A picture must wait, and so must later ones of the queue: those with this key or of this client, or all (None)."""
 
-
-class ClientAtLimit(AllRunnersBusy):
-    """The picture must wait until its client uses fewer batch runners."""
+    def __init__(self, whom: Key | str | None):
+        super().__init__(whom)
+        self.whom = whom
 
 
 class Scheduler:
@@ -188,11 +188,10 @@ class Scheduler:
         smallest = min(self._charged.values(), default=0.0)
         self._charged[client] = self._charged.get(client, smallest) + seconds
 
-    def runner_for(self, key: Key, num_waiting: int, client: str = "") -> BatchRunner | None:
-        """Return the batch runner that the first of `num_waiting` pictures with this key enters; None: all that fit are full.
+    def runner_for(self, key: Key, num_waiting: int, client: str = "") -> BatchRunner:
+        """Return the batch runner that the first of `num_waiting` pictures with this key enters.
 
-        It follows the rules 1 to 3 of this module's docstring. Raises ClientAtLimit, AllRunnersBusy, or whatever building an
-        engine raises.
+        It follows the rules 1 to 3 of this module's docstring. Raises MustWait, or whatever building an engine raises.
         """
         size = min(self.slots, 1 << (num_waiting - 1).bit_length())  # the fitting size
         runner_by_size = {runner.settings.batch_size: runner for runner in self.runners if runner.key == key}
@@ -204,13 +203,13 @@ class Scheduler:
         while size in runner_by_size and runner_by_size[size].tickets:
             size *= 2
         if size > self.slots:
-            return None
+            raise MustWait(key)
         idle = [runner for runner in self.runners if not runner.tickets]
         if len(self.runners) >= self.max_runners and not idle:
-            raise AllRunnersBusy
+            raise MustWait(None)
         num_client_runners = sum(client in runner.clients for runner in self.runners)
         if num_client_runners >= max(1, self.max_runners - 1):
-            raise ClientAtLimit
+            raise MustWait(client)
         if size in runner_by_size:
             return runner_by_size[size]
         if len(self.runners) >= self.max_runners:

@@ -72,7 +72,7 @@ def raise_soft_limit(connections: int) -> int:
 class Connection(H11Protocol):
     """A connection that is closed when its client exceeds the limits of its subclass.
 
-    Where there are too many connections, the one that has waited longest for its client is closed. So clients that send
+    Where there are too many connections, one that waits for its client is closed. So clients that send
     whole requests are answered, however many connections are held open.
     """
 
@@ -81,7 +81,6 @@ class Connection(H11Protocol):
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self._timer: asyncio.TimerHandle | None = None  # runs while a request is incomplete
-        self._waiting_since: float | None = None  # loop time; None: the client waits for the server
         self._early_bytes = 0  # received while a request was being answered
         self._write_timer: asyncio.TimerHandle | None = None  # runs while the client reads too slowly
 
@@ -89,15 +88,21 @@ class Connection(H11Protocol):
         """Start to wait for the first request."""
         super().connection_made(transport)
         if len(self.connections) > self.limits.connections:
-            self._close_longest_waiting()
+            self._make_room()
         self._update_timer()
 
-    def _close_longest_waiting(self) -> None:
+    @property
+    def _deadline(self) -> float:
+        """The loop time at which the connection is closed if nothing comes; infinite where the client waits for the server."""
+        timer = self._timer or self.timeout_keep_alive_task
+        return timer.when() if timer else math.inf
+
+    def _make_room(self) -> None:
+        """Close the connection whose time ends first; this one where all other clients wait for the server."""
         limit = self.limits.connections
         self.limits.warn(f"all {limit} connections are in use; the one that waits longest is closed")
-        connections = [connection for connection in self.connections if isinstance(connection, Connection)]
-        waiting = [connection for connection in connections if connection._waiting_since is not None]
-        min(waiting, key=lambda client: client._waiting_since or 0, default=self).transport.abort()
+        connections: list[Any] = [self, *self.connections]
+        min(connections, key=lambda connection: connection._deadline).transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Receive bytes of a request.
@@ -124,15 +129,14 @@ class Connection(H11Protocol):
 
     def _update_timer(self) -> None:
         """Start to wait for the rest of a request, or stop waiting where the request is complete."""
-        is_between = self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
-        if is_between or self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
+        incomplete = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+        has_begun = self.conn.their_state is not h11.IDLE or self.conn.trailing_data[0]
+        if not (incomplete and has_begun):
             self._stop_waiting()
-        if self._timer is None and self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
-            self._waiting_since = self.loop.time()
+        if incomplete and self._timer is None:
             self._timer = self.loop.call_later(self.limits.request, self._time_out)
 
     def _stop_waiting(self) -> None:
-        self._waiting_since = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -160,11 +164,6 @@ class Connection(H11Protocol):
             start = h11.Response(status_code=response.status_code, headers=response.raw_headers)
             for event in (start, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
-
-    def on_response_complete(self) -> None:
-        """Start to wait for the next request; uvicorn closes the connection where it stays idle."""
-        super().on_response_complete()
-        self._waiting_since = self.loop.time()
 
     def pause_writing(self) -> None:
         """Start checking that the client, which reads more slowly than the server sends, reads at all."""

@@ -101,7 +101,9 @@ class PictureStream(StreamingResponse):
             if (passed := sum(mark <= num_codes for mark in marks)) > num_passed:
                 partial = await run_in_threadpool(half_drawn, target, progress.codes)
                 file = await run_in_threadpool(encode, partial, self.output_format, body.output_compression)
-                yield self._image_event("partial_image", index, partial, file, partial_image_index=num_sent)
+                yield self._image_event(
+                    "partial_image", index, partial, b64_json=file, partial_image_index=num_sent
+                )
                 num_passed, num_sent = passed, num_sent + 1
             if preview is not None and preview.done():
                 if shown := preview.result():
@@ -113,15 +115,14 @@ class PictureStream(StreamingResponse):
                 preview = asyncio.create_task(self.mapper.previews.draw(ticket))
             yield None
         finished = image.result()
-        file = await run_in_threadpool(self.mapper.file, body, ticket, finished)
-        facts = self.mapper.facts(ticket, finished).model_dump(exclude_none=True)
-        tokens = usage(ticket.prompt, len(finished.codes)).model_dump()
-        yield self._image_event("completed", index, finished.image, file, usage=tokens, lanternpp=facts)
+        picture = await run_in_threadpool(self.mapper.picture, body, ticket, finished)
+        fields = picture.model_dump(exclude_none=True)
+        fields["usage"] = usage(ticket.prompt, len(finished.codes)).model_dump()
+        yield self._image_event("completed", index, finished.image, **fields)
 
-    def _image_event(self, kind: str, index: int, image: Image.Image, file: str, **fields: Any) -> str:
+    def _image_event(self, kind: str, index: int, image: Image.Image, **fields: Any) -> str:
         """Return an event of OpenAI's API with a picture, as text."""
         event = {
-            "b64_json": file,
             "created_at": int(time.time()),
             "size": f"{image.width}x{image.height}",
             "quality": "auto",

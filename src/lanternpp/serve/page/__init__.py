@@ -7,6 +7,7 @@ keeps no pictures.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,9 +72,20 @@ def setup(pipe: Pipeline, config: ServerConfig) -> dict[str, Any]:
         "words": {kind: list(words) for kind, words in pipe.target.words.items()},
         "baseline": BASELINE,
         "method": next(name for name in (*preferred, *offered) if name in offered),
-        "methods": {name: method_row(pipe, config, name) for name in offered},
+        "methods": {name: method_row(pipe, name, settings) for name, settings in offered.items()},
         "dials": [dial_row(pipe, dial) for dial in PAGE_DIALS],
     }
+
+
+def methods(pipe: Pipeline, config: ServerConfig) -> dict[str, Settings]:
+    """Return the drafting methods for which this model has the parts, a network or a codebook, with their settings."""
+    offered = {}
+    for name in METHODS:
+        with suppress(InputError):
+            settings = config.settings(pipe, name, {})
+            if name != BASELINE and pipe.can_draft(settings):
+                offered[name] = settings
+    return offered
 
 
 def dial_row(pipe: Pipeline, dial: Dial) -> dict[str, Any]:
@@ -91,16 +103,27 @@ def choices(pipe: Pipeline, dial: Dial) -> tuple[str, ...]:
     return tuple(tree for tree in TREES if not latents or pipe.can_draft(pipe.settings("eagle", tree=tree)))
 
 
-def method_row(pipe: Pipeline, config: ServerConfig, method: str) -> dict[str, Any]:
-    """Describe a method: a sentence about it, and the values of its sampling and of the dials that have an effect."""
-    settings = config.settings(pipe, method, {})
-    about = METHODS[method].about
-    effective = _effective_dials(pipe, settings)
+def method_row(pipe: Pipeline, method: str, settings: Settings) -> dict[str, Any]:
+    """Describe a method: a sentence about it, the values of its sampling, and those of the dials that have an effect.
+
+    "accept" is one of these dials if several rules without dials fit the model. None: the value has no name, such as a tree that
+    was tuned.
+    """
+    about, sampling = METHODS[method].about, names(SamplingDials)
+    rules = [rule for rule in RULES_WITHOUT_DIALS if pipe.can_draft(replace(settings, accept=rule))]
+    effective = {*dials_read(settings.proposer, settings.accept), *sampling}
+    if len(rules) > 1 and settings.accept in rules:
+        effective.add("accept")
+    values: dict[str, Any] = {}
+    for dial in PAGE_DIALS:
+        if dial.name in effective:
+            value, offered = getattr(settings, dial.name), choices(pipe, dial)
+            values[dial.name] = None if offered and value not in offered else value
     return {
         "about": f"{about[:1].upper()}{about[1:]}.",
-        "dials": {dial.name: _value(pipe, dial, settings) for dial in PAGE_DIALS if dial.name in effective},
+        "dials": values,
         "limits": limits(pipe, settings),
-        "sampling": {name: getattr(settings, name) for name in names(SamplingDials)},
+        "sampling": {name: getattr(settings, name) for name in sampling},
     }
 
 
@@ -113,34 +136,6 @@ def limits(pipe: Pipeline, settings: Settings) -> dict[str, tuple[float, float]]
     if pipe.target.channels:
         ranges["temperature"] = 0.05, 2  # continuous latents cannot be drawn greedily
     return ranges | part("accept", settings.accept).sliders
-
-
-def methods(pipe: Pipeline, config: ServerConfig) -> list[str]:
-    """Return the drafting methods for which this model has the network."""
-    return [name for name in METHODS if name != BASELINE and _can_draft(pipe, config, name)]
-
-
-def _can_draft(pipe: Pipeline, config: ServerConfig, method: str) -> bool:
-    """Return whether this model has the parts that a method needs: a drafter, or a codebook for a rule of neighbours."""
-    try:
-        settings = config.settings(pipe, method, {})
-    except InputError:
-        return False
-    return pipe.can_draft(settings)
-
-
-def _effective_dials(pipe: Pipeline, settings: Settings) -> frozenset[str]:
-    """Return the dials that have an effect with these settings, with "accept" if several rules without dials fit the model."""
-    rules = [rule for rule in RULES_WITHOUT_DIALS if pipe.can_draft(replace(settings, accept=rule))]
-    choice = {"accept"} if len(rules) > 1 and settings.accept in rules else set()
-    return dials_read(settings.proposer, settings.accept) | choice | frozenset(names(SamplingDials))
-
-
-def _value(pipe: Pipeline, dial: Dial, settings: Settings) -> float | str | None:
-    """Return the value that a dial shows; None: the value has no name, such as a tree that was tuned."""
-    value = getattr(settings, dial.name)
-    offered = choices(pipe, dial)
-    return None if offered and value not in offered else value
 
 
 def examples(pipe: Pipeline) -> list[str]:
