@@ -39,21 +39,21 @@ def settings(method: str = "ar", **overrides: object) -> Settings:
     return resolve(method, {}, overrides)
 
 
-def spec(seed: int = 0, client: str = "", prompt: str = PROMPT, **more: object) -> Ticket:
+def asked(seed: int = 0, client: str = "", prompt: str = PROMPT, **more: object) -> Ticket:
     """One picture by plain decoding."""
     return Ticket(prompt, seed, settings(), client=client, **more)
 
 
-def put_all(batcher: Batcher, specs: Sequence[Ticket]) -> list[Ticket]:
-    """Put all of these pictures into the queue, or none, as a request does."""
-    batcher.accept(specs)
-    batcher.encode(specs)
-    return list(specs)
+def put_all(batcher: Batcher, tickets: list[Ticket]) -> list[Ticket]:
+    """Put all of these pictures of one prompt into the queue, or none, as a request does."""
+    batcher.accept(tickets)
+    batcher.encode(tickets)
+    return tickets
 
 
-def put(batcher: Batcher, spec: Ticket) -> Ticket:
+def put(batcher: Batcher, ticket: Ticket) -> Ticket:
     """Put a picture into the queue."""
-    return put_all(batcher, [spec])[0]
+    return put_all(batcher, [ticket])[0]
 
 
 class PacedPipe:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import gc
 import json
 import socket
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
 import pytest
 from helpers.latents import write_diffusion
-from helpers.processes import SECONDS, until
+from helpers.processes import until
 from helpers.served import (
     AUTHORIZED,
     IMAGES,
@@ -75,42 +73,25 @@ def test_the_openai_client_draws(client, pipe):
 def test_the_openai_client_streams(pipe, monkeypatch):
     """The server goes on from a share of the picture when the client has seen it; events of progress do not hide it."""
     monkeypatch.setattr(streaming, "CHECK_INTERVAL", 0.0)  # look at every step
-    paced = PacedPipe(pipe)
-    fields = {
-        "stream": True,
-        "partial_images": 3,
-        "extra_body": {"seed": 5, "method": "ar", "progress": True},
-    }
-    seen, length = threading.Semaphore(0), pipe.target.length
-    with app_of(paced) as (batcher, address):
-
-        def pace() -> None:
-            try:
-                until(lambda: any(ticket.interval is not None for ticket in batcher._scheduler.tickets), 60)
-                for count in range(2, length + 1):  # the prefill decides the first code
-                    paced.allow(1)
-                    if count in (length // 4, length // 2, length * 3 // 4):
-                        assert seen.acquire(timeout=60)
-            finally:
-                paced.allow()  # or the stream would stay open for ever
-
-        events = []
-        with ThreadPoolExecutor(1) as pool:
-            pacing = pool.submit(pace)
-            for event in openai.OpenAI(base_url=f"{address}/v1", api_key="none").images.generate(
-                prompt="a red tulip", **fields
-            ):
-                if event.type.endswith(("partial_image", "completed")):
-                    events.append(event)
-                    seen.release()
-            pacing.result(SECONDS)
+    paced, quarter = PacedPipe(pipe), pipe.target.length // 4
+    more = {"seed": 5, "method": "ar", "progress": True}
+    events = []
+    with app_of(paced) as (_, address), openai.OpenAI(base_url=f"{address}/v1", api_key="none") as client:
+        for event in client.images.generate(
+            prompt="a red tulip", stream=True, partial_images=3, extra_body=more
+        ):
+            if event.type.endswith("accepted"):
+                paced.allow(quarter - 1)  # the prefill decides the first code
+            elif event.type.endswith(("partial_image", "completed")):
+                events.append(event)
+                paced.allow(quarter)
     kinds = [event.type.removeprefix("image_generation.") for event in events]
     assert kinds == ["partial_image"] * 3 + ["completed"]
     assert [event.partial_image_index for event in events[:-1]] == [0, 1, 2]
     expected = pipe("a red tulip", seed=5, **events[-1].lanternpp["settings"])
     assert drawn(events[-1].b64_json).tobytes() == expected.images[0].tobytes()
     for i, event in enumerate(events[:-1]):
-        half = half_drawn(pipe.target, expected.codes[0, : length * (i + 1) // 4])
+        half = half_drawn(pipe.target, expected.codes[0, : quarter * (i + 1)])
         assert drawn(event.b64_json).tobytes() == half.tobytes()
     first = drawn(events[0].b64_json)
     assert first.getpixel((15, 15)) == (128, 128, 128) != drawn(events[-1].b64_json).getpixel((15, 15))

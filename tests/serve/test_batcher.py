@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from helpers.processes import SECONDS, until
 from helpers.refusals import rejects
-from helpers.served import batcher_of, put, put_all, settings, spec
+from helpers.served import asked, batcher_of, put, put_all, settings
 from starlette.exceptions import HTTPException
 
 from lanternpp import InputError
@@ -19,14 +19,14 @@ from lanternpp.serve.tickets import Ticket
 
 
 def seeds(*numbers: int) -> list[Ticket]:
-    return [spec(seed) for seed in numbers]
+    return [asked(seed) for seed in numbers]
 
 
 def test_pictures_join_a_running_batch_and_leave_it(slow):
     with batcher_of(slow, slots=4) as batcher:
         first = put_all(batcher, seeds(1, 2, 3))
         until(lambda: batcher.running == 3)
-        late = put(batcher, spec(4))
+        late = put(batcher, asked(4))
         slow.allow(1)
         until(lambda: len(slow.admitted) == 4)
         slow.allow()
@@ -46,17 +46,17 @@ def test_a_picture_whose_prefill_has_begun_has_left_the_queue(slow, monkeypatch)
 
     monkeypatch.setattr(batcher_module.BatchRunner, "admit", slowly)
     with batcher_of(slow, slots=1, queue=1) as batcher:
-        put(batcher, spec(1))
+        put(batcher, asked(1))
         assert begun.wait(SECONDS) and batcher.queued == 0
-        put(batcher, spec(2))
+        put(batcher, asked(2))
         with pytest.raises(HTTPException, match="429"):
-            put(batcher, spec(3))
+            put(batcher, asked(3))
         go.set()
 
 
 def test_a_deadline_holds_in_the_queue_and_in_a_slot(slow):
     with batcher_of(slow, slots=1) as batcher:
-        running, waiting, fine = (put(batcher, spec(seed, deadline=600.5)) for seed in (1, 2, 3))
+        running, waiting, fine = (put(batcher, asked(seed, deadline=600.5)) for seed in (1, 2, 3))
         until(lambda: slow.admitted == [1])
         for ticket in (running, waiting):
             ticket.arrived -= 700
@@ -68,7 +68,7 @@ def test_a_deadline_holds_in_the_queue_and_in_a_slot(slow):
         assert fine.result(120) and slow.admitted == [1, 3]
         # it holds from the arrival of the request: this one waited for other prompts, and its own is not encoded
         with pytest.raises(HTTPException, match="504"):
-            put(batcher, spec(4, prompt="never", deadline=600.5, arrived=time.monotonic() - 700))
+            put(batcher, asked(4, prompt="never", deadline=600.5, arrived=time.monotonic() - 700))
 
 
 def test_an_engine_that_cannot_be_built_fails_its_picture_alone(slow):
@@ -81,7 +81,7 @@ def test_an_engine_that_cannot_be_built_fails_its_picture_alone(slow):
     with batcher_of(slow) as batcher:
         slow.allow()
         rejects("no drafter", put(batcher, Ticket("a tulip", 1, settings(temperature=0.0))).result, 120)
-        assert put(batcher, spec(2)).result(120)
+        assert put(batcher, asked(2)).result(120)
 
 
 def test_a_step_that_hangs_does_not_keep_the_server_from_closing(slow, monkeypatch, caplog):
@@ -108,21 +108,21 @@ def test_who_has_no_place_costs_no_encoding_and_encoding_stops_no_drawing(slow, 
 
     monkeypatch.setattr(slow.target, "prompt", prompt)
     with batcher_of(slow, slots=2, queue=2) as batcher:
-        running = put(batcher, spec(1))
+        running = put(batcher, asked(1))
         until(lambda: slow.admitted == [1])
-        late = [spec(seed, prompt="red tulip") for seed in (2, 3)]
+        late = [asked(seed, prompt="red tulip") for seed in (2, 3)]
         with ThreadPoolExecutor(1) as other:
             waiting = other.submit(put_all, batcher, late)
             until(lambda: encoding == ["a red tulip", "red tulip"])
             with pytest.raises(HTTPException, match="429: 2 pictures are waiting"):
-                put(batcher, spec(4, prompt="never"))
+                put(batcher, asked(4, prompt="never"))
             slow.allow()
             assert running.result(120), "its last steps came while a prompt was encoded"
             go.release()
             assert all(ticket.result(120) for ticket in waiting.result(120))
         batcher.close()
         with pytest.raises(HTTPException, match="503"):
-            put(batcher, spec(5, prompt="never"))
+            put(batcher, asked(5, prompt="never"))
     assert encoding == ["a red tulip", "red tulip"], "and the thread that draws encodes nothing"
 
 

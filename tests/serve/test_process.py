@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from helpers.processes import SECONDS, until
-from helpers.served import AUTHORIZED, IMAGES, KEY, batcher_of, dial, put, received, request, serving, spec
+from helpers.served import AUTHORIZED, IMAGES, KEY, asked, batcher_of, dial, put, received, request, serving
 
 from lanternpp.cli import main
 from lanternpp.serve.app import create_app
@@ -88,6 +88,7 @@ def test_a_second_signal_or_the_end_of_the_time_answers_every_open_request_with_
         (["--allow-host", "https://draw.example"], "--allow-host 'https://draw.example' is no name alone"),
         (["--allow-host", "draw.example:443"], "is no name alone"),
         (["--deadline", "1e308"], "at most 86,400"),
+        (["--drain", "1e308"], "--drain 1e+308"),
         (["--replicas", "2"], "--replicas 2 needs Ray; add --ray"),
         (["--host", "0.0.0.0"], "there is no API key"),
         ([], "of 127.0.0.1 cannot be used"),
@@ -109,7 +110,7 @@ def test_a_server_whose_batcher_breaks_ends_with_its_error(pipe):
 
         def ready() -> None:
             batcher._expire = None  # type: ignore[method-assign]
-            put(batcher, spec())
+            put(batcher, asked())
 
         with pytest.raises(TypeError, match="not callable"):
             run(create_app(batcher), batcher, bind("127.0.0.1", 0), 5.0, ready)
