@@ -139,3 +139,13 @@ def test_a_client_that_changes_a_dial_in_every_request_leaves_a_runner_to_others
         assert slow.admitted == [0, 1, 20]
         slow.allow()
         until(lambda: len(slow.admitted) == 11)
+
+
+def test_the_batch_runners_of_a_client_step_in_turn(slow):
+    with batcher_of(slow, slots=1) as batcher:
+        for temperature in (0.5, 0.6):
+            put(batcher, Ticket("a red tulip", 1, settings(temperature=temperature)))
+        slow.allow(1)
+        until(lambda: len(slow.admitted) == 2)
+        slow.allow(3)
+        until(lambda: [runner.batch.counts[0] for runner in batcher._scheduler.runners] == [3, 3])
