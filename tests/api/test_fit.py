@@ -11,7 +11,6 @@ from pathlib import Path
 from time import sleep
 from typing import Any
 from unittest.mock import Mock
-from weakref import WeakSet
 
 import pytest
 import torch
