@@ -82,8 +82,3 @@ class TrainedKL(KL):
 def redraw(tokenizer: Autoencoder, found: Tensor) -> Tensor:
     """Codes or moments that `encode` gave -> images [B, 3, H, W] in [-1, 1], float32."""
     return tokenizer.render(tokenizer.decoder_input(found).to(tokenizer.dtype)).clamp(-1, 1)
-
-
-def weights(tokenizer: Autoencoder) -> dict[str, Tensor]:
-    """The tensors that a model folder holds."""
-    return {name: tensor for name, tensor in tokenizer.state_dict().items() if name not in MOVING}

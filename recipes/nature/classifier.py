@@ -45,9 +45,9 @@ from lanternpp.evaluation.pictures import Gallery, Item
 from lanternpp.models.vq.autoencoder import channels_last
 from lanternpp.nn import checkpoints
 from lanternpp.nn.checkpoints import SCALE, Store, dequantised, is_quantised, pack
-from lanternpp.training.codes import Sampler
+from lanternpp.training.codes import Sampler, evenly_spaced
 from lanternpp.training.loop import run, team
-from lanternpp.training.options import Decay, Rate, Seed, TrainingOptions, Warmup, check_options
+from lanternpp.training.options import Decay, Rate, Seed, Warmup
 from lanternpp.training.pictures import read_rows
 from lanternpp.training.state import Task, averaged
 from lanternpp.util import files
@@ -210,48 +210,6 @@ def binary(logits: Tensor, truth: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(logits, truth) if truth.shape[1] else logits.sum()
 
 
-def train(
-    data: Path,
-    model: Path,
-    shape: dict[str, Any],
-    settings: ClassifierSettings,
-    options: TrainingOptions,
-    limit: int | None = None,
-) -> bool:
-    """Train `model/classifier` on the labelled pictures of `data`; False if interrupted. `shape`: channels, blocks.
-
-    It sees pictures of the tokenizer's size. At the end the features of the validation photos are
-    written beside it: the default reference of Fréchet distances.
-    """
-    check_options(settings)
-    tokenizer = checkpoints.load_config(tokenizer_of(model))
-    rows = {split: read_rows(data, split) for split in ("train", "val")}
-    unlabelled = [part.files[i] for part in rows.values() for i, label in enumerate(part.labels) if not label]
-    if unlabelled:
-        raise InputError(
-            f"a classifier learns labels and {len(unlabelled)} pictures have none, e.g. {unlabelled[0]}: "
-            "add a label to each line of metadata.jsonl."
-        )
-    labels = sorted(set(rows["train"].labels))
-    words = vocabulary(list(rows["train"].texts), labels)
-    config = ClassifierConfig(tuple(labels), words, tokenizer["size"], **shape)
-    pictures = {split: Pictures.read(data, split, config.size, limit) for split in rows}
-    splits = {split: label_pictures(pictures[split], config) for split in rows}
-    device = team().device(options.device)
-    index, *again = redrawn(model, pictures["train"], pictures["val"], settings.redrawn, device)
-    splits["redrawn"] = LabelledPictures(
-        again[0], splits["train"].labels[index], splits["train"].words[index]
-    )
-    splits["redrawn val"] = replace(splits["val"], pictures=again[1])
-    facts = describe(pictures["train"], pictures["val"], data) | {"redrawn": again[0].key}
-    finished = run(ClassifierTask(config, settings, splits, facts, device, options.store), options)
-    if finished:
-        features, val = ClassifierFeatures(model, torch.device("cpu")), pictures["val"]
-        photos = Gallery(model, [Item(path, None) for path in val.files])
-        write_reference(model, features.classifier, extract(features, photos, batch=64), val.texts)
-    return finished
-
-
 def write_reference(folder: Path, classifier: nn.Module, features: Tensor, texts: Sequence[str]) -> None:
     """`folder`/classifier/reference.safetensors: features in 16 bits, captions, and which classifier they are of."""
     note = {"classifier": fingerprint(classifier), "texts": json.dumps(list(texts))}
@@ -268,8 +226,37 @@ def main(
     settings: ClassifierSettings = ClassifierSettings(),
     training: Annotated[ClassifierTraining, INTERNAL] = ClassifierTraining(),
 ) -> bool:
-    """Train a classifier of drawn pictures: it names their labels and gives features to compare them by. Needs a tokenizer."""
-    return train(data, model, {}, settings, options_of(training, model / CLASSIFIER), limit)
+    """Train a classifier of drawn pictures: it names their labels and gives features to compare them by. Needs a tokenizer.
+
+    It sees pictures of the tokenizer's size. At the end the features of the validation photos are written beside it: the
+    default reference of Fréchet distances.
+    """
+    options = options_of(training, model / CLASSIFIER)
+    folder, device = tokenizer_of(model), team().device(options.device)
+    rows = {split: read_rows(data, split) for split in ("train", "val")}
+    unlabelled = [part.files[i] for part in rows.values() for i, label in enumerate(part.labels) if not label]
+    if unlabelled:
+        raise InputError(
+            f"a classifier learns labels and {len(unlabelled)} pictures have none, e.g. {unlabelled[0]}: "
+            "add a label to each line of metadata.jsonl."
+        )
+    labels = sorted(set(rows["train"].labels))
+    words = vocabulary(list(rows["train"].texts), labels)
+    config = ClassifierConfig(tuple(labels), words, checkpoints.load_config(folder)["size"])
+    train, val = (Pictures.read(data, split, config.size, limit) for split in rows)
+    splits = {"train": label_pictures(train, config), "val": label_pictures(val, config)}
+    index = evenly_spaced(len(train), settings.redrawn) if settings.redrawn else torch.arange(0)
+    again, labelled = redrawn(model, train, index, device, random=True), splits["train"]
+    splits["redrawn"] = LabelledPictures(again, labelled.labels[index], labelled.words[index])
+    again_val = redrawn(model, val, torch.arange(len(val)), device)
+    splits["redrawn val"] = replace(splits["val"], pictures=again_val)
+    facts = describe(train, val, data) | {"redrawn": again.key}
+    finished = run(ClassifierTask(config, settings, splits, facts, device, options.store), options)
+    if finished:
+        features = ClassifierFeatures(model, torch.device("cpu"))
+        photos = Gallery(model, [Item(path, None) for path in val.files])
+        write_reference(model, features.classifier, extract(features, photos, batch=64), val.texts)
+    return finished
 
 
 if __name__ == "__main__":

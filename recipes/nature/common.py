@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
-from cyclopts import App, CycloptsError
+from cyclopts import App
 from torch import Tensor
 
-from lanternpp.cli import sentence
+from lanternpp.cli import main
 from lanternpp.cli.options import without, writable_folder
 from lanternpp.errors import InputError
 from lanternpp.models.vq.autoencoder import Autoencoder, read_tokenizer
@@ -21,7 +20,6 @@ from lanternpp.training.codes import Codes, PictureCodes
 from lanternpp.training.loop import compute_dtype
 from lanternpp.training.options import Stored, TrainingOptions
 from lanternpp.util.options import Option, declared
-from lanternpp.util.terminal import one_line_warnings, say
 
 Data = Annotated[Path, Option("Imagefolder with train/ and val/, each with metadata.jsonl.", metavar="DIR")]
 Model = Annotated[Path, Option("Model folder to write to.", metavar="DIR")]
@@ -78,16 +76,17 @@ def update(optimizers: Collection[torch.optim.Optimizer], clipped: Iterable[Tens
 
 
 def script(stage: Callable[..., bool], args: list[str] | None = None) -> None:
-    """Run a stage with the options on the command line; then exit: 2 after a mistake, 130 where it was stopped."""
-    app = App(help=stage.__doc__, result_action="return_value", version_flags=[])
+    """Run a stage as a verb of lanternpp with the options on the command line, and exit; with 130 where it was stopped."""
+    app = App(
+        help=stage.__doc__,
+        result_action="return_value",
+        version_flags=[],
+        print_error=False,
+        exit_on_error=False,
+        suppress_keyboard_interrupt=False,
+    )
     app.default(stage)
-    try:
-        with one_line_warnings():
-            finished: Any = app(args, exit_on_error=False, print_error=False)
-    except (InputError, CycloptsError) as error:
-        say("error", sentence(error))
-        sys.exit(2)
-    sys.exit(130 if finished is False else 0)
+    main(args, lambda given: 130 if app(given) is False else 0)
 
 
 def options_of(training: TrainingOptions, folder: Path) -> TrainingOptions:

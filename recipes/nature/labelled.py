@@ -17,7 +17,7 @@ from lanternpp.errors import InputError
 from lanternpp.evaluation.classifier import ClassifierConfig
 from lanternpp.models.vq.autoencoder import Autoencoder, channels_last, read_tokenizer
 from lanternpp.models.vq.codes import hashes
-from lanternpp.training.codes import evenly_spaced, generator
+from lanternpp.training.codes import generator
 from lanternpp.training.loop import compute_dtype
 from lanternpp.training.material import Done, Shard, build_shards, read_file
 from lanternpp.util.files import digest
@@ -88,35 +88,29 @@ def augment(images: Tensor, generator: torch.Generator, side: int) -> Tensor:
 
 
 def redrawn(
-    model: Path, train: Pictures, val: Pictures, count: int, device: torch.device
-) -> tuple[Tensor, Pictures, Pictures]:
-    """(index [M] of training pictures, those drawn again, all validation pictures drawn again).
+    model: Path, pictures: Pictures, index: Tensor, device: torch.device, random: bool = False
+) -> Pictures:
+    """Pictures index [M], their centres or random crops, as the tokenizer of `model` draws them again.
 
-    M is at most `count`, evenly over the split. The pictures are kept in `model/codes` for the next run.
-    InputError where `model` has no tokenizer.
+    They are kept in `model/codes` for the next run. index: evenly over the pictures.
     """
-    dtype = compute_dtype(device)
-    vq = channels_last(read_tokenizer(tokenizer_of(model), dtype, kind=Autoencoder)).to(device)
-    index = evenly_spaced(len(train), count) if count else torch.empty(0, dtype=torch.int64)
-    key = digest([*hashes(vq), train.key, val.key, str(len(index))])
+    vq = channels_last(read_tokenizer(tokenizer_of(model), compute_dtype(device), kind=Autoencoder))
+    on, size = pictures.to(device), vq.config.size
+    vq.to(device)
 
-    def draw(split: str, pictures: Pictures, chosen: Tensor) -> Pictures:
-        def compute(parts: Sequence[range], done: Done) -> Iterator[Shard]:
-            on = pictures.to(device)
-            for part in parts:
-                pixels = []
-                for first in range(part.start, part.stop, BATCH):
-                    which = chosen[first : min(first + BATCH, part.stop)]
-                    crops = on.random(generator(0, first), which) if split == "train" else on.centre(which)
-                    pixels.append(to_bytes(redraw(vq, vq.encode(crops))).permute(0, 3, 1, 2).cpu())
-                    done(first + len(which) - part.start)
-                yield {"pixels": torch.cat(pixels)}, {}
+    def compute(parts: Sequence[range], done: Done) -> Iterator[Shard]:
+        for part in parts:
+            pixels = list[Tensor]()
+            for which in index[part.start : part.stop].split(BATCH):
+                first = part.start + BATCH * len(pixels)
+                crops = on.random(generator(0, first), which) if random else on.centre(which)
+                pixels.append(to_bytes(redraw(vq, vq.encode(crops))).permute(0, 3, 1, 2).cpu())
+                done(first + len(which) - part.start)
+            yield {"pixels": torch.cat(pixels)}, {}
 
-        folder, size = model / "codes" / f"redrawn-{split}-{key}", vq.config.size
-        what = f"{split} pictures drawn again with the tokenizer"
-        paths = build_shards(folder, len(chosen), PART, compute, what, 3 * size**2)
-        empty = torch.empty(0, 3, size, size, dtype=torch.uint8)
-        pixels = torch.cat([empty, *(read_file(path, "pixels")[0]["pixels"] for path in paths)])
-        return Pictures(pixels, torch.tensor([size, size]).expand(len(pixels), 2), size, key)
-
-    return index, draw("train", train, index), draw("val", val, torch.arange(len(val)))
+    key = digest([*hashes(vq), pictures.key, str(len(index))])
+    what = "pictures drawn again with the tokenizer"
+    paths = build_shards(model / "codes" / f"redrawn-{key}", len(index), PART, compute, what, 3 * size**2)
+    empty = torch.empty(0, 3, size, size, dtype=torch.uint8)
+    pixels = torch.cat([empty, *(read_file(path, "pixels")[0]["pixels"] for path in paths)])
+    return Pictures(pixels, torch.tensor([size, size]).expand(len(pixels), 2), size, key)

@@ -6,7 +6,6 @@ python recipes/nature/target.py --data photos --model my-model --minutes 120
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
@@ -19,7 +18,7 @@ from lanternpp.models.latents import ContinuousConfig, DiffusionConfig
 from lanternpp.models.vq.autoencoder import read_kl, read_vq
 from lanternpp.models.words import PromptedTarget, WordsConfig, WordsTarget
 from lanternpp.training.loop import run, team
-from lanternpp.training.options import TrainingOptions, check_options
+from lanternpp.training.options import TrainingOptions
 from lanternpp.util.options import Option
 from latents import ContinuousTask, DiffusionTask
 from words import TargetSettings, TargetTask, vocabulary
@@ -41,14 +40,6 @@ class Shape:
     heads: Annotated[int, Option("Attention heads.", ge=1)] = 6
     hidden: Annotated[int, Option("Width inside a block's SwiGLU.", ge=1)] = 1024
     dropout: Annotated[float, fraction("Dropout inside the blocks.")] = 0.0
-
-    def check(self) -> None:
-        """InputError where no decoder has this shape."""
-        check_options(self)
-        if self.dim % (4 * self.heads):
-            raise InputError(
-                f"dim {self.dim} over {self.heads} heads: a head's channels must be a multiple of 4."
-            )
 
 
 @dataclass(frozen=True)
@@ -72,49 +63,6 @@ class Head:
                 option = name.replace("_", "-")
                 raise InputError(f"--{option} {value} is of --head {owner}: leave it out.")
         return found
-
-
-def train(
-    data: Path,
-    model: Path,
-    shape: Shape,
-    settings: TargetSettings,
-    options: TrainingOptions,
-    crops: int = 2,
-    limit: int | None = None,
-    weights_of: Path | None = None,
-    head: str = "softmax",
-    own: Head = Head(),
-) -> bool:
-    """Train `model/target` on the codes or latents of `data`; False if interrupted. InputError.
-
-    weights_of: the folder of a model of that shape, with whose target's weights it begins.
-    """
-    shape.check()
-    check_options(settings)
-    check_options(own)
-    given = own.given(head)
-    of_codes = head == "softmax"
-    if settings.corrupt and not of_codes:
-        raise InputError(
-            f"corrupt {settings.corrupt} replaces codes, and this head reads latents: leave it out."
-        )
-    config, task = HEADS[head]
-    start: PromptedTarget | None = None
-    if weights_of is not None:
-        found = read_target(weights_of, torch.float32)
-        if not isinstance(found, WordsTarget if of_codes else PromptedTarget):
-            what = "a model of codes" if of_codes else "a model"
-            raise InputError(f"{weights_of} is not {what} that this script trains.")
-        start = found
-    place = tokenizer_of(model)
-    vq: Any = read_vq(place) if of_codes else read_kl(place)
-    fields = asdict(shape) | given
-    fields |= {"vocab": vq.config.codes} if of_codes else {"channels": vq.config.dim}
-    device = team().device(options.device)
-    codes = read_codes(data, model, crops, device, limit)
-    made = config(**fields, **vocabulary(codes, SLOTS), grid=vq.config.grid)
-    return run(task(made, settings, codes, vq, device, start), options)
 
 
 @verb
@@ -141,8 +89,31 @@ def main(
 ) -> bool:
     """Train a target: codes or latents from captions, one after another. Needs a trained tokenizer."""
     options = options_of(training, model / "target")
-    start = None if weights_of is None else model_folder(weights_of)
-    return train(data, model, shape, settings, options, crops, limit, start, head, own)
+    if shape.dim % (4 * shape.heads):
+        raise InputError(
+            f"dim {shape.dim} over {shape.heads} heads: a head's channels must be a multiple of 4."
+        )
+    of_codes, given = head == "softmax", own.given(head)
+    if settings.corrupt and not of_codes:
+        raise InputError(
+            f"corrupt {settings.corrupt} replaces codes, and this head reads latents: leave it out."
+        )
+    start: PromptedTarget | None = None
+    if weights_of is not None:
+        found = read_target(model_folder(weights_of), torch.float32)
+        if not isinstance(found, WordsTarget if of_codes else PromptedTarget):
+            what = "a model of codes" if of_codes else "a model"
+            raise InputError(f"{weights_of} is not {what} that this script trains.")
+        start = found
+    place = tokenizer_of(model)
+    vq: Any = read_vq(place) if of_codes else read_kl(place)
+    fields = asdict(shape) | given
+    fields |= {"vocab": vq.config.codes} if of_codes else {"channels": vq.config.dim}
+    device = team().device(options.device)
+    known = read_codes(data, model, crops, device, limit)
+    config, task = HEADS[head]
+    made = config(**fields, **vocabulary(known, SLOTS), grid=vq.config.grid)
+    return run(task(made, settings, known, vq, device, start), options)
 
 
 if __name__ == "__main__":

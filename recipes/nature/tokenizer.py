@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from autoencoders import TrainedKL, TrainedVQ, redraw, weights
+from autoencoders import MOVING, TrainedKL, TrainedVQ, redraw
 from common import (
     INTERNAL,
     Cooldown,
@@ -42,7 +42,7 @@ from lanternpp.models.vq.autoencoder import (
 )
 from lanternpp.training.codes import Sampler
 from lanternpp.training.loop import run, team
-from lanternpp.training.options import Batch, Decay, Rate, Seed, TrainingOptions, Warmup, check_options
+from lanternpp.training.options import Batch, Decay, Rate, Seed, Warmup
 from lanternpp.training.state import Task, averaged
 from lanternpp.util.jsonfile import read_object
 from lanternpp.util.options import Option
@@ -93,6 +93,7 @@ class TokenizerTask(Task):
     """A VQ autoencoder on crops of pictures."""
 
     name = "tokenizer"
+    kind = "vq"  # in the config
     autoencoder: type[Autoencoder] = TrainedVQ
     regulariser = "commitment"  # the loss beside the reconstruction's, in the log
     model: Autoencoder
@@ -249,12 +250,14 @@ class TokenizerTask(Task):
 
     def export(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The averaged tokenizer."""
-        return {"kind": "vq", **vars(self.config)}, weights(self.average)
+        tensors = {name: tensor for name, tensor in self.average.state_dict().items() if name not in MOVING}
+        return {"kind": self.kind, **vars(self.config)}, tensors
 
 
 class KLTask(TokenizerTask):
     """A KL autoencoder: as one of codes, with a divergence in the place of a codebook."""
 
+    kind = KIND
     autoencoder = TrainedKL
     regulariser = "divergence"
 
@@ -265,48 +268,6 @@ class KLTask(TokenizerTask):
             "spread": mean.flatten(0, 1).std(0).mean().item(),
             "noise": (log_var / 2).exp().mean().item(),
         }
-
-    def export(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The averaged tokenizer."""
-        return {"kind": KIND, **vars(self.config)}, weights(self.average)
-
-
-def train(
-    data: Path,
-    config: Stacks,
-    settings: TokenizerSettings,
-    options: TrainingOptions,
-    limit: int | None = None,
-    codes_of: Path | None = None,
-    weights_of: Path | None = None,
-    classifier_of: Path | None = None,
-) -> bool:
-    """Train a tokenizer on the pictures of `data`; False if interrupted.
-
-    codes_of: a model of our layout. Its tokenizer's codes stay as they are, of which `config` only says the size of a picture,
-    and its decoder is trained further: targets that were trained on these codes stay valid, for pictures of their size.
-    weights_of: a model with whose tokenizer's weights it begins, where `codes_of` is left out; of codes or of latents.
-    classifier_of: a model whose classifier's features the perceptual loss compares; needed where that has a weight.
-    """
-    check_options(settings)
-    classifier = None
-    if settings.perceptual:
-        if classifier_of is None or not has_classifier(classifier_of):
-            raise InputError("a perceptual loss compares a classifier's features; name a model that has one.")
-        classifier = read_classifier(classifier_of)
-    start: Autoencoder | None = None
-    if codes_of is not None:
-        start = vq = read_vq(tokenizer_of(codes_of))
-        config = replace(vq.config, size=config.size)
-    elif weights_of is not None:
-        start = read_tokenizer(tokenizer_of(weights_of), kind=Autoencoder)
-    pictures, val = (Pictures.read(data, split, config.size, limit) for split in ("train", "val"))
-    facts = describe(pictures, val, data)
-    if codes_of is not None:
-        facts["codes_of"] = short_provenance(codes_of / "tokenizer")
-    task = KLTask if isinstance(config, KLConfig) else TokenizerTask
-    device, kept = team().device(options.device), codes_of is not None
-    return run(task(config, settings, pictures, val, facts, device, start, classifier, kept), options)
 
 
 def short_provenance(folder: Path) -> dict[str, Any]:
@@ -330,7 +291,7 @@ def main(
     size: Annotated[
         int | None, Option("Pixels of a side. [default: 128, or that of --codes-of]", ge=1)
     ] = None,
-    down: Annotated[int | None, Option("Pixels of a side per code: 4, 8 or 16. [default: 8]")] = None,
+    down: Annotated[Literal[4, 8, 16] | None, Option("Pixels of a side per code. [default: 8]")] = None,
     codes: Annotated[int | None, Option("vq: entries of the codebook. [default: 4096]", ge=1)] = None,
     channels: Annotated[int | None, Option("kl: numbers of a latent. [default: 16]")] = None,
     codes_of: Annotated[
@@ -348,32 +309,41 @@ def main(
     training: Annotated[TokenizerTraining, INTERNAL] = TokenizerTraining(),
 ) -> bool:
     """Train a tokenizer: pictures <-> codes, or latents."""
-    if codes_of is not None and not (down is codes is None):
-        raise InputError("--down and --codes are those of --codes-of's model; leave them out.")
-    if codes_of is not None and weights_of is not None:
+    others = (down, codes, weights_of)
+    if codes_of is not None and (kind != "vq" or any(value is not None for value in others)):
         raise InputError(
-            "--codes-of keeps all weights of its model but the decoder's: leave --weights-of out."
+            "--codes-of keeps a model's codes, and all of its weights but the decoder's: leave --kind, --down, --codes and "
+            "--weights-of out."
         )
-    if down is not None and down not in STAGES:
-        raise InputError(f"{down} pixels a code: a tokenizer has {', '.join(map(str, STAGES))}.")
-    shape = STAGES[8 if down is None else down]
-    config: Stacks
-    if kind == "kl":
-        if codes is not None or codes_of is not None:
-            raise InputError("--codes and --codes-of are of tokenizers of --kind vq: leave them out.")
-        config = KLConfig(size or 128, 16 if channels is None else channels, **shape)
-    elif channels is not None:
-        raise InputError(f"--channels {channels} is of tokenizers of --kind kl: leave it out.")
-    elif codes_of is None:
-        config = VQConfig(size or 128, codes=codes or 4096, **shape)
-    else:
-        known = read_vq(tokenizer_of(model_folder(codes_of))).config
-        config = known if size is None else replace(known, size=size)
+    for option, value, owner in (("codes", codes, "vq"), ("channels", channels, "kl")):
+        if value is not None and kind != owner:
+            raise InputError(f"--{option} {value} is of tokenizers of --kind {owner}: leave it out.")
     options = options_of(training, model / "tokenizer")
-    kept = None if codes_of is None else model_folder(codes_of)
-    start = None if weights_of is None else model_folder(weights_of)
-    measured_by = model_folder(classifier_of) if settings.perceptual else None
-    return train(data, config, settings, options, limit, kept, start, measured_by)
+    config: Stacks
+    start: Autoencoder | None = None
+    kept_codes = {}
+    if codes_of is not None:
+        folder = tokenizer_of(model_folder(codes_of))
+        start = vq = read_vq(folder)
+        config = replace(vq.config, size=size or vq.config.size)
+        kept_codes = {"codes_of": short_provenance(folder)}
+    elif kind == "vq":
+        config = VQConfig(size or 128, codes=codes or 4096, **STAGES[down or 8])
+    else:
+        config = KLConfig(size or 128, 16 if channels is None else channels, **STAGES[down or 8])
+    if weights_of is not None:
+        start = read_tokenizer(tokenizer_of(model_folder(weights_of)), kind=Autoencoder)
+    classifier = None
+    if settings.perceptual:
+        measured_by = model_folder(classifier_of)
+        if not has_classifier(measured_by):
+            raise InputError(f"{classifier_of} has no classifier, whose features a perceptual loss compares.")
+        classifier = read_classifier(measured_by)
+    train, val = (Pictures.read(data, split, config.size, limit) for split in ("train", "val"))
+    facts, device = describe(train, val, data) | kept_codes, team().device(options.device)
+    task = KLTask if kind == "kl" else TokenizerTask
+    kept = codes_of is not None
+    return run(task(config, settings, train, val, facts, device, start, classifier, kept), options)
 
 
 if __name__ == "__main__":

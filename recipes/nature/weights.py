@@ -36,24 +36,19 @@ def checksum_of(model: nn.Module) -> str:
 
 @torch.no_grad()
 def take_over(model: nn.Module, tensors: Mapping[str, Tensor], *more: str) -> str:
-    """Give a model those of the tensors that have the name and the shape of one of its own -> a sentence on the parts taken and the new ones.
+    """Give a model those of the tensors that have the name and the shape of one of its own -> a sentence on the parts taken.
 
     more: other parts that were taken, for that sentence. InputError where nothing fits.
     """
     own = model.state_dict()
-    fits = {name: own[name].shape == tensor.shape for name, tensor in tensors.items() if name in own}
-    taken = {name: tensors[name] for name, same in fits.items() if same}
+    taken = {name: x for name, x in tensors.items() if name in own and own[name].shape == x.shape}
     if not taken:
         raise InputError("no weights of the model to begin with have the names and shapes of this one's.")
     model.load_state_dict(taken, strict=False)
     parts = dict.fromkeys(name.split(".")[0] for name in taken)
-    known = {name.rpartition(".")[0] for name in taken}
-    new = (name for name in own if name not in taken and name.split(".")[0] not in PROMPTS)
-    named = {
-        name.rpartition(".")[0] if name.split(".")[0] in parts else name.split(".")[0]: None for name in new
-    }
-    rest = ", ".join(name for name in named if name not in known) or "nothing"
-    return f"taken from another model: {', '.join((*parts, *more))}; new: {rest}"
+    modules, known = ([name.rpartition(".")[0] or name for name in names] for names in (own, taken))
+    new = [name for name in dict.fromkeys(modules) if name not in (*known, *PROMPTS)]
+    return f"taken from another model: {', '.join((*parts, *more))}; new: {', '.join(new) or 'nothing'}"
 
 
 def begin_tokenizer(model: Autoencoder, start: Autoencoder) -> str:

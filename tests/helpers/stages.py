@@ -6,91 +6,82 @@ import json
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 import classifier as classifiers
 import target as targets
 import tokenizer as tokenizers
-from lanternpp.models.vq.autoencoder import KLConfig, VQConfig
+from classifier import ClassifierSettings
+from lanternpp.evaluation.classifier import ClassifierConfig
 from lanternpp.nn import checkpoints
 from lanternpp.training import drafter
 from lanternpp.training.eagle import EagleTask
 from lanternpp.training.options import DrafterSettings, TrainingData, TrainingOptions
 from target import Head, Shape
+from tokenizer import TokenizerSettings
+from words import TargetSettings
 
-VQ_SHAPE = VQConfig(
-    size=32, codes=64, channels=(16, 32), encoder_blocks=(1, 1), decoder_blocks=(1, 1), thin=16
-)
-KL_SHAPE = KLConfig(32, 4, (16, 16, 32), (1,) * 3, (1,) * 3)
-OWN, SHAPE = Head(), Shape(32, 2, 2, 48)
-CLASSIFIER_SHAPE = {"stem": 16, "channels": (32, 48), "blocks": (1, 1)}
+STAGES = {  # by the pixels of an image's side per code
+    4: {"channels": (16, 32), "encoder_blocks": (1, 1), "decoder_blocks": (1, 1)},
+    8: {"channels": (16, 16, 32), "encoder_blocks": (1,) * 3, "decoder_blocks": (1,) * 3},
+}
+SHAPE = Shape(32, 2, 2, 48)
+SMALLER_CLASSIFIER = partial(ClassifierConfig, stem=16, channels=(32, 48), blocks=(1, 1))
 
 
-def options(folder: Path, steps: int, stop: int | None = None, **more: Any) -> TrainingOptions:
+def options(steps: int, stop: int | None = None, **more: Any) -> TrainingOptions:
     """Every step is logged, and two checks are made."""
-    return TrainingOptions(folder, steps, stop_after=stop, **{"log_steps": 1, "checks": 2, **more})
+    return TrainingOptions(steps=steps, stop_after=stop, **{"log_steps": 1, "checks": 2, **more})
 
 
-def tokenizer(
-    data: Path,
-    model: Path,
-    steps: int = 8,
-    stop: int | None = None,
-    config: Any = VQ_SHAPE,
-    codes_of: Path | None = None,
-    weights_of: Path | None = None,
-    classifier_of: Path | None = None,
-    **settings: Any,
+def stage(
+    module: Any, hparams: type, data: Path, model: Path, training: TrainingOptions, **given: Any
 ) -> bool:
-    """A tokenizer; by default without a discriminator and a perceptual loss."""
-    small = {"batch_size": 4, "adversarial": False, "perceptual": 0.0, **settings}
-    where = options(model / "tokenizer", steps, stop)
-    others = {"codes_of": codes_of, "weights_of": weights_of, "classifier_of": classifier_of}
-    return tokenizers.train(data, config, tokenizers.TokenizerSettings(**small), where, **others)
+    """Run a stage; options that are fields of its hyperparameters are given as such."""
+    settings = hparams(**{name: given.pop(name) for name in vars(hparams()) if name in given})
+    return module.main(data=data, model=model, settings=settings, training=training, **given)
 
 
-kl = partial(tokenizer, config=KL_SHAPE, lr=3e-3, warmup=2)
+def tokenizer(data: Path, model: Path, steps: int = 8, stop: int | None = None, **given: Any) -> bool:
+    """A tokenizer of 32 px; by default without a discriminator and a perceptual loss."""
+    usual = {"batch_size": 4, "adversarial": False, "perceptual": 0.0, "size": 32}
+    shape = {} if given.keys() & {"codes_of", "kind"} else {"down": 4, "codes": 64}
+    with patch.dict(tokenizers.STAGES, STAGES):
+        where = options(steps, stop)
+        return stage(tokenizers, TokenizerSettings, data, model, where, **usual | shape | given)
+
+
+kl = partial(tokenizer, kind="kl", channels=4, lr=3e-3, warmup=2)
 
 
 def target(
-    data: Path,
-    model: Path,
-    steps: int = 4,
-    stop: int | None = None,
-    compiled: bool = False,
-    checks: int = 2,
-    weights_of: Path | None = None,
-    head: str = "softmax",
-    own: Head = OWN,
-    shape: Shape = SHAPE,
-    **settings: Any,
+    data: Path, model: Path, steps: int = 4, stop: int | None = None, compiled: bool = False, **given: Any
 ) -> bool:
     """A target, by default over codes."""
-    hparams = targets.TargetSettings(**{"batch_size": 4, "warmup": 2, **settings})
-    where = options(model / "target", steps, stop, compile=compiled, checks=checks)
-    return targets.train(
-        data, model, shape, hparams, where, crops=1, weights_of=weights_of, head=head, own=own
-    )
+    usual = {"batch_size": 4, "warmup": 2, "crops": 1, "shape": SHAPE}
+    where = options(steps, stop, compile=compiled)
+    return stage(targets, TargetSettings, data, model, where, **usual | given)
 
 
 mixture = partial(target, head="mixture", own=Head(components=3))
 diffusion = partial(target, head="diffusion", own=Head(None, 3, 16, 1))
 
 
+def classifier(data: Path, model: Path, steps: int = 8, stop: int | None = None, **given: Any) -> bool:
+    """A classifier, stored in 8 bits."""
+    usual, where = {"batch_size": 6, "redrawn": 5}, options(steps, stop, store="int8")
+    with patch.object(classifiers, "ClassifierConfig", SMALLER_CLASSIFIER):
+        return stage(classifiers, ClassifierSettings, data, model, where, **usual | given)
+
+
 def eagle(data: Path, model: Path, steps: int = 4, stop: int | None = None, **more: Any) -> bool:
     """An EAGLE drafter; more: loss, cache and compiled."""
     hparams = DrafterSettings(batch_size=4, warmup=2, loss=more.get("loss")).of("eagle")
-    where = options(model / "drafter", steps, stop, compile=more.get("compiled", False))
+    where = options(steps, stop, folder=model / "drafter", compile=more.get("compiled", False))
     source = TrainingData(data, crops=1, cache_features=more.get("cache", False))
     return drafter.train(model, EagleTask, hparams, source, where)
-
-
-def classifier(data: Path, model: Path, steps: int = 8, stop: int | None = None, **settings: Any) -> bool:
-    """A classifier, stored in 8 bits."""
-    hparams = classifiers.ClassifierSettings(**{"batch_size": 6, "redrawn": 5, **settings})
-    where = options(model / "classifier", steps, stop, store="int8")
-    return classifiers.train(data, model, CLASSIFIER_SHAPE, hparams, where)
 
 
 def facts(model: Path, part: str) -> Any:

@@ -17,47 +17,30 @@ from lanternpp.evaluation.pictures import Gallery
 from lanternpp.evaluation.quality import Quality, read_reference
 from lanternpp.nn import checkpoints
 
-CPU = torch.device("cpu")
 
-
-def test_it_tells_red_squares_from_blue_ones_and_says_how_it_came_about(data: Path, model: Path) -> None:
+def test_it_tells_red_squares_from_blue_ones_and_leaves_its_reference(data: Path, model: Path) -> None:
+    """What the weights, as they lie on disk, see in the validation pictures."""
     assert train(data, model, steps=40, redrawn=0)
     found = facts(model, "classifier")
-    assert found["validation"]["accuracy"] == 1
     assert found["validation"]["accuracy_of_each_label"] == {"blue": 1, "red": 1}
     assert found["data"]["train"] == 12 and found["store"] == "int8"
     assert list((model / "classifier" / "samples").glob("*.png"))
-    classifier = ClassifierFeatures.open(model, CPU)
-    photos = Gallery.read(data / "val")
-    taken = [
-        classifier.classifier.config.labels[i]
-        for i in classifier.labels(extract(classifier, photos)).tolist()
-    ]
+    features, photos = ClassifierFeatures.open(model, torch.device("cpu")), Gallery.read(data / "val")
+    seen = extract(features, photos)
+    taken = [features.classifier.config.labels[i] for i in features.labels(seen).tolist()]
     assert taken == [str(prompt).split()[4] for prompt in photos.prompts]  # a photo of a RED square
-
-
-def test_the_reference_is_what_the_stored_weights_see_in_the_validation_pictures(
-    data: Path, model: Path
-) -> None:
-    assert train(data, model)
-    own = read_reference(model, read_classifier(model))
-    photos = Gallery.read(data / "val")
-    seen = extract(ClassifierFeatures.open(model, CPU), photos)
-    torch.testing.assert_close(own, seen, rtol=2e-3, atol=1e-4)
+    torch.testing.assert_close(read_reference(model, read_classifier(model)), seen, rtol=2e-3, atol=1e-4)
     figures = Quality.for_model(model, device="cpu").measure(photos, photos.prompts)
     assert figures["frechet"] < 1e-3 and figures["precision"] == figures["recall"] == 1
 
 
-def test_pictures_are_drawn_again_once(data: Path, model: Path) -> None:
+def test_pictures_are_drawn_again_once_and_of_another_tokenizer_it_can_only_start_over(
+    data: Path, model: Path
+) -> None:
     assert not train(data, model, stop=1)
-    (kept,) = (model / "codes").glob("redrawn-train-*/*.safetensors")
-    changed = kept.stat().st_mtime_ns
-    assert train(data, model)
-    assert kept.stat().st_mtime_ns == changed
-
-
-def test_a_run_whose_tokenizer_was_trained_on_can_only_start_over(data: Path, model: Path) -> None:
+    kept = {path: path.stat().st_mtime_ns for path in (model / "codes").glob("redrawn-*/*.safetensors")}
     assert not train(data, model, stop=3)
+    assert len(kept) == 2 and all(path.stat().st_mtime_ns == changed for path, changed in kept.items())
     config, weights = checkpoints.load(model / "tokenizer")
     checkpoints.save(model / "tokenizer", config, {name: x * 1.01 for name, x in weights.items()})
     rejects(r"as its tokenizer draws them\): pass --restart to start over", train, data, model)
@@ -70,11 +53,7 @@ def test_labels_that_it_cannot_learn_from_are_rejected(data: Path, model: Path) 
     rejects("labels that train/ lacks: green", train, data, model)
     path.write_text("".join(json.dumps({**row, "label": ""}) + "\n" for row in rows))
     rejects(r"4 pictures have none, e.g. blue/001.png", train, data, model)
-
-
-def test_a_label_without_validation_pictures_has_no_accuracy(data: Path, model: Path) -> None:
-    path = data / "val" / "metadata.jsonl"
-    path.write_text("".join(line for line in path.read_text().splitlines(True) if '"red"' in line))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows if row["label"] == "red"))
     assert train(data, model)
     assert facts(model, "classifier")["validation"]["accuracy_of_each_label"].keys() == {"red"}
 

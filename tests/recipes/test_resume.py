@@ -11,17 +11,17 @@ import pytest
 import torch
 from helpers.stages import classifier, diffusion, eagle, kl, log, mixture, target, tokenizer, weights
 
-# name: stage, the model whose parts it needs, those parts, its own part
-CASES: dict[str, tuple[Any, str, tuple[str, ...], str]] = {
-    "tokenizer": (partial(tokenizer, adversarial=True), "model", (), "tokenizer"),
-    "target": (partial(target, corrupt=0.1), "model", ("tokenizer",), "target"),
-    "classifier": (classifier, "model", ("tokenizer",), "classifier"),
-    "tokenizer of latents": (kl, "latents", (), "tokenizer"),
-    "mixture": (mixture, "latents", ("tokenizer",), "target"),
-    "diffusion": (diffusion, "latents", ("tokenizer",), "target"),
-    "drafter": (partial(eagle, loss="lk"), "ready", ("tokenizer", "target"), "drafter"),
-    "drafter of mixtures": (eagle, "latents", ("tokenizer", "target"), "drafter"),
-    "drafter of diffusion": (eagle, "diffusion", ("tokenizer", "target"), "drafter"),
+# name: stage, its part, the fixture of a model with the parts that it needs, and those
+CASES: dict[str, tuple[Any, str, str, tuple[str, ...]]] = {
+    "tokenizer": (partial(tokenizer, adversarial=True), "tokenizer", "model", ()),
+    "target": (partial(target, corrupt=0.1), "target", "model", ("tokenizer",)),
+    "classifier": (classifier, "classifier", "model", ("tokenizer",)),
+    "tokenizer of latents": (kl, "tokenizer", "latents", ()),
+    "mixture": (mixture, "target", "latents", ("tokenizer",)),
+    "diffusion": (diffusion, "target", "latents", ("tokenizer",)),
+    "drafter": (partial(eagle, loss="lk"), "drafter", "ready", ("tokenizer", "target")),
+    "drafter of mixtures": (eagle, "drafter", "latents", ("tokenizer", "target")),
+    "drafter of diffusion": (eagle, "drafter", "diffused", ("tokenizer", "target")),
 }
 
 
@@ -32,11 +32,8 @@ CASES: dict[str, tuple[Any, str, tuple[str, ...], str]] = {
 def test_a_stopped_and_resumed_run_repeats_the_unbroken_one(
     name: str, stop: int, data: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    stage, source, needs, part = CASES[name]
-    fixture = {"latents": "latent_model", "diffusion": "diffusion_model"}.get(source, source)
-    found = request.getfixturevalue(fixture)
-    known = found[1] if isinstance(found, tuple) else found
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    stage, part, fixture, needs = CASES[name]
+    known, whole, parts = request.getfixturevalue(fixture), tmp_path / "whole", tmp_path / "parts"
     for place in (whole, parts):
         for each in needs:
             shutil.copytree(known / each, place / each)

@@ -116,12 +116,17 @@ def test_latents_from_photos_to_a_comparison(
 @pytest.mark.parametrize(
     ("stage", "options", "named"),
     [
-        ("tokenizer", ("--down", 5), "5 pixels a code: a tokenizer has 4, 8, 16"),
+        ("tokenizer", ("--down", 5), "--down"),
         ("tokenizer", ("--size", 30, "--down", 4), "size 30 is not a multiple of 4"),
         ("tokenizer", ("--size", 0), "--size 0 is out of range"),
         ("tokenizer", ("--codes", 0), "--codes 0 is out of range"),
-        ("tokenizer", ("--codes-of", "nature-128", "--down", 4), "--down and --codes are those of"),
+        (
+            "tokenizer",
+            ("--codes-of", "nature-128", "--down", 4),
+            "leave --kind, --down, --codes and --weights-of out",
+        ),
         ("tokenizer", ("--channels", 4), "--channels 4 is of tokenizers of --kind kl"),
+        ("tokenizer", ("--kind", "kl", "--codes", 4), "--codes 4 is of tokenizers of --kind vq"),
         ("tokenizer", ("--lr", 2), "--lr 2.0 is out of range"),
         ("target", SHAPE, "holds no tokenizer: run recipes/nature/tokenizer.py"),
         ("target", ("--head", "diffusion", "--components", 3), "--components 3 is of --head mixture"),

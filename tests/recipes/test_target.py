@@ -14,9 +14,8 @@ from helpers.stages import target as train
 
 from common import read_codes
 from lanternpp.api.model import read_target
-from lanternpp.errors import InputError
 from lanternpp.models.vq.autoencoder import read_vq
-from lanternpp.models.words import WordsTarget
+from lanternpp.models.words import WordsConfig, WordsTarget
 from lanternpp.training.codes import Codes
 from pictures import Pictures
 from weights import init_weights
@@ -34,34 +33,25 @@ from words import (
 CPU = torch.device("cpu")
 
 
-def test_the_cache_is_written_once_and_keyed_by_what_decides_it(data: Path, model: Path) -> None:
+def test_cached_codes_are_the_tokenizers_and_written_once(data: Path, model: Path) -> None:
     codes = read_codes(data, model, 2, CPU)
-    assert codes.train.codes.shape == (12, 4, 16)
-    assert codes.val.codes.shape == (4, 1, 16)
+    assert (codes.train.codes.shape, codes.val.codes.shape) == ((12, 4, 16), (4, 1, 16))
     assert codes.train.labels[0] in codes.train.texts[0]
     (path,) = (model / "codes").glob("train-*/*.safetensors")
     before = path.stat().st_mtime_ns
     again = read_codes(data, model, 2, CPU)
-    assert path.stat().st_mtime_ns == before
-    assert torch.equal(again.train.codes, codes.train.codes)
+    assert path.stat().st_mtime_ns == before and torch.equal(again.train.codes, codes.train.codes)
     assert (again.train.texts, again.data) == (codes.train.texts, codes.data)
     read_codes(data, model, 1, CPU)
     assert len(list((model / "codes").glob("train-*"))) == 2
-
-
-def test_cached_codes_are_the_tokenizers(data: Path, model: Path) -> None:
-    codes = read_codes(data, model, 1, CPU)
     vq = read_vq(model / "tokenizer")
-    pictures = Pictures.read(data, "train", vq.config.size)
-    centres = pictures.centre(torch.arange(12))
+    centres = Pictures.read(data, "train", vq.config.size).centre(torch.arange(12))
     for variant, images in enumerate((centres, centres.flip(3))):
         agree = (vq.encode(images) == codes.train.codes[:, variant].long()).double().mean()
         assert agree > 0.9  # the cache is encoded in bfloat16 where that is fast
 
 
 def task(model: Path, codes: Codes, **settings: Any) -> TargetTask:
-    from lanternpp.models.words import WordsConfig
-
     vq = read_vq(model / "tokenizer")
     config = WordsConfig(**vocabulary(codes, 4), **vars(SHAPE), grid=4, vocab=64)
     return TargetTask(config, TargetSettings(**settings), codes, vq, CPU)
@@ -134,7 +124,7 @@ def test_corruption_replaces_its_share() -> None:
 
 
 def test_what_is_exported_is_what_was_validated(data: Path, model: Path) -> None:
-    assert train(data, model, steps=4, checks=2)
+    assert train(data, model, steps=4)
     folder = model / "target"
     assert len(list((folder / "samples").glob("*.png"))) == 2
     target = read_target(model, torch.float32).eval()
@@ -166,7 +156,8 @@ def test_training_begins_with_the_weights_of_another_model(data: Path, model: Pa
     other = tmp_path / "other"
     shutil.copytree(model / "tokenizer", other / "tokenizer")
     assert train(data, model, steps=4)
-    assert train(data, other, steps=1, weights_of=model, lr=1e-6, muon_lr=1e-6)  # learns next to nothing
+    start = {"weights_of": str(model)}
+    assert train(data, other, steps=1, **start, lr=1e-6, muon_lr=1e-6)  # learns next to nothing
     first, then, random = (read_target(folder, torch.float32) for folder in (model, other, model))
     init_weights(random)
     words, null = torch.ones(1, first.slots, dtype=torch.int64), torch.zeros(1, dtype=torch.bool)
@@ -175,6 +166,5 @@ def test_training_begins_with_the_weights_of_another_model(data: Path, model: Pa
         code_logits(x, words, null, codes, torch.float32) for x in (first, then, random)
     )
     assert (mine - same).abs().max() < 1e-3 * (mine - other_logits).abs().max()
-    with pytest.raises(InputError, match="--dim 32 --layers 2 --heads 2 --hidden 48"):
-        narrower = replace(SHAPE, layers=1)
-        train(data, tmp_path / "other", steps=1, weights_of=model, shape=narrower)
+    shape = "--dim 32 --layers 2 --heads 2 --hidden 48"
+    rejects(shape, train, data, other, **start, shape=replace(SHAPE, layers=1))

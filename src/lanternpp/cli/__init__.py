@@ -10,7 +10,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -69,8 +69,31 @@ def with_values(args: Sequence[str]) -> list[str]:
     return filled
 
 
-def main(args: Sequence[str] | None = None) -> None:
-    """Run a verb as the console script, and exit with the verb's status."""
+def run_verb(args: Sequence[str]) -> object:
+    """Run a verb and return its result: None, or an exit status."""
+    requested = next(iter(args), "--help")
+    for words in (requested, " ".join(args[:2])):
+        if words in RETIRED:
+            raise InputError(f"`{words}` is now `{RETIRED[words]}`")
+    app = App(
+        name="lanternpp",
+        help="Visual autoregressive models that draw faster: speculative decoding with relaxed acceptance.",
+        version=f"lanternpp {__version__}",
+        help_format="plaintext",
+        group_arguments=heading("Arguments"),
+        group_parameters=heading("Options"),
+        print_error=False,
+        exit_on_error=False,
+        result_action="return_value",
+        suppress_keyboard_interrupt=False,
+    )
+    for verb, about in VERBS.items():
+        app.command(f"{__name__}.{verb}:{verb}", name=verb, help=None if verb == requested else about)
+    return app(args)
+
+
+def main(args: Sequence[str] | None = None, run: Callable[[Sequence[str]], object] = run_verb) -> None:
+    """Run a verb, or another command, as a console script does, and exit with the status that it returns."""
     IMPORT_FOLDERS[:] = [""]  # the current folder
     for name in ("stdout", "stderr"):  # None if it was closed, as by cron and pythonw
         setattr(sys, name, getattr(sys, name) or Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
@@ -117,29 +140,6 @@ def unread() -> bool:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return True
     return False
-
-
-def run(args: Sequence[str]) -> object:
-    """Run a verb and return its result: None, or an exit status."""
-    requested = next(iter(args), "--help")
-    for words in (requested, " ".join(args[:2])):
-        if words in RETIRED:
-            raise InputError(f"`{words}` is now `{RETIRED[words]}`")
-    app = App(
-        name="lanternpp",
-        help="Visual autoregressive models that draw faster: speculative decoding with relaxed acceptance.",
-        version=f"lanternpp {__version__}",
-        help_format="plaintext",
-        group_arguments=heading("Arguments"),
-        group_parameters=heading("Options"),
-        print_error=False,
-        exit_on_error=False,
-        result_action="return_value",
-        suppress_keyboard_interrupt=False,
-    )
-    for verb, about in VERBS.items():
-        app.command(f"{__name__}.{verb}:{verb}", name=verb, help=None if verb == requested else about)
-    return app(args)
 
 
 def sentence(error: Exception) -> str:
