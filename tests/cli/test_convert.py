@@ -47,6 +47,7 @@ def test_eight_bits_draw_much_the_same_from_a_quarter_of_the_bytes(run, model: P
         (("MODEL", "out", "--size", 256), ["published"]),
         (("MODEL", "out", "--vq", "gone.pt"), ["gone.pt"]),
         (("MODEL", "out", "--store", "int4"), ["int4"]),
+        (("MODEL", "out", "--text", "gone"), ["--text 'gone' does not exist"]),
         (("nature-128", "file/m"), ["cannot be a folder", "file is a file"]),
     ],
 )
@@ -136,7 +137,7 @@ def test_networks_and_settings_in_a_published_folder_come_along(run, tmp_path: P
         (files / name).write_text(text)
     (files / "drafter" / "state.pt").write_bytes(b"of its training")
     done = run("models", "convert", files, out, "--store", "int8")
-    assert (done.code, done.err) == (0, "") and "text, parallel, drafter, independent" in done.out
+    assert (done.code, done.err) == (0, "") and "text, drafter, parallel, independent" in done.out
     for name in (*kept, "drafter/config.json", "drafter/pytorch_model.bin", "independent/t2i_XL_tiny.pt"):
         assert (out / name).read_bytes() == (files / name).read_bytes(), name
     assert not (out / "drafter" / "state.pt").exists()
@@ -164,22 +165,22 @@ def test_what_is_no_tokenizer_or_encoder_is_refused(run, tmp_path: Path) -> None
     assert not (tmp_path / "out").exists()
 
 
-def test_a_classifier_comes_along_with_the_reference_it_made(run, model: Path, tmp_path: Path) -> None:
-    source = write_classifier(Path(shutil.copytree(model, tmp_path / "own")))
-    (source / "prompts.txt").write_text("a red tulip\n")
-    (source / "classifier" / "state.pt").write_bytes(b"of the training")
-    done = run("models", "convert", source, tmp_path / "small")
-    assert done.code == 0 and "classifier" in done.out
-    names = {path.name for path in (tmp_path / "small" / "classifier").iterdir()}
-    assert names == {"config.json", "model.safetensors", "reference.safetensors"}
-    classifier = read_classifier(tmp_path / "small")
-    assert len(read_reference(tmp_path / "small", classifier)) == 24  # refused if it were another's
-    assert (tmp_path / "small" / "prompts.txt").read_text() == "a red tulip\n"
-
-
-def test_a_smaller_target_comes_along_without_its_training_state(run, model: Path, tmp_path: Path) -> None:
-    source = Path(shutil.copytree(model, tmp_path / "own"))
+def test_a_classifier_and_a_smaller_target_come_along_without_the_states_of_training(
+    run, model: Path, tmp_path: Path
+) -> None:
+    source, small = write_classifier(Path(shutil.copytree(model, tmp_path / "own"))), tmp_path / "small"
     before = contents(source / "independent")
-    (source / "independent" / "target" / "state.pt").write_bytes(b"of its training")
-    assert "independent" in run("models", "convert", source, tmp_path / "small").out
-    assert contents(tmp_path / "small" / "independent") == before
+    (source / "prompts.txt").write_text("a red tulip\n")
+    for part in ("classifier", "independent/target"):
+        (source / part / "state.pt").write_bytes(b"of the training")
+    done = run("models", "convert", source, small)
+    assert done.code == 0 and "independent, classifier" in done.out
+    assert contents(small / "classifier").keys() == {
+        "config.json",
+        "model.safetensors",
+        "reference.safetensors",
+    }
+    # refused if it were another's
+    assert len(read_reference(small, read_classifier(small))) == 24
+    assert (small / "prompts.txt").read_text() == "a red tulip\n"
+    assert contents(small / "independent") == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 
 import pytest
 import torch
@@ -18,19 +19,18 @@ from lanternpp.util.devices import pick_dtype
 DRAW = ("generate", "a red tulip", "--model")
 
 
-@pytest.mark.parametrize("amx", [False, True])
-@pytest.mark.parametrize("avx", [False, True])
-def test_auto_is_half_width_on_a_cpu_that_multiplies_so(amx: bool, avx: bool, monkeypatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx)
-    kind = torch.bfloat16 if amx or avx else torch.float32
-    assert pick_dtype("auto", torch.device("cpu")) is kind is pick_dtype("int8", torch.device("cpu"))
-
-
-@pytest.mark.parametrize(("native", "kind"), [(True, torch.bfloat16), (False, torch.float16)])
-def test_auto_is_half_width_on_every_gpu(native: bool, kind: torch.dtype, monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: native)
-    assert pick_dtype("auto", torch.device("cuda")) is kind
+def test_auto_is_half_width_on_every_gpu_and_on_a_cpu_that_multiplies_so(monkeypatch) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    for amx, avx in product((False, True), repeat=2):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda avx=avx: avx)
+        kind = torch.bfloat16 if amx or avx else torch.float32
+        assert pick_dtype("auto", cpu) is kind is pick_dtype("int8", cpu)
+    for native, kind in ((True, torch.bfloat16), (False, torch.float16)):
+        monkeypatch.setattr(
+            torch.cuda, "is_bf16_supported", lambda including_emulation=True, native=native: native
+        )
+        assert pick_dtype("auto", gpu) is kind
 
 
 def test_without_products_of_bfloat16_the_kernels_decide_and_what_was_chosen_is_told(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from helpers.families import EVERY, PIXELS, with_drafters, write_glm_image, write_glm_processor
+from helpers.models import contents
 from PIL import Image
 
 PROMPT = "a photo of the red tulip"
@@ -36,42 +37,29 @@ def test_a_picture_that_the_prompt_shows_is_edited(run, models: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_a_converted_folder_draws_the_same_picture(name: str, run, models: Path, tmp_path: Path) -> None:
-    out = tmp_path / "ours"
-    done = run("models", "convert", models / name, out, "--store", "float32")
+def test_a_converted_folder_draws_the_same_picture_and_is_converted_with_its_drafters(
+    name: str, run, models: Path, tmp_path: Path
+) -> None:
+    def drawn(model: Path, *options: object) -> Image.Image:
+        return Image.open(run("generate", PROMPT, "--model", model, *options, "--json").json["file"])
+
+    ours, again = tmp_path / "ours", tmp_path / "again"
+    done = run("models", "convert", models / name, ours, "--store", "float32")
     assert (done.code, done.err) == (0, "") and "target" in done.out
     small = ("models", "convert", models / name, tmp_path / "small", "--store", "int8")
     run(*small).refused("float32 or bfloat16, not int8")
-    pictures = []
-    for model in (models / name, out):
-        args = ("--model", model, "--method", "ar", "--dtype", "float32", "--json")
-        pictures.append(
-            Image.open(run("generate", PROMPT, *args, "-o", tmp_path / f"{model.name}.png").json["file"])
-        )
-    assert pictures[0].size == (4 * PIXELS[name],) * 2
-    assert pictures[0].tobytes() == pictures[1].tobytes()
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_a_converted_folder_is_converted_with_its_drafters(
-    name: str, run, models: Path, tmp_path: Path
-) -> None:
-    ours, again = tmp_path / "ours", tmp_path / "again"
-    assert run("models", "convert", models / name, ours, "--store", "float32").code == 0
+    one, other = (drawn(m, "--method", "ar", "--dtype", "float32") for m in (models / name, ours))
+    assert one.size == (4 * PIXELS[name],) * 2 and one.tobytes() == other.tobytes()
     with_drafters(ours)
     settings = {"methods": {"ar": {"cfg": 2.0}}}
     (ours / "defaults.json").write_text(json.dumps(settings))
     done = run("models", "convert", ours, again)
     assert (done.code, done.err) == (0, "") and "bfloat16" in done.out
-    files = [{str(path.relative_to(folder)) for path in folder.rglob("*")} for folder in (ours, again)]
-    assert files[0] == files[1]
+    assert contents(ours).keys() == contents(again).keys()
     assert json.loads((again / "defaults.json").read_text()) == settings
     assert json.loads((again / "target/provenance.json").read_text())["converted from"] == name
-    pictures = []
-    for model in (ours, again):
-        args = ("--model", model, "--method", "parallel", "--dtype", "bfloat16", "--json")
-        pictures.append(Image.open(run("generate", PROMPT, *args).json["file"]).tobytes())
-    assert pictures[0] == pictures[1]
+    one, other = (drawn(m, "--method", "parallel", "--dtype", "bfloat16") for m in (ours, again))
+    assert one.tobytes() == other.tobytes()
 
 
 def test_a_size_is_an_option_of_models_that_draw_several(

@@ -63,6 +63,7 @@ def test_what_is_there_is_not_drawn_again_and_neither_it_nor_the_order_matters(
     times = {path: path.stat().st_mtime_ns for path in (elsewhere / "one").iterdir()}
     outcome = job("-o", "one", "--batch-size", 3)
     assert outcome.code == 0 and outcome.out == "one: nothing to draw, all 10 pictures are there\n"
+    assert job("-o", "one", "--batch-size", 3, "--json").json["seconds_per_image"] is None
     requested.write_text("\n".join(["one more red tulip", *reversed(PROMPTS)]))
     figures = json.loads(job("-o", "one", "--batch-size", 3, "--json").out)
     assert (figures["images"], figures["skipped"], figures["codes"]) == (2, 10, 32)

@@ -7,9 +7,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from helpers.checkpoints import write_drafter
+from helpers.families import write_chameleon, write_eagle
+from helpers.models import change
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from lanternpp import Pipeline
+from lanternpp.models.hub import quiet
 
 PROMPT = "a red tulip"
 BEFORE_ANY_MODEL = [
@@ -78,6 +84,7 @@ def test_refused_before_any_model_is_read(verb, args, names, run, elsewhere, mon
     [
         (["--model", "nature-12"], "did you mean 'nature-128'?"),
         (["--model", "./none"], "'./none'"),
+        (["--model", "x" * 5000], "File name too long"),
         (["--device", "tpu"], "'tpu'"),
         (["--device", "cuda:99"], "'cuda:99'"),
         (["--dtype", "int3"], "'int3'"),
@@ -91,20 +98,13 @@ def test_refused_by_the_model(args, names, run, model) -> None:
     run("generate", PROMPT, *args, *(() if "--model" in args else ("--model", model))).refused(names)
 
 
-def test_a_prompt_without_a_subject_lists_the_subjects(run, model, elsewhere) -> None:
+def test_other_verbs_subjects_and_outputs_are_refused(run, model, elsewhere) -> None:
     run("generate", "a red\nbicycle", "--model", model).refused("use one of: tulip")
-
-
-def test_other_verbs_and_options_are_refused(run, elsewhere) -> None:
     run("paint", "x").refused("paint")
     run("compare", PROMPT, "--runs", "0").refused("--runs 0")
     run("models", "--no-such").refused("--no-such")
-    run("bench", "--methods", "ar", "eagle k=1").refused(
-        "unexpected 'eagle k=1': a value with spaces needs quotes"
-    )
-
-
-def test_a_folder_named_like_a_picture_and_a_file_in_place_of_the_folder_are_refused(run, elsewhere) -> None:
+    said = "unexpected 'eagle k=1': a value with spaces needs quotes"
+    run("bench", "--methods", "ar", "eagle k=1").refused(said)
     (elsewhere / "x.png").mkdir()
     (elsewhere / "notes").write_text("mine")
     run("generate", PROMPT, "-o", "x.png").refused("'x.png' is not a file")
@@ -127,23 +127,16 @@ def test_a_file_that_lanternpp_has_not_written_stays(verb, content, run, model, 
     assert run(verb, "a tulip", "--model", model, "-o", "x.png").code == 0, "one of lanternpp is replaced"
 
 
-@pytest.mark.parametrize(
-    ("shape", "names"),
-    [
+def test_a_smaller_target_that_is_missing_or_of_other_codes_is_refused(run, model, smaller, broken) -> None:
+    draw = ("generate", PROMPT, "--method", "independent", "--model")
+    shutil.rmtree(broken / "independent")
+    run(*draw, broken).refused("name a model folder of the same codes with --drafter")
+    for shape, said in (
         ({"vocab": 24}, "16 of 24 codes and the target 16 of 32"),
         ({"grid": 3}, "9 of 32 codes and the target 16 of 32"),
         ({}, "the drafter's codebook is another than the target's"),
-    ],
-)
-def test_a_drafter_of_other_codes_is_refused(shape, names, run, model, smaller, elsewhere) -> None:
-    args = ["--model", model, "--method", "independent", "--drafter", smaller(**shape)]
-    run("generate", PROMPT, *args).refused(names)
-
-
-def test_without_a_smaller_target_one_sentence_says_how_to_give_one(run, broken, elsewhere) -> None:
-    shutil.rmtree(broken / "independent")
-    outcome = run("generate", PROMPT, "--model", broken, "--method", "independent")
-    outcome.refused("name a model folder of the same codes with --drafter")
+    ):
+        run(*draw, model, "--drafter", smaller(**shape)).refused(said)
 
 
 def test_a_full_disk_leaves_the_old_picture(run, model, elsewhere, monkeypatch) -> None:
@@ -159,3 +152,50 @@ def test_a_full_disk_leaves_the_old_picture(run, model, elsewhere, monkeypatch) 
     outcome.refused("x.png could not be written, the disk is full: free some room")
     assert [p.name for p in elsewhere.iterdir()] == ["x.png"]
     assert (elsewhere / "x.png").read_bytes() == b"old"
+
+
+def test_published_files_that_do_not_fit_are_refused(run, tmp_path: Path) -> None:
+    anole, drafters = tmp_path / "anole", (tmp_path / "wide", tmp_path / "published")
+    with quiet():
+        write_chameleon(anole)
+    draw = ("generate", "a photo", "--model", anole)
+    write_eagle(drafters[0], 64)
+    write_drafter(drafters[1])  # one that EAGLE's code wrote
+    for drafter in drafters:
+        run(*draw, "--drafter", drafter).refused(str(drafter), "64 wide", "the target 32")
+    path = anole / "model.safetensors"
+    tensors = load_file(path) | {"model.vqmodel.quantize.embedding.weight": torch.ones(128, 4)}
+    save_file(tensors, path, metadata={"format": "pt"})
+    run(*draw, "--method", "ar").refused("has 64 codes", "has 128")
+    path.write_bytes(path.read_bytes()[:-99])
+    run(*draw, "--method", "ar").refused("model.safetensors", "truncated")
+
+
+TARGET, VQ, DRAFTER, DEFAULTS = (
+    *(f"{part}/config.json" for part in ("target", "tokenizer", "drafter")),
+    "defaults.json",
+)
+
+
+@pytest.mark.parametrize(
+    ("file", "fields", "said"),
+    [
+        (TARGET, {"heads": 0}, "heads 0 cannot be used: it should be greater than or equal to 1"),
+        (TARGET, {"layers": 100_000}, "layers 100000 cannot be used: it should be less than or equal to 512"),
+        (TARGET, {"dim": 65536, "layers": 512, "hidden": 262144}, "does not fit WordsTarget"),
+        (TARGET, {"heads": 3}, "no network has the sizes of its config.json"),
+        (TARGET, {"kind": "gpt2"}, "'gpt2'"),
+        (VQ, {"channels": [50, 50]}, "no network has the sizes of its config.json"),
+        (VQ, {"channels": [8192, 8192], "codes": 1 << 20}, "does not fit VQ"),
+        (VQ, {"kind": ["vq"]}, "kind ['vq'] cannot be used: it should be 'vq' or 'kl'"),
+        (DRAFTER, {"heads": 4}, "does not fit EagleDrafter"),
+        (DEFAULTS, {"cfg": "high"}, "cfg 'high' is no number"),
+        (DEFAULTS, {"neighbours": -1}, "the model's defaults: neighbours -1 is out of range"),
+        (DEFAULTS, {"methods": {"eagle": {"neighbours": 1 << 30}}}, "methods.eagle.neighbours 1073741824 is"),
+        (DEFAULTS, {"methods": []}, "methods [] cannot be used: it should be an object"),
+        (DEFAULTS, {"methods": {"eagle": {"tree": [[0]]}}}, "methods.eagle.tree [[0]] is no text"),
+    ],
+)
+def test_a_spoiled_config_of_ours_is_refused(file: str, fields: dict, said: str, run, broken: Path) -> None:
+    change(broken / file, **fields)
+    run("generate", "a red tulip", "--model", broken, "--method", "eagle").refused(said)

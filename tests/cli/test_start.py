@@ -28,6 +28,8 @@ from lanternpp.training.state import Report
 from lanternpp.trees import TREES
 from lanternpp.util.terminal import progress_bar
 
+MORE = (), ("--help",), ("x", "--steps", 50)  # arguments after a retired verb
+
 
 def test_help_loads_nothing_that_takes_long() -> None:
     """Of any verb."""
@@ -46,9 +48,10 @@ for args in (["--version"], ["--help"], *([verb, "--help"] for verb in VERBS)):
     assert (done.returncode, done.stderr) == (0, "") and done.stdout
 
 
-def test_help_names_everything_that_a_dial_may_be(run) -> None:
+def test_help_names_everything_that_a_dial_may_be_and_version_the_version(run) -> None:
     known = {"proposer": PROPOSERS, "accept": RULES, "residual": RESIDUALS, "coupling": COUPLINGS}
     known |= {"init": INITS, "verify": VERIFIERS}
+    assert run("--version").out == f"lanternpp {lanternpp.__version__}\n" and "Usage" in run().out
     shown = run("generate", "--help").out
     for dial, names in known.items():
         assert set(DIALS[dial].choices) == set(names) and all(name in shown for name in names)
@@ -62,19 +65,17 @@ def test_every_option_has_help(verb: str, run, monkeypatch) -> None:
     assert not bare and any(line.startswith("--") for line in lines)
 
 
-@pytest.mark.parametrize(("verb", "now"), RETIRED.items())
-def test_a_retired_verb_names_the_one_that_does_its_work(verb: str, now: str, run) -> None:
-    for options in (), ("--help",), ("x", "--steps", 50):
-        outcome = run(*verb.split(), *options)
+def test_a_retired_verb_or_option_names_its_replacement(run) -> None:
+    retired = {
+        (*verb.split(), *more): (f"`{verb}`", f"`{now}`") for verb, now in RETIRED.items() for more in MORE
+    }
+    for option, now in RENAMED.items():
+        for given in ([option, "2"], [f"{option}=2"]):
+            retired["generate", "a red tulip", *given] = option, now
+    for args, (old, now) in retired.items():
+        outcome = run(*args)
         assert (outcome.code, outcome.out) == (2, "")
-        assert outcome.err == f"lanternpp: error: `{verb}` is now `{now}`\n"
-
-
-@pytest.mark.parametrize(("option", "now"), RENAMED.items())
-def test_a_renamed_option_is_refused_with_its_new_name(option: str, now: str, run) -> None:
-    for given in ([option, "2"], [f"{option}=2"]):
-        outcome = run("generate", "a red tulip", *given)
-        assert (outcome.code, outcome.err) == (2, f"lanternpp: error: {option} is now {now}\n")
+        assert outcome.err == f"lanternpp: error: {old} is now {now}\n"
 
 
 def test_a_model_that_ships_is_not_said_to_be_in_a_cache(run) -> None:
@@ -92,11 +93,6 @@ def test_a_reader_that_leaves_early_ends_the_listing_without_a_word(unbuffered: 
         done = subprocess.run(command, stdout=gone, stderr=pipe, text=True, timeout=120, env=environment)
     # Rich ends the program with 1 where it meets the closed pipe first.
     assert done.returncode in (1, 141) and done.stderr == ""
-
-
-def test_version_and_help_without_a_verb(run) -> None:
-    assert run("--version").out == f"lanternpp {lanternpp.__version__}\n"
-    assert "Usage" in run().out
 
 
 LOCKED = PermissionError(13, "Permission denied", "/locked/file")
@@ -146,27 +142,28 @@ def test_a_bar_says_which_time_is_gone_and_which_is_left(training: bool, tmp_pat
     assert re.search(r"25 ?% 0:00:\d\d elapsed, [-:0-9]+ left", shown)
 
 
-@pytest.mark.parametrize("columns", [40, 80, 200])
-def test_models_names_everything_whole_however_narrow_the_terminal(columns: int, run, monkeypatch) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    outcome = run("models")
-    assert outcome.code == 0 and outcome.err == "" and "…" not in outcome.out
-    words = set(outcome.out.split())
-    assert {"nature-128", *METHODS, *TREES} <= words
-    for each in PUBLISHED:
-        assert each.model in words and each.download in outcome.out and (each.drafter or "--drafter") in words
+def test_models_names_everything_whole_however_narrow_the_terminal(run, monkeypatch) -> None:
+    for columns in (40, 80, 200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        outcome = run("models")
+        assert outcome.code == 0 and outcome.err == "" and "…" not in outcome.out
+        words = set(outcome.out.split())
+        assert {"nature-128", *METHODS, *TREES} <= words
+        for each in PUBLISHED:
+            assert each.model in words and each.download in outcome.out
+            assert (each.drafter or "--drafter") in words
 
 
 def test_models_says_what_each_method_draws_with_on_a_model(run, broken: Path) -> None:
     reported = run("models", "--json").json
     assert next(row for row in reported["models"] if row["name"] == "nature-128")["bytes"] > 1e6
+    assert {row["name"]: row["nodes"] for row in reported["trees"]}["lantern-57"] == 57
     rows = {row["name"]: row for row in reported["methods"]}
     lossless = {name for name, row in rows.items() if row["lossless"]}
     assert lossless == {"ar", "eagle", "eagle2", "ddd", "independent", "parallel", "jacobi", "jacobi-coupled"}
     mine = rows["lantern++"]
     assert (mine["proposer"], mine["tree"], mine["dials"]["lam"]) == ("parallel", "chain-7", 2.0)
     assert reported["auto"]["method"] == "lantern++" and rows["independent"]["missing"] == "independent"
-    assert {row["name"]: row["nodes"] for row in reported["trees"]}["lantern-57"] == 57
     shutil.rmtree(broken / "parallel")
     other = run("models", "--json", "--model", broken).json
     rows = {row["name"]: row for row in other["methods"]}
@@ -180,21 +177,20 @@ def test_models_says_what_each_method_draws_with_on_a_model(run, broken: Path) -
 def test_a_model_without_a_drafter_draws_without_a_word_on_methods(run, broken: Path) -> None:
     for kind in ("drafter", "parallel"):
         shutil.rmtree(broken / kind)
-    outcome = run("generate", "a red tulip", "--model", broken)
+    draw = ("generate", "a red tulip", "--model", broken)
+    outcome = run(*draw)
     assert (outcome.code, outcome.err) == (0, "")
     assert "jacobi-coupled (auto: no drafter, lossless)" in outcome.out
-    reported = run("generate", "a red tulip", "--model", broken, "--json").json
+    reported = run(*draw, "--json").json
     assert (reported["method"], reported["auto"]) == ("jacobi-coupled", "no drafter, lossless")
-    relaxed = "--accept", "mixture", "--delta", 0.5
-    assert run("generate", "a red tulip", "--model", broken, "--json", *relaxed).json["auto"] == "no drafter"
+    assert run(*draw, "--json", "--accept", "mixture", "--delta", 0.5).json["auto"] == "no drafter"
+    run(*draw, "--method", "eagle").refused("--method jacobi-coupled and --method ar draw")
     Path("prompts").write_text("a red tulip")
     args = ["--no-plots", "--no-quality", "--no-measure-tv", "--prompts", "prompts", "-n", 1, "--json"]
     raced = run("bench", "--model", broken, *args)
     methods = [row["method"] for row in json.loads(raced.out)["methods"]]
     assert raced.code == 0 and methods == ["ar", "jacobi-coupled", "lantern-jacobi"]
     assert raced.err.count("\n") == 1 and "eagle2" in raced.err
-    said = "--method jacobi-coupled and --method ar draw"
-    run("generate", "a red tulip", "--model", broken, "--method", "eagle").refused(said)
 
 
 def test_an_odd_terminal_gets_its_answer(model: Path, tmp_path: Path) -> None:

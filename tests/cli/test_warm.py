@@ -23,7 +23,9 @@ def test_without_anything_to_compile_it_says_so_and_a_batch_size_is_refused(
     monkeypatch.setattr(Pipeline, "warm", lambda *_: ["verify"])
     outcome = run("models", "warm", "--model", model, "--device", "cpu", "--compile")
     assert outcome.code == 0 and "drawn as it is" in outcome.err and outcome.out.startswith("ready after")
-    run("models", "warm", "--model", write_diffusion(tmp_path), "--compile").refused("draws latents")
+    latents = ("--model", write_diffusion(tmp_path), "--compile")
+    for verb in (("models", "warm"), ("generate", "a red tulip")):
+        run(*verb, *latents).refused("draws latents, whose steps are never compiled; leave --compile out")
 
 
 def test_steps_are_compiled_at_every_size_for_the_method_and_plain_decoding(

@@ -120,6 +120,8 @@ def for_target(settings: Settings, target: Target, name: str, overrides: Mapping
         from lanternpp.engine.latents import MixtureSampling
 
         MixtureSampling(settings.temperature, settings.top_k, settings.top_p)
+        if settings.compile:
+            raise InputError(f"{name} draws latents, whose steps are never compiled; leave --compile out")
     else:
         Sampling(settings.temperature, settings.top_k, settings.top_p)
     if settings.top_k > target.vocab > 0:

@@ -145,6 +145,8 @@ def draw_job(job: JobOptions, n: int, seed: int, as_json: bool, options: DrawOpt
             say("int8", renderer.info.effect)
         stats, skipped = run(renderer, planned, folder, job.prompts, job.overwrite, progress)
     row = stats.to_json() | {"skipped": skipped, "folder": str(folder)}
+    if not stats.images:
+        row["seconds_per_image"] = None
     if as_json:
         print(json.dumps(row))
     elif not stats.images:

@@ -44,6 +44,7 @@ OPTIONAL_PARTS = ("independent", "classifier", "text")
 FILES = ("defaults.json", "embeddings.safetensors", "prompts.txt", "synonyms.txt", "acceptance.json")
 README = "README.md"
 PROVENANCE = "provenance.json"
+ONLY_TRAINING = ("state.pt", "log.jsonl", "samples")  # files of a part that drawing does not need
 models = App(name="models", help=VERBS["models"], group_parameters=opt.heading("Options"))
 
 
@@ -129,8 +130,6 @@ def warm(
     pipe = opt.read(options)
     compiled: list[dict[str, object]] = []
     settings = pipe.settings(options.method, **{"compile": pipe.device.type == "cuda", **options.overrides})
-    if settings.compile and pipe.target.channels:
-        raise InputError(f"{pipe.name} draws latents, whose verification is never compiled: nothing to warm")
     shared = {name: getattr(settings, name) for name in names(EngineDials, SamplingDials)}
     plain = pipe.settings(BASELINE, **shared)
     for size in sizes if settings.compile else ():
@@ -153,15 +152,14 @@ def warm(
 def local_name(name: str) -> str:
     """Return the name or path of a model or drafter on this machine; raise InputError if it would have to be fetched."""
     from lanternpp.api.model import MODELS
-    from lanternpp.models.hub import UnreachableError, cached, hub_id
+    from lanternpp.models.hub import cached, hub_id
 
     repository = hub_id(name)
     if name in MODELS or Path(name).exists() or repository is None:
         return name
-    try:
-        return str(cached(repository, UnreachableError("")))
-    except InputError:
-        raise InputError(f"{name} is not on this machine; `lanternpp models download` fetches it") from None
+    if path := cached(repository):
+        return str(path)
+    raise InputError(f"{name} is not on this machine; `lanternpp models download` fetches it")
 
 
 def describe_method(name: str, defaults: Defaults, machine: Mapping[str, str]) -> dict[str, Any]:
@@ -269,13 +267,10 @@ def convert(
     opt.writable_folder(out.resolve())
 
     from lanternpp.api.model import model_folder
-    from lanternpp.models.hub import hub_id
     from lanternpp.nn.checkpoints import load_config
 
-    if vq and not Path(vq).exists() and not hub_id(vq):
-        raise InputError(f"--vq {vq!r} does not exist; give a file, or OWNER/NAME/FILE of the hub")
+    inputs = {"tokenizer": model_folder(vq, "image tokenizer") if vq else None, "text": text, "size": size}
     source = model_folder(model)
-    inputs = {"tokenizer": model_folder(vq) if vq else None, "text": text, "size": size}
     is_published = not (source / "target").is_dir() or "kind" not in load_config(source / "target")
     if any(inputs.values()) and not is_published:
         raise InputError(f"--vq, --text and --size are for published checkpoints; {model!r} is none")
@@ -315,32 +310,34 @@ def staged(out: Path) -> Iterator[Path]:
 def convert_parts(source: Path, out: Path, store: Any, excluded: Sequence[str]) -> list[str]:
     """Write the parts of a model folder, except the excluded parts, and its files; return the names of the parts written."""
     from lanternpp.api.rates import FILE as RATES
-    from lanternpp.evaluation.classifier import CLASSIFIER, REFERENCE, has_classifier
+    from lanternpp.evaluation.classifier import CLASSIFIER, has_classifier
     from lanternpp.nn import checkpoints
 
-    candidates = [part for part in (*PARTS, "independent", "text") if part not in excluded]
-    folders = [part for part in candidates if (source / part).is_dir()]
-    parts = [part for part in PARTS if part in folders and "kind" in checkpoints.load_config(source / part)]
+    present = [
+        part for part in (*PARTS, *OPTIONAL_PARTS) if (source / part).is_dir() and part not in excluded
+    ]
+    parts = [part for part in present if part != CLASSIFIER or has_classifier(source)]
     for part in parts:
+        if part not in PARTS or "kind" not in checkpoints.load_config(source / part):
+            # The reference of a classifier was computed with exactly its weights, and other programs' drafters keep their layout.
+            shutil.copytree(source / part, out / part, ignore=shutil.ignore_patterns(*ONLY_TRAINING))
+            continue
         config, tensors = checkpoints.load(source / part)
         unquantised = [name for name in tensors if name.endswith("codebook")]
         checkpoints.save(out / part, config, tensors, store, unquantised)
-        if (source / part / PROVENANCE).is_file():
-            write_json(out / part / PROVENANCE, read_object(source / part / PROVENANCE) | {"store": store})
-    copied = [*FILES, README, *(f"{part}/{RATES}" for part in parts)]
-    if has_classifier(source):  # copied unchanged, as its reference was computed with exactly these weights
-        classifier_files = (checkpoints.CONFIG, checkpoints.WEIGHTS, REFERENCE, PROVENANCE)
-        copied += [f"{CLASSIFIER}/{name}" for name in classifier_files]
-        parts.append(CLASSIFIER)
-    for name in copied:
+        copy_provenance(source / part, out / part, store)
+    for name in (*FILES, README, *(f"{part}/{RATES}" for part in parts)):
         if (source / name).is_file():
-            (out / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / name, out / name)
-    for part in folders:
-        if part not in parts:  # a drafter that lanternpp did not write stays in its layout
-            shutil.copytree(source / part, out / part, ignore=shutil.ignore_patterns("state.pt"))
-            parts.append(part)
     return parts
+
+
+def copy_provenance(source: Path, out: Path, store: Any, **usual: Any) -> None:
+    """Write how a part was made, or `usual` if it is not known, and how its weights are stored."""
+    path = source / PROVENANCE
+    provenance = read_object(path) if path.is_file() else usual
+    if provenance:
+        write_json(out / PROVENANCE, provenance | {"store": store})
 
 
 def convert_published(source: Path, out: Path, store: Any, inputs: dict[str, Any], name: str) -> list[str]:
@@ -350,8 +347,6 @@ def convert_published(source: Path, out: Path, store: Any, inputs: dict[str, Any
 
     target = read_target(source, DTYPES["bfloat16" if store == "bfloat16" else "float32"], given=inputs)
     parts = target.save(out, store)
-    path = source / "target" / PROVENANCE
-    provenance = read_object(path) if path.is_file() else {"converted from": name}
-    write_json(out / "target" / PROVENANCE, provenance | {"store": store})
+    copy_provenance(source / "target", out / "target", store, **{"converted from": name})
     write_json(out / DEFAULTS, target.defaults)
     return parts

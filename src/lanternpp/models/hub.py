@@ -10,8 +10,9 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 from lanternpp.errors import InputError, reason
@@ -56,12 +57,17 @@ def fetch(source: HubId) -> Path:
     the files of an earlier run are returned. Raise InputError if neither is possible.
     """
     from huggingface_hub import snapshot_download
+    from huggingface_hub.constants import HF_HUB_CACHE
 
     quiet_downloads()
     try:
         files = choose(source, list_files(source))
     except UnreachableError as error:
-        return cached(source, error)
+        if path := cached(source):
+            return path
+        raise InputError(
+            f"{source} is not on this machine (neither a path nor complete in {HF_HUB_CACHE}) and the hub did not answer: {error}"
+        ) from None
     try:
         folder = Path(snapshot_download(source.repo, revision=source.revision, allow_patterns=files))
     except Exception as error:  # also the error of a full disk
@@ -157,28 +163,20 @@ def words(file: str) -> set[str]:
     return set(re.split(r"[\W_]+", PurePosixPath(file).stem))
 
 
-def cached(source: HubId, error: UnreachableError) -> Path:
-    """Return the folder or file that an earlier run fetched completely. Raise InputError if there is none."""
+def cached(source: HubId) -> Path | None:
+    """Return the folder or file that an earlier run fetched completely, or None."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.errors import IncompleteSnapshotError, LocalEntryNotFoundError
 
+    find = partial(snapshot_download, source.repo, revision=source.revision, local_files_only=True)
     for suffixes in (SAFE, PICKLED):
         patterns = [source.file] if source.file else [f"*{suffix}" for suffix in suffixes + CONFIG_SUFFIXES]
-        try:
-            snapshot = snapshot_download(
-                source.repo, revision=source.revision, allow_patterns=patterns, local_files_only=True
-            )
-        except (LocalEntryNotFoundError, IncompleteSnapshotError):
-            continue
-        folder = Path(snapshot)
-        if source.file and (folder / source.file).is_file():
-            return folder / source.file
-        if not source.file and any(path.suffix in suffixes for path in folder.rglob("*")):
-            return folder
-    raise InputError(
-        f"{source} is not on this machine (neither a path nor complete in {HF_HUB_CACHE}) and the hub did not answer: {error}"
-    )
+        with suppress(LocalEntryNotFoundError, IncompleteSnapshotError):
+            folder = Path(find(allow_patterns=patterns))
+            path = folder / source.file if source.file else folder
+            if path.is_file() or any(found.suffix in suffixes for found in path.rglob("*")):
+                return path
+    return None
 
 
 @contextmanager
