@@ -55,7 +55,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"cli"},
 }
 MOST_FLOORS = 10  # of rooms: steps of the longest chain of imports, without __main__
-ONLY_TORCH = {"accept", "trees"}
+ONLY_TORCH = {"accept", "trees"}  # of packages of others
+RECIPES = {path.stem for path in (SOURCE.parent / "recipes").rglob("*.py")} | {"recipes"}
 # Files besides kernels/ that may name them, the sources in C, or ctypes.
 NAMES_KERNELS = {
     "nn.backend": "lanternpp.kernels",
@@ -76,18 +77,13 @@ MODULES = modules()
 TREES_OF = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
 
 
-def where(name: str, node: ast.AST) -> str:
-    """file:line of a node, for a failure's message."""
-    return f"{MODULES[name].relative_to(SOURCE.parent)}:{getattr(node, 'lineno', 1)}"
-
-
-def imports(name: str, body: ast.AST | None = None) -> Iterator[tuple[ast.AST, str]]:
+def imports(name: str, body: ast.AST | None = None) -> Iterator[tuple[ast.stmt, str]]:
     """Each import statement of a module and a full name it reaches, such as `lanternpp.nn.decoder` or `torch`."""
     for node in ast.walk(body or TREES_OF[name]):
         if isinstance(node, ast.Import):
             yield from ((node, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module, f"{where(name, node)}: write imports in full"
+            assert node.level == 0 and node.module, f"{name}, line {node.lineno}: write imports in full"
             for alias in node.names:
                 below = f"{node.module}.{alias.name}".removeprefix(f"{PACKAGE}.")
                 yield node, f"{PACKAGE}.{below}" if below in MODULES else node.module
@@ -95,9 +91,7 @@ def imports(name: str, body: ast.AST | None = None) -> Iterator[tuple[ast.AST, s
 
 def ours(full: str) -> str | None:
     """The module below the package that a full name means, or None for a package of others."""
-    if full.split(".")[0] != PACKAGE:
-        return None
-    return full.removeprefix(PACKAGE).lstrip(".")
+    return full.removeprefix(PACKAGE).lstrip(".") if full.split(".")[0] == PACKAGE else None
 
 
 def room(name: str) -> str:
@@ -105,54 +99,42 @@ def room(name: str) -> str:
     return name.split(".")[0]
 
 
-def inside(name: str, allowed: set[str]) -> bool:
-    """Whether a module is one of these, or lies in a room of these."""
-    return name in allowed or any(name.startswith(f"{entry}.") for entry in allowed if entry)
+def may_import(name: str, full: str) -> bool:
+    """Whether a module may import what has this full name; no module may import a recipe."""
+    other, its_room = ours(full), room(name)
+    if other is None:
+        others = {"torch", *sys.stdlib_module_names} if its_room in ONLY_TORCH else None
+        return full.split(".")[0] not in RECIPES and (others is None or full.split(".")[0] in others)
+    allowed = MAY_IMPORT[its_room] | {its_room, *ANYWHERE}
+    return other in allowed or any(other.startswith(f"{entry}.") for entry in allowed if entry)
 
 
 def test_imports_flow_one_way() -> None:
     wrong = [
-        f"{where(name, node)}: {room(name)} may not import {full}"
+        f"{MODULES[name]}:{node.lineno}: {room(name)} may not import {full}"
         for name in MODULES
         if name  # the package's own file names the public parts and loads them lazily
         for node, full in imports(name)
-        if (other := ours(full)) is not None
-        and not inside(other, MAY_IMPORT[room(name)] | {room(name), *ANYWHERE})
+        if not may_import(name, full)
     ]
     assert not wrong, "\n".join(["imports against the arrows:", *wrong])
 
 
 def test_no_import_cycle() -> None:
-    graph = {
-        name: {other for _, full in imports(name) if (other := ours(full)) is not None and other != name}
-        for name in MODULES
-        if name
-    }
+    reached = {name: {ours(full) for _, full in imports(name)} - {None, "", name} for name in MODULES if name}
     try:
-        TopologicalSorter({name: reached - {""} for name, reached in graph.items()}).prepare()
+        TopologicalSorter(reached).prepare()
     except CycleError as error:
         pytest.fail("import cycle: " + " -> ".join(error.args[1]))
-
-
-def test_the_package_knows_no_recipe() -> None:
-    scripts = {path.stem for path in (SOURCE.parent / "recipes").rglob("*.py")} | {"recipes"}
-    wrong = [
-        f"{where(name, node)}: a recipe may import the package, not the other way round"
-        for name in MODULES
-        for node, full in imports(name)
-        if full.split(".")[0] in scripts
-    ]
-    assert not wrong, "\n".join(wrong)
 
 
 def test_the_house_has_few_floors() -> None:
     graph: dict[str, set[str]] = {}
     for name in MODULES:
         for statement in TREES_OF[name].body if name else ():
-            if is_type_checking(statement):
-                continue
-            found = (ours(full) for _, full in imports(name, statement))
-            graph.setdefault(room(name), set()).update(room(other) for other in found if other)
+            if not is_type_checking(statement):
+                found = (ours(full) for _, full in imports(name, statement))
+                graph.setdefault(room(name), set()).update(room(other) for other in found if other)
     floors: dict[str, int] = {}
     for name in TopologicalSorter({name: to - {name} for name, to in graph.items()}).static_order():
         floors[name] = 1 + max((floors[other] for other in graph.get(name, ()) if other != name), default=0)
@@ -162,32 +144,18 @@ def test_the_house_has_few_floors() -> None:
 
 def test_one_line_names_the_kernels() -> None:
     words = re.compile(r"lanternpp\.kernels|\bctypes\b|csrc")
-    named = [
-        (name, sorted({found[0] for line in lines for found in [words.search(line)] if found}), lines)
-        for name, path in MODULES.items()
-        if room(name) != "kernels" and (lines := path.read_text(encoding="utf-8").splitlines())
-    ]
-    assert {name: " ".join(found) for name, found, _ in named if found} == NAMES_KERNELS
-    (lines,) = (lines for name, _, lines in named if name == "nn.backend")
-    assert sum("lanternpp.kernels" in line for line in lines) == 1
-
-
-@pytest.mark.parametrize("only", sorted(ONLY_TORCH))
-def test_rules_and_trees_need_nothing_but_torch(only: str) -> None:
-    wrong = [
-        f"{where(name, node)}: {only} may not import {full}"
-        for name in MODULES
-        if room(name) == only
-        for node, full in imports(name)
-        if full.split(".")[0] not in {PACKAGE, "torch", *sys.stdlib_module_names}
-    ]
-    assert not wrong, "\n".join(wrong)
+    texts = {
+        name: path.read_text(encoding="utf-8") for name, path in MODULES.items() if room(name) != "kernels"
+    }
+    named = {name: " ".join(sorted(set(words.findall(text)))) for name, text in texts.items()}
+    assert {name: found for name, found in named.items() if found} == NAMES_KERNELS
+    assert sum("lanternpp.kernels" in line for line in texts["nn.backend"].splitlines()) == 1
 
 
 def test_the_engine_names_no_method() -> None:
     names = {*METHODS, *RULES, *PROPOSERS, *DRAFTERS, *FAMILIES, *SHAPES, *TREES}
     wrong = [
-        f"{where(name, node)}: the engine names {node.value!r}; ask the object instead"
+        f"{MODULES[name]}:{node.lineno}: the engine names {node.value!r}; ask the object instead"
         for name in MODULES
         if room(name) == "engine"
         for node in ast.walk(TREES_OF[name])
