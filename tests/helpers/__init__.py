@@ -4,6 +4,7 @@
 * `cases`: tiny models of transformers that draw pictures, and calls of their `generate` that ask for one.
 * `checkpoints`: tiny checkpoints in the layouts that others publish, with weights that a formula gives.
 * `classifiers`: a classifier with random weights, small enough to be made in a moment, and pictures for it.
+* `commands`: fixtures: commands of lanternpp and of recipes/nature, run in this process, and how they ended.
 * `documents`: the project's Markdown pages, and what is in them.
 * `drafts`: what the tree of a draft promises.
 * `families`: tiny random checkpoints in the layouts of published models, written by transformers' own classes.
@@ -13,7 +14,7 @@
 * `distributions`: the distributions the library must follow, written a second time, in plain Python, from the papers alone; and every draft
   of a small chain or tree, with the distribution that verifying all of them has.
 * `models`: model folders with random weights, small enough to be made in a moment; what is in a folder, and changes of its JSON.
-* `photos`: fixtures: captioned pictures, random codes, a tokenizer for them, and the commands that train on them.
+* `photos`: fixtures: captioned pictures, random codes, and a tokenizer for them.
 * `processes`: processes that a test started, to kill some of them.
 * `relaxed`: relaxed rules, and over three to five codes what they do, which is then small enough to enumerate.
 * `served`: for tests of the server: a real one in this process, and a pipeline whose steps wait to be allowed.

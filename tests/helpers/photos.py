@@ -1,9 +1,8 @@
-"""A tiny imagefolder of coloured shapes, a tokenizer for it, and the commands that train on them."""
+"""A tiny imagefolder of coloured shapes, and a tokenizer for it."""
 
 import json
 import shutil
 from dataclasses import asdict
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +11,6 @@ import pytest
 import torch
 from PIL import Image
 
-from common import script
-from lanternpp.cli import main
 from lanternpp.engine.sampling import Sampling
 from lanternpp.models.base import Target
 from lanternpp.models.vq.autoencoder import VQ, VQConfig, read_vq
@@ -99,19 +96,3 @@ def random_codes(texts: tuple[str, ...], labels: tuple[str, ...] | None = None, 
 def made_codes(count: int) -> Codes:
     """Random codes of pictures of red and blue squares."""
     return random_codes(("a red square", "a blue square", "a photo") * (count // 3))
-
-
-@pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs `lanternpp`, or the script of a stage, with some arguments in an empty folder: (status, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("lanternpp.training.drafter.PASSES", 10)
-
-    def run(name: str, *args: object) -> tuple[Any, str, str]:
-        words = [str(arg) for arg in args]
-        with pytest.raises(SystemExit) as end:
-            main(words) if name == "lanternpp" else script(import_module(name).main, words)
-        return end.value.code, *capsys.readouterr()
-
-    return run

@@ -4,10 +4,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers.photos import command, data, draw, model, ready, tokenizer
+from helpers.commands import elsewhere, run
+from helpers.photos import data, draw, model, ready, tokenizer
 from helpers.stages import diffusion, eagle, kl, mixture
 
-__all__ = ["command", "data", "model", "ready", "tokenizer"]
+__all__ = ["data", "elsewhere", "model", "ready", "run", "tokenizer"]
 
 
 @pytest.fixture(scope="session")

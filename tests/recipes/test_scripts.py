@@ -16,89 +16,61 @@ from lanternpp.api.model import read_target
 
 SMALL = ("--steps", 2, "--checks", 1, "--batch-size", 4, "--limit", 4)
 SHAPE = ("--dim", 32, "--layers", 1, "--heads", 2, "--hidden", 48)
-BASE = ("--data", "data", "--model", "mine", *SMALL)
+BASE = ("--data", "../data", "--model", "mine", *SMALL)
 LATENTS = ("--kind", "kl", "--size", 32, "--channels", 4)
 DENOISER = ("--head", "diffusion", "--denoising-steps", 3, "--denoiser-width", 16, "--denoiser-blocks", 1)
+DRAW = ("generate", "a red square", "--model")
 
 
-@pytest.fixture
-def done(command, data: Path):
-    """Runs a command that must end well: what it printed."""
-
-    def run(*args: object) -> str:
-        status, out, err = command(*args)
-        assert status == 0, err
-        return out
-
-    return run
-
-
-@pytest.fixture
-def rejected(command, data: Path):
-    """Runs a command that must end in one line: that line."""
-
-    def run(*args: object) -> str:
-        status, out, err = command(*args)
-        assert (status, out) == (2, "") and err.splitlines()[-1].startswith("lanternpp: error: "), err
-        return err.splitlines()[-1]
-
-    return run
-
-
-def test_codes_from_photos_to_a_picture_and_on_to_larger_ones(done, rejected) -> None:
+def test_codes_from_photos_to_a_picture_and_on_to_larger_ones(run, data: Path) -> None:
     """4 pixels a code, and a side that is no power of two: 7 x 7 codes of 28 x 28 pixels."""
-    done("tokenizer", *BASE, "--size", 28, "--down", 4, "--codes", 64, "--classifier-of", "nature-128")
-    done("target", *BASE, *SHAPE)
+    assert run("tokenizer", *BASE, "--size", 28, "--down", 4, "--codes", 64).code == 0
+    assert run("target", *BASE, *SHAPE).code == 0
     assert json.loads(Path("mine/target/config.json").read_text())["grid"] == 7
-    done("classifier", *BASE, "--redrawn", 2)
+    assert run("classifier", *BASE, "--redrawn", 2).code == 0
     assert Path("mine/classifier/reference.safetensors").is_file()
     window = ("--method", "jacobi-coupled", "--window", 3, "--alternatives", 1, "--window-rows", 3)
-    draw = ("lanternpp", "generate", "a red square", "--model")
-    figures = json.loads(done(*draw, "mine", *window, "--json"))
+    figures = run(*DRAW, "mine", *window, "--json").json
     assert figures["settings"]["window_rows"] == 3 and figures["settings"]["verify"] == "traversal"
     assert sum(figures["accepted_per_pass"]) == 49
-    assert "window_rows 8: the model's pictures have 7 rows" in rejected(
-        *draw, "mine", "--method", "jacobi", "--window-rows", 8
-    )
+    rows = ("--method", "jacobi", "--window-rows", 8)
+    run(*DRAW, "mine", *rows).refused("window_rows 8: the model's pictures have 7 rows")
     # The same codes for larger pictures, and a target that begins with the smaller one's weights.
-    larger = ("--data", "data", "--model", "larger", *SMALL)
-    done("tokenizer", *larger, "--codes-of", "mine", "--size", 36, "--perceptual", 0)
-    done("target", *larger, *SHAPE, "--weights-of", "mine", "--lr", 1e-9, "--muon-lr", 1e-9)
+    larger = ("--data", "../data", "--model", "larger", *SMALL)
+    assert run("tokenizer", *larger, "--codes-of", "mine", "--size", 36, "--perceptual", 0).code == 0
+    start = ("--weights-of", "mine", "--lr", 1e-9, "--muon-lr", 1e-9)
+    assert run("target", *larger, *SHAPE, *start).code == 0
     tables = [read_target(Path(name), torch.float32).codes_in.weight for name in ("mine", "larger")]
     assert torch.allclose(*tables, atol=1e-4), "the codes are not the same ones"
-    done(*draw, "larger", "-o", "large.png", "--json")
+    assert run(*DRAW, "larger", "-o", "large.png").code == 0
     assert Image.open("large.png").size == (36, 36)
 
 
 @pytest.mark.parametrize("stage", ["tokenizer", "target", "classifier"])
-def test_the_defaults_of_the_signature_are_those_in_the_help(stage: str, done) -> None:
-    help = " ".join(done(stage, "--help").replace("│", "").split())
+def test_the_defaults_of_the_signature_are_those_in_the_help(stage: str, run) -> None:
+    help = " ".join(run(stage, "--help").out.replace("│", "").split())
     usual = signature(import_module(stage).main).parameters["training"].default
     for name in ("checks", "store"):
         assert re.search(rf"--{name} (?:(?!--).)*\[default: {getattr(usual, name)}\]", help)
 
 
 @pytest.mark.parametrize("head", [("--head", "mixture", "--components", 3), DENOISER])
-def test_latents_from_photos_to_a_comparison(
-    head: tuple[object, ...], command, done, rejected, tmp_path: Path
-) -> None:
-    train = ("lanternpp", "train", *BASE)
-    done("tokenizer", *BASE, *LATENTS, "--perceptual", 0, "--no-adversarial")
-    assert "run recipes/nature/target.py" in rejected(*train)
-    done("target", *BASE, *head, *SHAPE)
-    draw = ("a red square", "--model", "mine")
-    assert json.loads(done("lanternpp", "generate", *draw, "--json"))["method"] == "ar"
-    assert "--kind eagle" in rejected(*train)
-    status, _, said = command(*train, "--kind", "eagle")
-    assert status == 0 and "counting how many drafted codes are accepted\n" in said, said
-    assert not list(tmp_path.rglob("acceptance.json"))
-    rules = ("exact", "cspd") if head is DENOISER else ("exact",)
+def test_latents_from_photos_to_a_comparison(head: tuple[object, ...], run, data: Path) -> None:
+    train, rules = ("train", *BASE), ("exact", "cspd") if head is DENOISER else ("exact",)
+    assert run("tokenizer", *BASE, *LATENTS, "--perceptual", 0, "--no-adversarial").code == 0
+    run(*train).refused("run recipes/nature/target.py")
+    assert run("target", *BASE, *head, *SHAPE).code == 0
+    assert run(*DRAW, "mine", "--json").json["method"] == "ar"
+    run(*train).refused("--kind eagle")
+    done = run(*train, "--kind", "eagle")
+    assert done.code == 0 and "counting how many drafted codes are accepted\n" in done.err, done.err
+    assert not [path for path in done.made if path.name == "acceptance.json"]
+    compare = ("compare", *DRAW[1:], "mine", "--runs", 1, "--cfg", 2, "--method", "eagle", "--json")
     for rule in rules:
-        dials = ("--runs", 1, "--cfg", 2, "--method", "eagle", "--accept", rule)
-        ar, eagle = json.loads(done("lanternpp", "compare", *draw, *dials, "--json"))["methods"]
+        ar, eagle = run(*compare, "--accept", rule).json["methods"]
         assert (ar["passes"], eagle["method"], eagle["settings"]["tree"]) == (16, "eagle", "chain-4")
         assert eagle["codes"] == 16 and eagle["passes"] <= 16
-    listed = json.loads(done("lanternpp", "models", "--model", "mine", "--json"))["methods"]
+    listed = run("models", "--model", "mine", "--json").json["methods"]
     assert {row["name"]: row["tree"] for row in listed if row["fits"]} == {"ar": None, "eagle": "chain-4"}
     for options, said in (
         (("--method", "eagle", "--tree", "eagle-25"), "chain"),
@@ -110,7 +82,7 @@ def test_latents_from_photos_to_a_comparison(
         (("--top-k", 5), "top-k 5"),
         (("--top-p", 0.9), "top-p 0.9"),
     ):
-        assert said in rejected("lanternpp", "generate", *draw, *options), options
+        run(*DRAW, "mine", *options).refused(said)
 
 
 @pytest.mark.parametrize(
@@ -140,5 +112,5 @@ def test_latents_from_photos_to_a_comparison(
         ("classifier", (), "holds no tokenizer"),
     ],
 )
-def test_what_no_stage_can_do_is_one_sentence(stage: str, options, named: str, rejected) -> None:
-    assert named in rejected(stage, *BASE, *options)
+def test_what_no_stage_can_do_is_one_sentence(stage: str, options, named: str, run, data: Path) -> None:
+    run(stage, *BASE, *options).refused(named)
