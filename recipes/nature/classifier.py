@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -93,7 +93,10 @@ class ClassifierTask(Task):
     ):
         torch.manual_seed(settings.seed)
         self.config, self.hparams, self.device = config, settings, device
-        self.splits = {name: split.to(device) for name, split in splits.items()}
+        self.splits = {
+            name: LabelledPictures(pictures.to(device), labels.to(device), words.to(device))
+            for name, (pictures, labels, words) in splits.items()
+        }
         self.data, self.store, self.decay, self.warmup = data, store, settings.decay, settings.warmup
         self.settings = {
             **asdict(config),
@@ -111,12 +114,12 @@ class ClassifierTask(Task):
             for matrices, decay in ((True, settings.weight_decay), (False, 0.0))
         ]
         self.optimizers = {"adamw": torch.optim.AdamW(groups, settings.lr, (0.9, 0.99))}
-        again = min(round(settings.share * settings.batch_size), len(splits["redrawn"]))
+        again = min(round(settings.share * settings.batch_size), len(splits["redrawn"].labels))
         self.samplers = {
-            "train": Sampler(len(splits["train"]), 1, settings.batch_size - again, settings.seed)
+            "train": Sampler(len(splits["train"].labels), 1, settings.batch_size - again, settings.seed)
         }
         if again:
-            self.samplers["redrawn"] = Sampler(len(splits["redrawn"]), 1, again, settings.seed + 1)
+            self.samplers["redrawn"] = Sampler(len(splits["redrawn"].labels), 1, again, settings.seed + 1)
 
     def step(self, step: int, progress: float) -> dict[str, Tensor]:
         """One update."""
@@ -175,7 +178,7 @@ class ClassifierTask(Task):
         return {
             **self.figures(stored),
             "accuracy_of_each_label": {name: round(value, 4) for name, value in each.items()},
-            "validation_pictures": len(self.splits["val"]),
+            "validation_pictures": len(self.splits["val"].labels),
         }
 
     def sample(self, path: Path) -> None:
@@ -249,7 +252,7 @@ def main(
     again, labelled = redrawn(model, train, index, device, random=True), splits["train"]
     splits["redrawn"] = LabelledPictures(again, labelled.labels[index], labelled.words[index])
     again_val = redrawn(model, val, torch.arange(len(val)), device)
-    splits["redrawn val"] = replace(splits["val"], pictures=again_val)
+    splits["redrawn val"] = splits["val"]._replace(pictures=again_val)
     facts = describe(train, val, data) | {"redrawn": again.key}
     finished = run(ClassifierTask(config, settings, splits, facts, device, options.store), options)
     if finished:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,20 +28,12 @@ COMMON = 0.01  # a word is learned where at least this share of the captions say
 PART, BATCH = 512, 32  # pictures drawn again that a file has, and that are drawn at once
 
 
-@dataclass(frozen=True)
-class LabelledPictures:
-    """Pictures [M, 3, H, W], their labels [M] and words [M, W] (0 or 1); captions."""
+class LabelledPictures(NamedTuple):
+    """Pictures [M, 3, H, W], their labels [M] and words [M, W] (0 or 1)."""
 
     pictures: Pictures
     labels: Tensor
     words: Tensor
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def to(self, device: torch.device) -> LabelledPictures:
-        """The same on a device."""
-        return LabelledPictures(self.pictures.to(device), self.labels.to(device), self.words.to(device))
 
 
 def vocabulary(texts: list[str], labels: list[str]) -> tuple[str, ...]:

@@ -10,14 +10,7 @@ from helpers import checkpoints
 
 from lanternpp.api.options import METHODS
 
-
-def options(method: str, model: Path, drafter: Path) -> list[object]:
-    """A method, as many neighbours as the tiny codebooks have, and something to draft with."""
-    few = ["--neighbours", 8] if METHODS[method].dials.get("neighbours") else []
-    own = {kind: ["--drafter", drafter] for kind in ("tree", "parallel")} | {
-        "independent": ["--drafter", model]
-    }
-    return ["--method", method, "--json", *few, *own.get(METHODS[method].dials["proposer"], [])]
+PROMPTS = {"t2i": ("a red tulip", 7.5), "c2i": ("7", 4.0)}  # and guidance
 
 
 @pytest.fixture(scope="module")
@@ -31,30 +24,29 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def drawn(outcome: object, n: int) -> dict[str, object]:
-    """The figures of a run that drew n pictures of 16 codes, 64 px."""
-    figures = outcome.json
-    assert (figures["images"], figures["codes"]) == (n, 16 * n)
-    assert Path(figures["file"]).is_file()
-    return figures
-
-
-# A target of classes differs in its prompt.
+# A target of classes differs in its prompt. More neighbours than these would exceed the tiny codebooks.
 @pytest.mark.parametrize(
-    ("method", "kind", "prompt", "cfg"),
+    ("method", "kind", "more"),
     [
-        *((method, "t2i", "a red tulip", 7.5) for method in ("lantern++", "independent", "jacobi-coupled")),
-        *((method, "c2i", "7", 4.0) for method in ("ar", "eagle", "parallel", "lantern-jacobi")),
+        ("lantern++", "t2i", ("--neighbours", 8)),
+        ("independent", "t2i", ()),
+        ("jacobi-coupled", "t2i", ()),
+        ("ar", "c2i", ()),
+        ("eagle", "c2i", ()),
+        ("parallel", "c2i", ()),
+        ("lantern-jacobi", "c2i", ("--neighbours", 8)),
     ],
 )
-def test_methods_of_every_proposer_draw(
-    method: str, kind: str, prompt: str, cfg: float, run, models: Path
-) -> None:
+def test_methods_of_every_proposer_draw(method: str, kind: str, more, run, models: Path) -> None:
     """The target is named by its file."""
-    args = options(method, models / kind, models / f"{kind}-drafter")
-    three = drawn(run("generate", prompt, "--model", models / kind / "t2i_XL_tiny.pt", *args, "-n", 3), 3)
-    assert three["model"] == "t2i_XL_tiny" and three["settings"]["cfg"] == cfg
-    assert three["settings"]["batch_size"] == 3
+    proposer, prompt, cfg = METHODS[method].dials["proposer"], *PROMPTS[kind]
+    drafters = dict.fromkeys(("tree", "parallel"), f"{kind}-drafter") | {"independent": kind}
+    drafter = ("--drafter", models / drafters[proposer]) if proposer in drafters else ()
+    draw = ("generate", prompt, "--model", models / kind / "t2i_XL_tiny.pt", "--method", method, *drafter)
+    figures = run(*draw, *more, "-n", 3, "--json").json
+    assert (figures["images"], figures["codes"], figures["model"]) == (3, 3 * 16, "t2i_XL_tiny")
+    assert figures["settings"]["cfg"] == cfg and figures["settings"]["batch_size"] == 3
+    assert Path(figures["file"]).is_file()
 
 
 def test_checkpoints_that_cannot_be_used_are_refused_in_one_line(run, tmp_path: Path) -> None:
@@ -86,5 +78,5 @@ def test_without_its_encoder_a_text_is_refused_unless_its_features_are_stored(ru
     run("generate", "a red tulip", *draw).refused("text encoder", "text/", "embeddings.safetensors")
     features = {"a red tulip": checkpoints.numbers("x", (4, 24)), "long": checkpoints.numbers("y", (4, 7))}
     checkpoints.save_file(features, folder / "embeddings.safetensors")
-    drawn(run("generate", "a red tulip", *draw), 1)
+    assert run("generate", "a red tulip", *draw).json["codes"] == 16
     run("generate", "long", *draw).refused("(4, 7)", "google/flan-t5-xl")
