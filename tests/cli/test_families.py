@@ -32,8 +32,6 @@ def test_a_picture_that_the_prompt_shows_is_edited(run, models: Path, tmp_path: 
     assert run(*draw, "--image", photo).json["file"] == edited
     run(*draw, "--image", tmp_path / "none.png").refused("none.png cannot be read")
     run("generate", PROMPT, "--model", models / "janus", "--image", photo).refused("draws from text alone")
-    job = ("generate", "--prompts", tmp_path / "prompts.txt", "-o", tmp_path / "folder", "--image", photo)
-    run(*job).refused("--image goes with one PROMPT")
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -37,25 +37,20 @@ class JobOptions:
 
     def is_job(self, prompt: str | None) -> bool:
         """Return whether a file of prompts is to be drawn, not one prompt; raise InputError for both, neither, or a wrong output."""
-        if self.prompts is None:
-            if prompt is None:
-                raise InputError("there is nothing to draw; give a PROMPT, or --prompts FILE -o FOLDER")
-            for option, value in (("--ray", self.ray), ("--actors", self.actors)):
-                if value is not None:
-                    remedy = "leave it out, or put the prompt in a file"
-                    raise InputError(f"{option} goes with --prompts FILE; {remedy}")
-            return False
-        if prompt is not None:
-            raise InputError(f"give either a prompt or --prompts {self.prompts}, not both")
-        if self.output is None:
-            raise InputError(f"--prompts {self.prompts} needs a folder to write to; add -o FOLDER")
-        if self.output.suffix.lower() == ".png":
-            raise InputError(f"-o {self.output} names one file; with --prompts give a folder")
-        if self.image:
-            raise InputError("--image goes with one PROMPT; leave it out, or draw the prompts one by one")
-        opt.writable_folder(self.output)
-        opt.check_ray(self.ray, "--actors", self.actors)
-        return True
+        is_job = self.prompts is not None
+        if is_job == (prompt is not None):
+            raise InputError("give either a PROMPT, or --prompts FILE -o FOLDER")
+        others = {"--image": self.image} if is_job else {"--ray": self.ray, "--actors": self.actors}
+        for option, value in others.items():
+            if value is not None:
+                owner = "one PROMPT" if is_job else "--prompts FILE"
+                raise InputError(f"{option} goes with {owner}; leave it out, or draw with {owner}")
+        if is_job:
+            if self.output is None or self.output.suffix.lower() == ".png":
+                raise InputError(f"--prompts {self.prompts} needs a folder to write to; add -o FOLDER")
+            opt.writable_folder(self.output)
+            opt.check_ray(self.ray, "--actors", self.actors)
+        return is_job
 
 
 @opt.verb
