@@ -44,7 +44,6 @@ from lanternpp.training.codes import Sampler
 from lanternpp.training.loop import run, team
 from lanternpp.training.options import Batch, Decay, Rate, Seed, Warmup
 from lanternpp.training.state import Task, averaged
-from lanternpp.util.jsonfile import read_object
 from lanternpp.util.options import Option
 from losses import (
     Discriminator,
@@ -270,13 +269,6 @@ class KLTask(TokenizerTask):
         }
 
 
-def short_provenance(folder: Path) -> dict[str, Any]:
-    """Command, date, commit and steps of a trained network; {} where they are not known."""
-    file = folder / "provenance.json"
-    provenance = read_object(file) if file.is_file() else {}
-    return {name: provenance[name] for name in ("command", "date", "git", "steps") if name in provenance}
-
-
 @verb
 def main(
     *,
@@ -321,12 +313,9 @@ def main(
     options = options_of(training, model / "tokenizer")
     config: Stacks
     start: Autoencoder | None = None
-    kept_codes = {}
     if codes_of is not None:
-        folder = tokenizer_of(model_folder(codes_of))
-        start = vq = read_vq(folder)
+        start = vq = read_vq(tokenizer_of(model_folder(codes_of)))
         config = replace(vq.config, size=size or vq.config.size)
-        kept_codes = {"codes_of": short_provenance(folder)}
     elif kind == "vq":
         config = VQConfig(size or 128, codes=codes or 4096, **STAGES[down or 8])
     else:
@@ -340,7 +329,7 @@ def main(
             raise InputError(f"{classifier_of} has no classifier, whose features a perceptual loss compares.")
         classifier = read_classifier(measured_by)
     train, val = (Pictures.read(data, split, config.size, limit) for split in ("train", "val"))
-    facts, device = describe(train, val, data) | kept_codes, team().device(options.device)
+    facts, device = describe(train, val, data), team().device(options.device)
     task = KLTask if kind == "kl" else TokenizerTask
     kept = codes_of is not None
     return run(task(config, settings, train, val, facts, device, start, classifier, kept), options)

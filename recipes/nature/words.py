@@ -35,16 +35,6 @@ from weights import begin_target, checksum_of, init_weights
 SAMPLE_PICTURES = 4  # pictures drawn at a check
 
 
-def one_per_subject(prompts: list[str], subjects: tuple[str, ...], most: int) -> list[str]:
-    """The first prompt of each subject, `most` of them."""
-    first: dict[str, str] = {}
-    for prompt in prompts:
-        named = [word for word in split_words(prompt) if word in subjects]
-        if named:
-            first.setdefault(named[0], prompt)
-    return list(first.values())[:most]
-
-
 def split_words(text: str) -> list[str]:
     """The words of a caption, in lower case, without those that carry no meaning (`IGNORED_WORDS`)."""
     return [word for word in re.findall(r"[^\W_]+", text.lower()) if word not in IGNORED_WORDS]
@@ -183,7 +173,7 @@ class TargetTask(CodesTask):
         self.words = word_ids(self.model, codes.train)
         self.val_words = word_ids(self.model, codes.val)
         self.baseline = self.simplest()
-        self.prompts = [text for text, _ in Counter(codes.train.texts).most_common() if text.strip()]
+        self.prompts = [text for text, _ in Counter(codes.train.texts).most_common() if split_words(text)]
 
     def make(self) -> PromptedTarget:
         """The target, with first weights."""
@@ -258,8 +248,8 @@ class TargetTask(CodesTask):
 
     @torch.no_grad()
     def sample(self, path: Path) -> None:
-        """Four prompts of different subjects, drawn by plain AR with guidance."""
-        prompts = one_per_subject(self.prompts, self.config.subjects, SAMPLE_PICTURES)
+        """The most frequent captions, drawn by plain AR with guidance."""
+        prompts = self.prompts[:SAMPLE_PICTURES]
         kind, config, tensors = plain(self.average)
         target = kind(config, self.vq)
         target.load_state_dict(tensors)

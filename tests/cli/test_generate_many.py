@@ -156,6 +156,7 @@ def test_unknown_words_are_told_of_a_few_prompts(job, requested) -> None:
     requested.write_text("".join(f"a red tulip in year {i}\n" for i in range(20)))
     reported = job("-o", "out").err.splitlines()
     assert len(reported) == 6 and "in, year, 4" in reported[4] and "15 more prompts" in reported[5]
+    assert all(line.startswith("lanternpp: warning: ") for line in reported) and "red, tulip" in reported[4]
 
 
 def test_a_full_disk_leaves_whole_pictures(job, elsewhere: Path, monkeypatch) -> None:

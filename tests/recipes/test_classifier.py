@@ -10,12 +10,13 @@ from helpers.refusals import rejects
 from helpers.stages import classifier as train
 from helpers.stages import facts
 
-from labelled import augment, vocabulary
+from labelled import augment, redrawn, vocabulary
 from lanternpp.evaluation.classifier import read_classifier
 from lanternpp.evaluation.features import ClassifierFeatures, extract
 from lanternpp.evaluation.pictures import Gallery
 from lanternpp.evaluation.quality import Quality, read_reference
 from lanternpp.nn import checkpoints
+from pictures import Pictures
 
 
 def test_it_tells_red_squares_from_blue_ones_and_leaves_its_reference(data: Path, model: Path) -> None:
@@ -41,6 +42,8 @@ def test_pictures_are_drawn_again_once_and_of_another_tokenizer_it_can_only_star
     kept = {path: path.stat().st_mtime_ns for path in (model / "codes").glob("redrawn-*/*.safetensors")}
     assert not train(data, model, stop=3)
     assert len(kept) == 2 and all(path.stat().st_mtime_ns == changed for path, changed in kept.items())
+    photos = Pictures.read(data, "train", 32)
+    assert [len(redrawn(model, photos, torch.arange(n), torch.device("cpu"))) for n in (5, 3)] == [5, 3]
     config, weights = checkpoints.load(model / "tokenizer")
     checkpoints.save(model / "tokenizer", config, {name: x * 1.01 for name, x in weights.items()})
     rejects(r"as its tokenizer draws them\): pass --restart to start over", train, data, model)

@@ -54,6 +54,12 @@ def test_the_defaults_of_the_signature_are_those_in_the_help(stage: str, run) ->
         assert re.search(rf"--{name} (?:(?!--).)*\[default: {getattr(usual, name)}\]", help)
 
 
+def test_a_stage_needs_a_budget_and_ends_with_130_where_it_was_stopped(run, data: Path, monkeypatch) -> None:
+    run("tokenizer", "--data", "../data", "--model", "mine").refused("give --steps N, --minutes M or both")
+    monkeypatch.setattr("tokenizer.run", lambda *_: False)
+    assert run("tokenizer", *BASE, "--size", 28, "--down", 4, "--perceptual", 0).code == 130
+
+
 @pytest.mark.parametrize("head", [("--head", "mixture", "--components", 3), DENOISER])
 def test_latents_from_photos_to_a_comparison(head: tuple[object, ...], run, data: Path) -> None:
     train, rules = ("train", *BASE), ("exact", "cspd") if head is DENOISER else ("exact",)

@@ -1,7 +1,8 @@
-"""`lanternpp convert`."""
+"""`lanternpp models`: the list, conversion, and compiled steps."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -10,13 +11,18 @@ import torch
 from helpers import checkpoints as published
 from helpers.classifiers import write_classifier
 from helpers.families import with_drafters
+from helpers.latents import write_diffusion
 from helpers.models import contents, write_model
 from PIL import Image
 
+from lanternpp.api.options import METHODS
+from lanternpp.api.pipeline import Pipeline
+from lanternpp.engine import compiled
 from lanternpp.evaluation.classifier import read_classifier
 from lanternpp.evaluation.quality import read_reference
-from lanternpp.models.hub import quiet
+from lanternpp.models.hub import PUBLISHED, quiet
 from lanternpp.nn import checkpoints
+from lanternpp.trees import TREES
 
 
 def test_eight_bits_draw_much_the_same_from_a_quarter_of_the_bytes(run, model: Path, tmp_path: Path) -> None:
@@ -184,3 +190,67 @@ def test_a_classifier_and_a_smaller_target_come_along_without_the_states_of_trai
     assert len(read_reference(small, read_classifier(small))) == 24
     assert (small / "prompts.txt").read_text() == "a red tulip\n"
     assert contents(small / "independent") == before
+
+
+def test_models_names_everything_whole_however_narrow_the_terminal(run, monkeypatch) -> None:
+    for columns in (40, 80, 200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        outcome = run("models")
+        assert outcome.code == 0 and outcome.err == "" and "…" not in outcome.out
+        words = set(outcome.out.split())
+        assert {"nature-128", *METHODS, *TREES} <= words
+        for each in PUBLISHED:
+            assert each.model in words and each.download in outcome.out
+            assert (each.drafter or "--drafter") in words
+
+
+def test_models_says_what_each_method_draws_with_on_a_model(run, broken: Path) -> None:
+    reported = run("models", "--json").json
+    assert next(row for row in reported["models"] if row["name"] == "nature-128")["bytes"] > 1e6
+    assert {row["name"]: row["nodes"] for row in reported["trees"]}["lantern-57"] == 57
+    rows = {row["name"]: row for row in reported["methods"]}
+    lossless = {name for name, row in rows.items() if row["lossless"]}
+    assert lossless == {"ar", "eagle", "eagle2", "ddd", "independent", "parallel", "jacobi", "jacobi-coupled"}
+    mine = rows["lantern++"]
+    assert (mine["proposer"], mine["tree"], mine["dials"]["lam"]) == ("parallel", "chain-7", 2.0)
+    assert reported["auto"]["method"] == "lantern++" and rows["independent"]["missing"] == "independent"
+    shutil.rmtree(broken / "parallel")
+    other = run("models", "--json", "--model", broken).json
+    rows = {row["name"]: row for row in other["methods"]}
+    assert (rows["lantern++"]["tree"], rows["lantern++"]["dials"]["neighbours"]) == ("lantern-57", 8)
+    assert rows["parallel"]["missing"] == "parallel" and rows["eagle"]["missing"] is None
+    own = run("models", "--model", broken).out
+    assert own.startswith(f"On {broken}, ") and "lantern-57" in own and "nature-128" not in own
+    run("models", "--model", "somebody/something").refused("is not on this machine")
+
+
+def test_without_anything_to_compile_it_says_so_and_a_batch_size_is_refused(
+    run, model, tmp_path: Path, monkeypatch
+) -> None:
+    outcome = run("models", "warm", "--model", model, "--device", "cpu")
+    said = "nothing to compile here: a CPU compiles steps with --compile alone\n"
+    assert (outcome.code, outcome.out) == (0, said)
+    run("models", "warm", "--model", model, "--batch-size", 2).refused("--batch-sizes")
+    monkeypatch.setattr(Pipeline, "warm", lambda *_: ["verify"])
+    outcome = run("models", "warm", "--model", model, "--device", "cpu", "--compile")
+    assert outcome.code == 0 and "drawn as it is" in outcome.err and outcome.out.startswith("ready after")
+    latents = ("--model", write_diffusion(tmp_path), "--compile")
+    for verb in (("models", "warm"), ("generate", "a red tulip")):
+        run(*verb, *latents).refused("draws latents, whose steps are never compiled; leave --compile out")
+
+
+def test_steps_are_compiled_at_every_size_for_the_method_and_plain_decoding(
+    run, model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(compiled.FOLDER_VARIABLE, str(tmp_path / "made"))
+    # What is traced is tested with the engine.
+    monkeypatch.setattr(torch, "compile", lambda part, **_: part)
+    args = ["--model", model, "--device", "cpu", "--compile", "--method", "parallel", "--tree", "chain-2"]
+    outcome = run("models", "warm", *args, "--batch-sizes", "1,2")
+    assert outcome.code == 0 and "not compiled" not in outcome.err
+    steps = [line for line in outcome.out.splitlines() if line.startswith("steps of ")]
+    kept = f"in {tmp_path / 'made'}"
+    assert steps == [f"steps of {m}, {n} at a time: {kept}" for n in (1, 2) for m in ("ar", "parallel")]
+    marks = [json.loads(path.read_text()) for path in (tmp_path / "made").glob("warm-*.json")]
+    found = sorted((mark["method"], mark["batch_size"], mark["compile"]) for mark in marks)
+    assert found == [(method, n, True) for method in ("ar", "parallel") for n in (1, 2)]
