@@ -53,17 +53,7 @@ def write_model(folder: Path, grid: int = 4, layers: int = 2) -> Path:
         SIDE * grid // 4, 4, codes=VOCAB, channels=(16, 16), encoder_blocks=(1, 1), decoder_blocks=(1, 1)
     )
     vq = VQ(vq_shape)
-    words = WordsConfig(
-        words=("red", "tulip"),
-        subjects=("tulip",),
-        dim=32,
-        layers=layers,
-        heads=2,
-        hidden=48,
-        grid=grid,
-        vocab=VOCAB,
-        slots=4,
-    )
+    words = WordsConfig(**SMALLER | {"dim": 32, "layers": layers, "hidden": 48, "grid": grid})
     target = WordsTarget(words, vq)
     save_words(folder, target)
     save_words(folder / "independent", WordsTarget(WordsConfig(**SMALLER | {"grid": grid}), vq))
