@@ -18,13 +18,12 @@ from safetensors.torch import save as serialise
 from torch import Tensor, nn
 
 from common import (
-    INTERNAL,
     ClassifierTraining,
     Data,
     Limit,
     Model,
+    check_training,
     fraction,
-    options_of,
     script,
     tokenizer_of,
     update,
@@ -46,10 +45,10 @@ from lanternpp.models.vq.autoencoder import channels_last
 from lanternpp.nn import checkpoints
 from lanternpp.nn.checkpoints import SCALE, Store, dequantised, is_quantised, pack
 from lanternpp.training.codes import Sampler, evenly_spaced
-from lanternpp.training.loop import run, team
+from lanternpp.training.loop import Task, averaged, run
 from lanternpp.training.options import Decay, Rate, Seed, Warmup
 from lanternpp.training.pictures import read_rows
-from lanternpp.training.state import Task, averaged
+from lanternpp.training.team import autocast, team
 from lanternpp.util import files
 from lanternpp.util.options import Option
 from pictures import Pictures, describe, to_bytes
@@ -131,7 +130,7 @@ class ClassifierTask(Task):
             parts.append(augment(split.pictures.random(generator, index), generator, side))
             labels.append(split.labels[index])
             words.append(split.words[index])
-        with team().autocast(self.device):
+        with autocast(self.device):
             scores, word_logits = self.model(torch.cat(parts))
         loss = F.cross_entropy(scores.float(), torch.cat(labels))
         naming = binary(word_logits.float(), torch.cat(words))
@@ -141,7 +140,7 @@ class ClassifierTask(Task):
     @torch.no_grad()
     def predict(self, classifier: Classifier, split: LabelledPictures) -> tuple[Tensor, Tensor]:
         """Logits of labels [M, L] and words [M, W] at the centres of all pictures."""
-        with team().autocast(self.device):
+        with autocast(self.device):
             seen = [classifier(images) for images in split.pictures.centres(64)]
         scores, words = (torch.cat(parts).float() for parts in zip(*seen, strict=True))
         return scores, words
@@ -227,15 +226,15 @@ def main(
     model: Model,
     limit: Limit = None,
     settings: ClassifierSettings = ClassifierSettings(),
-    training: Annotated[ClassifierTraining, INTERNAL] = ClassifierTraining(),
+    training: ClassifierTraining = ClassifierTraining(),
 ) -> bool:
     """Train a classifier of drawn pictures: it names their labels and gives features to compare them by. Needs a tokenizer.
 
     It sees pictures of the tokenizer's size. At the end the features of the validation photos are written beside it: the
     default reference of Fréchet distances.
     """
-    options = options_of(training, model / CLASSIFIER)
-    folder, device = tokenizer_of(model), team().device(options.device)
+    check_training(training, model / CLASSIFIER)
+    folder, device = tokenizer_of(model), team().device(training.device)
     rows = {split: read_rows(data, split) for split in ("train", "val")}
     unlabelled = [part.files[i] for part in rows.values() for i, label in enumerate(part.labels) if not label]
     if unlabelled:
@@ -254,7 +253,8 @@ def main(
     again_val = redrawn(model, val, torch.arange(len(val)), device)
     splits["redrawn val"] = splits["val"]._replace(pictures=again_val)
     facts = describe(train, val, data) | {"redrawn": again.key}
-    finished = run(ClassifierTask(config, settings, splits, facts, device, options.store), options)
+    task = ClassifierTask(config, settings, splits, facts, device, training.store)
+    finished = run(task, model / CLASSIFIER, training)
     if finished:
         features = ClassifierFeatures(model, torch.device("cpu"))
         photos = Gallery(model, [Item(path, None) for path in val.files])

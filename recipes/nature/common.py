@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -12,13 +12,14 @@ from cyclopts import App
 from torch import Tensor
 
 from lanternpp.cli import main
-from lanternpp.cli.options import without, writable_folder
+from lanternpp.cli.options import writable_folder
 from lanternpp.errors import InputError
 from lanternpp.models.vq.autoencoder import Autoencoder, read_tokenizer
 from lanternpp.nn.checkpoints import CONFIG
-from lanternpp.training.codes import Codes, PictureCodes
-from lanternpp.training.loop import compute_dtype
+from lanternpp.training.codes import Codes
 from lanternpp.training.options import Stored, TrainingOptions
+from lanternpp.training.pictures import PictureCodes
+from lanternpp.training.team import compute_dtype
 from lanternpp.util.options import Option, declared
 
 Data = Annotated[Path, Option("Imagefolder with train/ and val/, each with metadata.jsonl.", metavar="DIR")]
@@ -26,7 +27,6 @@ Model = Annotated[Path, Option("Model folder to write to.", metavar="DIR")]
 Limit = Annotated[int | None, Option("Use only this many pictures of each split.", ge=1)]
 Crops = Annotated[int, Option("Crops of each training picture, each also mirrored; encoded once.", ge=1)]
 Cooldown = Annotated[float, Option("Last share of the budget, over which rates fall to zero.", gt=0, le=1)]
-INTERNAL = without("folder", "log_steps", "stop_after")  # fields of TrainingOptions
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def script(stage: Callable[..., bool], args: list[str] | None = None) -> None:
     main(args, lambda given: 130 if app(given) is False else 0)
 
 
-def options_of(training: TrainingOptions, folder: Path) -> TrainingOptions:
-    """The options of a training that writes to `folder`. InputError where there is no budget, or it cannot be a folder."""
+def check_training(training: TrainingOptions, folder: Path) -> None:
+    """InputError where a training has no budget, or cannot write to its folder."""
     training.check()
-    return replace(training, folder=writable_folder(folder))
+    writable_folder(folder)

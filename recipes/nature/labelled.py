@@ -17,9 +17,8 @@ from lanternpp.errors import InputError
 from lanternpp.evaluation.classifier import ClassifierConfig
 from lanternpp.models.vq.autoencoder import Autoencoder, channels_last, read_tokenizer
 from lanternpp.models.vq.codes import hashes
-from lanternpp.training.codes import generator
-from lanternpp.training.loop import compute_dtype
-from lanternpp.training.material import Done, Shard, build_shards, read_file
+from lanternpp.training.codes import Done, Shard, build_shards, generator, read_file
+from lanternpp.training.team import compute_dtype
 from lanternpp.util.files import digest
 from pictures import Pictures, to_bytes
 from words import split_words
@@ -48,7 +47,9 @@ def label_pictures(pictures: Pictures, config: ClassifierConfig) -> LabelledPict
     texts, labels = pictures.texts, pictures.labels
     unknown = sorted(set(labels) - set(config.labels))
     if unknown:
-        raise InputError(f"val/ has labels that train/ lacks: {', '.join(unknown[:10])}")
+        raise InputError(
+            f"val/ has labels that train/ lacks: {', '.join(unknown[:10])}; add pictures of them to train/, or take them out of val/."
+        )
     numbers = torch.tensor([config.labels.index(label) for label in labels])
     words = [[float(w in said) for w in config.words] for said in map(split_words, texts)]
     return LabelledPictures(pictures, numbers, torch.tensor(words).view(len(texts), len(config.words)))
@@ -91,18 +92,20 @@ def redrawn(
     vq.to(device)
 
     def compute(parts: Sequence[range], done: Done) -> Iterator[Shard]:
+        num_done = 0
         for part in parts:
             pixels = list[Tensor]()
             for which in index[part.start : part.stop].split(BATCH):
                 first = part.start + BATCH * len(pixels)
                 crops = on.random(generator(0, first), which) if random else on.centre(which)
                 pixels.append(to_bytes(redraw(vq, vq.encode(crops))).permute(0, 3, 1, 2).cpu())
-                done(first + len(which) - part.start)
+                num_done += len(which)
+                done(num_done)
             yield {"pixels": torch.cat(pixels)}, {}
 
     key = digest([*hashes(vq), pictures.key, str(len(index))])
     what = "pictures drawn again with the tokenizer"
-    paths = build_shards(model / "codes" / f"redrawn-{key}", len(index), PART, compute, what, 3 * size**2)
+    paths = build_shards(model / "codes" / f"redrawn-{key}", len(index), PART, compute, what)
     empty = torch.empty(0, 3, size, size, dtype=torch.uint8)
     pixels = torch.cat([empty, *(read_file(path, "pixels")[0]["pixels"] for path in paths)])
     return Pictures(pixels, torch.tensor([size, size]).expand(len(pixels), 2), size, key)

@@ -10,15 +10,16 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from common import INTERNAL, Crops, Data, Limit, Model, fraction, options_of, read_codes, script, tokenizer_of
+from common import Crops, Data, Limit, Model, check_training, fraction, read_codes, script, tokenizer_of
 from lanternpp.api.model import model_folder, read_target
 from lanternpp.cli.options import verb
 from lanternpp.errors import InputError
 from lanternpp.models.latents import ContinuousConfig, DiffusionConfig
 from lanternpp.models.vq.autoencoder import read_kl, read_vq
 from lanternpp.models.words import PromptedTarget, WordsConfig, WordsTarget
-from lanternpp.training.loop import run, team
+from lanternpp.training.loop import run
 from lanternpp.training.options import TrainingOptions
+from lanternpp.training.team import team
 from lanternpp.util.options import Option
 from latents import ContinuousTask, DiffusionTask
 from words import TargetSettings, TargetTask, vocabulary
@@ -85,10 +86,10 @@ def main(
     shape: Shape = Shape(),
     own: Head = Head(),
     settings: TargetSettings = TargetSettings(),
-    training: Annotated[TrainingOptions, INTERNAL] = TrainingOptions(),
+    training: TrainingOptions = TrainingOptions(),
 ) -> bool:
     """Train a target: codes or latents from captions, one after another. Needs a trained tokenizer."""
-    options = options_of(training, model / "target")
+    check_training(training, model / "target")
     if shape.dim % (4 * shape.heads):
         raise InputError(
             f"dim {shape.dim} over {shape.heads} heads: a head's channels must be a multiple of 4."
@@ -109,11 +110,11 @@ def main(
     vq: Any = read_vq(place) if of_codes else read_kl(place)
     fields = asdict(shape) | given
     fields |= {"vocab": vq.config.codes} if of_codes else {"channels": vq.config.dim}
-    device = team().device(options.device)
+    device = team().device(training.device)
     known = read_codes(data, model, crops, device, limit)
     config, task = HEADS[head]
     made = config(**fields, **vocabulary(known, SLOTS), grid=vq.config.grid)
-    return run(task(made, settings, known, vq, device, start), options)
+    return run(task(made, settings, known, vq, device, start), model / "target", training)
 
 
 if __name__ == "__main__":

@@ -14,14 +14,13 @@ from torch import Tensor
 
 from autoencoders import MOVING, TrainedKL, TrainedVQ, redraw
 from common import (
-    INTERNAL,
     Cooldown,
     Data,
     Limit,
     Model,
     TokenizerTraining,
+    check_training,
     fraction,
-    options_of,
     script,
     tokenizer_of,
     update,
@@ -41,9 +40,9 @@ from lanternpp.models.vq.autoencoder import (
     read_vq,
 )
 from lanternpp.training.codes import Sampler
-from lanternpp.training.loop import run, team
+from lanternpp.training.loop import Task, averaged, run
 from lanternpp.training.options import Batch, Decay, Rate, Seed, Warmup
-from lanternpp.training.state import Task, averaged
+from lanternpp.training.team import autocast, team
 from lanternpp.util.options import Option
 from losses import (
     Discriminator,
@@ -135,10 +134,6 @@ class TokenizerTask(Task):
         }
         self.sampler = Sampler(len(train), 1, settings.batch_size, settings.seed)
 
-    def modules(self) -> dict[str, torch.nn.Module]:
-        """Model, average and discriminator."""
-        return {**super().modules(), "discriminator": self.discriminator}
-
     def speed_up(self) -> None:
         """Compile the two convolutional stacks; the quantiser between them stays as it is."""
         self.model.encoder.compile(dynamic=False)
@@ -157,7 +152,7 @@ class TokenizerTask(Task):
 
     def reconstruction_step(self, images: Tensor) -> dict[str, Tensor]:
         """Encoder, codebook and decoder together; or the decoder alone, where the codes are kept."""
-        with team().autocast(self.device):
+        with autocast(self.device):
             if self.keep_codes:
                 output, commitment = self.model.render(self.quantised(images)), images.new_zeros(())
             else:
@@ -171,13 +166,13 @@ class TokenizerTask(Task):
         loss = reconstruction(output, images)
         if self.distance is None:
             return loss, {"loss": loss}
-        with team().autocast(self.device):
+        with autocast(self.device):
             perceptual = self.distance(output, images)
         return loss + self.hparams.perceptual * perceptual, {"loss": loss, "perceptual": perceptual}
 
     def adversarial_step(self, images: Tensor, ramp: float) -> dict[str, Tensor]:
         """One update of decoder and discriminator; the two gradients are balanced by their norms on the pixels (2012.09841)."""
-        with team().autocast(self.device):
+        with autocast(self.device):
             output = self.model.render(self.quantised(images))
             pixels = output.detach().requires_grad_()
             loss, figures = self.reconstruction_loss(pixels, images)
@@ -193,7 +188,7 @@ class TokenizerTask(Task):
         output.backward(reconstruction_gradient + weight * adversarial_gradient)
         torch.nn.utils.clip_grad_norm_(self.model.decoder.parameters(), 1.0)
         self.optimizers["model"].step()
-        with team().autocast(self.device):
+        with autocast(self.device):
             discriminator_loss = hinge_loss(
                 self.discriminator(images)[0], self.discriminator(pixels.detach())[0]
             )
@@ -212,7 +207,7 @@ class TokenizerTask(Task):
         detail: contrast of the finest detail, as a share of the pictures'; blurred ones have less than 1.
         """
         ratios, codes, fine = [], [], torch.zeros(2)
-        with team().autocast(self.device):
+        with autocast(self.device):
             for images in self.val.centres(64, CHECK_PICTURES):
                 codes.append(self.average.encode(images))
                 drawn = redraw(self.average, codes[-1])
@@ -225,7 +220,7 @@ class TokenizerTask(Task):
     @torch.no_grad()
     def final(self) -> dict[str, Any]:
         """The figures of `describe` for some training pictures."""
-        with team().autocast(self.device):
+        with autocast(self.device):
             codes = torch.cat(
                 [self.average.encode(images) for images in self.train.centres(64, USAGE_PICTURES)]
             )
@@ -243,7 +238,7 @@ class TokenizerTask(Task):
         """Sixteen validation pictures in rows of eight, each row above its reconstruction."""
         rows = []
         for images in self.val.centres(8, 16):
-            with team().autocast(self.device):
+            with autocast(self.device):
                 rows += [images, redraw(self.average, self.average.encode(images))]
         sheet(torch.cat(rows), min(8, len(self.val)), path)
 
@@ -298,7 +293,7 @@ def main(
     ] = "nature-128",
     limit: Limit = None,
     settings: TokenizerSettings = TokenizerSettings(),
-    training: Annotated[TokenizerTraining, INTERNAL] = TokenizerTraining(),
+    training: TokenizerTraining = TokenizerTraining(),
 ) -> bool:
     """Train a tokenizer: pictures <-> codes, or latents."""
     others = (down, codes, weights_of)
@@ -310,7 +305,7 @@ def main(
     for option, value, owner in (("codes", codes, "vq"), ("channels", channels, "kl")):
         if value is not None and kind != owner:
             raise InputError(f"--{option} {value} is of tokenizers of --kind {owner}: leave it out.")
-    options = options_of(training, model / "tokenizer")
+    check_training(training, model / "tokenizer")
     config: Stacks
     start: Autoencoder | None = None
     if codes_of is not None:
@@ -329,10 +324,14 @@ def main(
             raise InputError(f"{classifier_of} has no classifier, whose features a perceptual loss compares.")
         classifier = read_classifier(measured_by)
     train, val = (Pictures.read(data, split, config.size, limit) for split in ("train", "val"))
-    facts, device = describe(train, val, data), team().device(options.device)
+    facts, device = describe(train, val, data), team().device(training.device)
     task = KLTask if kind == "kl" else TokenizerTask
     kept = codes_of is not None
-    return run(task(config, settings, train, val, facts, device, start, classifier, kept), options)
+    return run(
+        task(config, settings, train, val, facts, device, start, classifier, kept),
+        model / "tokenizer",
+        training,
+    )
 
 
 if __name__ == "__main__":

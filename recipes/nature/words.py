@@ -25,9 +25,9 @@ from lanternpp.models.words import IGNORED_WORDS, PromptedConfig, PromptedTarget
 from lanternpp.nn.decoder import causal_mask
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.training.codes import Codes, CodesTask, Sampler, Split
-from lanternpp.training.loop import compute_dtype, muon_and_adamw, team
+from lanternpp.training.loop import averaged, muon_and_adamw
 from lanternpp.training.options import Batch, Decay, Seed, Warmup
-from lanternpp.training.state import averaged
+from lanternpp.training.team import autocast, compute_dtype
 from lanternpp.util.options import Option
 from pictures import sheet
 from weights import begin_target, checksum_of, init_weights
@@ -208,7 +208,7 @@ class TargetTask(CodesTask):
         null = torch.rand(len(index), generator=generator) < self.hparams.drop_captions
         input_codes = corrupt_codes(codes, self.hparams.corrupt, self.model.vocab, generator)
         batch = [x.to(self.device) for x in (self.words[index], null, input_codes, codes)]
-        with team().autocast(self.device):
+        with autocast(self.device):
             loss = self.loss(*batch)
         update(self.optimizers.values(), self.others, loss)
         return {"loss": loss}
@@ -240,7 +240,7 @@ class TargetTask(CodesTask):
             found = self.codes.val.pick(part).to(self.device)
             codes = self.average.from_cache(found, generator)
             null = torch.zeros(len(part), dtype=torch.bool, device=self.device)
-            with team().autocast(self.device):
+            with autocast(self.device):
                 logits = code_logits(
                     self.average, self.val_words[part].to(self.device), null, codes, self.dtype
                 )

@@ -309,7 +309,7 @@ def test_a_training_stores_the_rates_of_its_drafter(pipe: Pipeline, model: Path,
         *(("lantern++", lam, "chain-4") for lam in (1.5, 2.0, 3.0)),
     ]
     timed(STEPS)
-    codes = record_rates(pipe, methods[:2], model / "parallel", [PROMPT], 100)
+    codes = record_rates(pipe, methods[:2], model / "parallel", [PROMPT])
     assert codes.keys() == {"parallel", "lantern++ lambda 1.5"} and min(codes.values()) >= 1
     (name, counts), relaxed = read_rates(model / "parallel").items()
     assert name == key_of(strength(methods[0])) and json.loads(relaxed[0])["lam"] == 1.5
@@ -324,7 +324,7 @@ def test_a_training_stores_the_rates_of_its_drafter(pipe: Pipeline, model: Path,
 
 def test_drafts_that_fit_into_no_picture_have_no_rates(pipe: Pipeline, model: Path) -> None:
     deep = pipe.settings("parallel", tree="chain-16", batch_size=2)  # a picture has 16 codes
-    assert record_rates(pipe, [deep], model / "parallel", [PROMPT], 5) == {}
+    assert record_rates(pipe, [deep], model / "parallel", [PROMPT]) == {}
     assert read_rates(model / "parallel") == {} and (model / "parallel" / FILE).is_file()
 
 

@@ -23,7 +23,7 @@ from lanternpp.cli import RENAMED, RETIRED, VERBS
 from lanternpp.engine.verify.choose import VERIFIERS
 from lanternpp.proposers import PROPOSERS
 from lanternpp.proposers.jacobi import COUPLINGS, INITS
-from lanternpp.training.state import Report
+from lanternpp.training.team import Report
 from lanternpp.util.terminal import progress_bar
 
 MORE = (), ("--help",), ("x", "--steps", 50)  # arguments after a retired verb
@@ -127,7 +127,7 @@ def test_a_bar_says_which_time_is_gone_and_which_is_left(training: bool, tmp_pat
     if training:
         report = Report("target", tmp_path)
         with report.bar():
-            report.advance(1.0, 0.25, "step 1")
+            report.advance(0.25, "step 1")
     else:
         with progress_bar("drawing") as progress:
             progress(1, 4)

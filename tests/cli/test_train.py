@@ -14,12 +14,12 @@ from helpers.latents import small_diffusion
 from helpers.models import contents, write_model
 from helpers.photos import draw
 from helpers.refusals import rejects
-from helpers.toys import ToyTarget
 from safetensors.torch import save_file
 
 from lanternpp.api.rates import FILE
 from lanternpp.nn import checkpoints
-from lanternpp.training import codes, drafter
+from lanternpp.training import drafter, pictures, teacher
+from lanternpp.training.codes import folder_codes
 from lanternpp.util.files import locked
 
 PROMPT = {"c2i": "7", "t2i": "a red tulip", "janus": "a photo of the red tulip"}
@@ -97,7 +97,7 @@ def test_a_corrupt_photo_is_named_once_and_left_out(
     facts = json.loads((shelf / "janus/parallel/provenance.json").read_text())["data"]
     assert (facts["train"], facts["skipped"]) == (99, ["red/004.png"])
     (photos / "train/blue/005.png").unlink()
-    monkeypatch.setattr(codes, "SHARD_SIZE", 50)  # each in a shard of its own
+    monkeypatch.setattr(pictures, "SHARD_SIZE", 50)  # each in a shard of its own
     for _ in range(2):  # the second time one shard is there
         again = run(*train, "-o", "other")
         assert again.code == 2 and "2 of 100 pictures in photos/train are unreadable" in again.err
@@ -120,7 +120,7 @@ def test_other_settings_are_named_before_anything_is_drawn_or_encoded(
     train = ("train", "--model", "janus", *own("janus"))
     assert run(*train).code == 0
     before = contents(shelf)
-    for where, name in ((codes, "generate"), (codes.Rows, "decode")):
+    for where, name in ((teacher.OwnCodes, "draw"), (pictures.Rows, "decode")):
         monkeypatch.setattr(where, name, lambda *_: pytest.fail("work was done"))
     run(*train, "--lr", 0.01, "--loss", "lk").refused("lr 0.002 -> 0.01", "loss 'both' -> 'lk'")
     run(*train, "--layers", 2).refused("layers 1 -> 2", "--restart")
@@ -139,13 +139,13 @@ def test_other_settings_are_named_before_anything_is_drawn_or_encoded(
 def test_a_drafter_goes_on_from_recorded_runs_in_another_folder(run, shelf: Path) -> None:
     base = ("train", "--model", "t2i", "--self", "--prompts", "prompts.txt", *SMALL)
     runs = ("--rollouts", 5, "--drafter", "t2i/parallel", "-o", "next")
-    run(*base, *runs).refused("t2i/parallel holds no parallel drafter to go on with")
+    run(*base, *runs).refused("there is none in --drafter t2i/parallel")
     drafter = write_model(shelf / "mm") / "drafter"
     eagle = ("--rollouts", 5, "--drafter", drafter, "-o", "next")
-    run(*base, *eagle).refused("mm/drafter holds no parallel drafter to go on with")
+    run(*base, *eagle).refused("mm/drafter: train one first")
     run(*base, *runs[2:], "--rollouts", 0).refused("--rollouts 0 is out of range")
-    run(*base, "--rollouts", 5).refused("give both")
-    run(*base, "--method", "lantern++").refused("give both")
+    run(*base, "--rollouts", 5).refused("there is none in --drafter DIR: train one first")
+    run(*base, "--method", "lantern++").refused("--method has no effect with --self")
     assert run(*base, "--samples", 6).code == 0
     first = weights(shelf / "t2i/parallel")
     run(*base, *runs[:4]).refused("t2i/parallel holds the drafter that it begins with", "-o DIR")
@@ -218,37 +218,40 @@ def test_a_folder_of_codes_is_learned_from(run, shelf: Path) -> None:
     facts = json.loads((shelf / "mine/provenance.json").read_text())["data"]
     assert (facts["train"], facts["val"], facts["folder"]) == (9, 1, kept.name)
     train = ("train", "--model", "janus", "-o", "other", *SMALL)
-    run(*train, "--codes", kept, "--self").refused("leave --self and --data out")
-    run(*train, "--codes", "janus").refused("has no `codes` [n, ")
+    run(*train, "--codes", kept, "--self").refused("--self has no effect with --codes")
+    run(*train, "--codes", "janus").refused("is no file of this model's codes: it needs finite `codes` [n, ")
     run(*train, "--codes", "none").refused("none has no codes: --codes takes a folder")
-    wrong = {"codes": torch.full((2, 16), 9999)}
-    save_file(wrong, shelf / "x.safetensors", metadata={"facts": TEXTS})
-    run(*train, "--codes", ".").refused("x.safetensors has codes that are not of 0 to ")
 
 
 @pytest.mark.parametrize(
-    ("tensor", "facts", "said"),
+    ("codes", "facts"),
     [
-        (torch.zeros(0, 16), '{"texts": []}', "has no `codes`"),
-        (torch.zeros(2, 16), "[1]", "has no `codes`"),
-        (torch.zeros(2, 16), '{"texts": ["a", null]}', "not as many `texts`"),
-        (torch.zeros(2, 16), '{"texts": [1, 2]}', "not as many `texts`"),
-        (torch.full((2, 16), 0.5), TEXTS, "codes that are not of 0 to "),
-        (torch.full((2, 16), torch.nan), TEXTS, "codes that are not of 0 to "),
-        (torch.zeros(2, 16), "{", "safetensors cannot be read .Expecting property name"),
-        (torch.full((2, 4, 2), torch.nan), TEXTS, "y.safetensors has latents that are not finite"),
-        (torch.zeros(2, 4, 2).long(), TEXTS, "y.safetensors has latents that are not finite"),
-        (torch.zeros(2, 4, 4), TEXTS, "y.safetensors has 4 numbers a latent, and files before it 2"),
+        (torch.zeros(0, 16), '{"texts": []}'),
+        (torch.zeros(2, 16), "[1]"),
+        (torch.zeros(2, 16), '{"texts": ["a"]}'),
+        (torch.zeros(2, 16), '{"texts": ["a", null]}'),
+        (torch.full((2, 16), 0.5), '{"texts": ["a", "b"]}'),
+        (torch.full((2, 16), torch.nan), '{"texts": ["a", "b"]}'),
+        (torch.full((2, 16), 9999), '{"texts": ["a", "b"]}'),
+        (torch.zeros(2, 16), "{"),
     ],
 )
-def test_a_wrong_file_of_codes_or_latents_is_one_sentence(
-    tensor: torch.Tensor, facts: str, said: str, tmp_path: Path
-) -> None:
-    target = small_diffusion()[0] if tensor.ndim == 3 else ToyTarget()
-    if tensor.ndim == 3:
-        save_file({"codes": torch.zeros(2, 4, 2)}, tmp_path / "x.safetensors", {"facts": TEXTS})
-    save_file({"codes": tensor}, tmp_path / "y.safetensors", {"facts": facts})
-    assert "delete" not in rejects(said, codes.folder_codes, tmp_path, target)
+def test_a_wrong_file_of_codes_is_one_sentence(codes: torch.Tensor, facts: str, run, shelf: Path) -> None:
+    save_file({"codes": codes}, shelf / "x.safetensors", metadata={"facts": facts})
+    refused = run("train", "--model", "janus", "-o", "mine", "--codes", ".", *SMALL)
+    said = "cannot be read (Expecting property name" if facts == "{" else "is no file of this model's codes"
+    refused.refused(f"x.safetensors {said}")
+    assert "delete" not in refused.err
+
+
+@pytest.mark.parametrize(
+    "latents", [torch.full((2, 4, 2), torch.nan), torch.zeros(2, 4, 2).long(), torch.zeros(2, 4, 4)]
+)
+def test_files_of_latents_are_finite_and_alike(latents: torch.Tensor, tmp_path: Path) -> None:
+    for name, each in ("x", torch.zeros(2, 4, 2)), ("y", latents):
+        save_file({"codes": each}, tmp_path / f"{name}.safetensors", {"facts": '{"texts": ["a", "b"]}'})
+    said = r"y.safetensors is no file of this model's codes: .* \[n, 4, 2\], latents, or \[n, 4, 4\], moments"
+    rejects(said, folder_codes, tmp_path, small_diffusion()[0])
 
 
 @pytest.mark.parametrize(
@@ -258,9 +261,14 @@ def test_a_wrong_file_of_codes_or_latents_is_one_sentence(
         (("--kind", "eagle", "--muon-lr", 0.1), "--muon-lr is for drafters of --kind parallel"),
         (("--kind", "eagle", "--rollouts", 2), "--rollouts is for drafters of --kind parallel"),
         (("--kind", "eagle", "--loss", "block"), "loss 'block' is none of eagle's"),
+        (("--loss", "paper"), "loss 'paper' is none of parallel's: choose guided, lk, both, block"),
+        (("--levels", 1), "--levels 1 is out of range; use 2 to 64"),
         (("--rounds", 2), "--rounds is for drafters of --kind eagle: leave it out, or give that --kind"),
         (("--cache-features",), "--cache-features is for drafters of --kind eagle"),
-        (("--rollouts", 2, "--drafter", "d"), "--samples has no effect with --rollouts: leave it out"),
+        (
+            ("--rollouts", 2, "--drafter", "d"),
+            "--samples has no effect with --rollouts: leave one of the two out",
+        ),
         (("--crops", 3), "--crops has no effect with --self"),
         (("--limit", 3), "--limit has no effect with --self"),
         (("--aux-layers", 2), "--aux-layers 2 is too many: the target has 1 layers below"),

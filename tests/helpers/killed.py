@@ -19,7 +19,7 @@ from safetensors import safe_open
 from helpers.processes import SECONDS, at_low_priority
 from lanternpp.cli import main
 from lanternpp.nn import checkpoints
-from lanternpp.training import codes, drafter, features, rollouts
+from lanternpp.training import drafter, features, pictures, rollouts, teacher
 from lanternpp.tuning import study  # noqa: F401
 
 JOURNALS = ("trials.jsonl", "turns.jsonl")
@@ -78,8 +78,8 @@ def obey(name: str, folder: str, life: float | None = None, env: Mapping[str, st
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores Ctrl-C
     os.environ |= env
     os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
-    features.SHARD_BYTES, codes.SHARD_SIZE, codes.BATCH_SIZE, drafter.PASSES = 1 << 14, 8, 4, 20
-    codes.DRAWN_SHARD_SIZE = rollouts.DRAWN_SHARD_SIZE = 4
+    features.SHARD_BYTES, pictures.SHARD_SIZE, pictures.BATCH_SIZE, drafter.PASSES = 1 << 14, 8, 4, 20
+    teacher.DRAWN_SHARD_SIZE = rollouts.DRAWN_SHARD_SIZE = 4
     began = time.process_time()
     if life is not None:
         signal.signal(signal.SIGPROF, signal.SIG_DFL)  # nothing of ours runs when it comes, as with SIGKILL

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +19,9 @@ import tokenizer as tokenizers
 from classifier import ClassifierSettings
 from lanternpp.evaluation.classifier import ClassifierConfig
 from lanternpp.nn import checkpoints
-from lanternpp.training import drafter
+from lanternpp.training import drafter, loop
 from lanternpp.training.eagle import EagleTask
+from lanternpp.training.loop import State, Task
 from lanternpp.training.options import DrafterSettings, TrainingData, TrainingOptions
 from target import Head, Shape
 from tokenizer import TokenizerSettings
@@ -31,9 +35,23 @@ SHAPE = Shape(32, 2, 2, 48)
 SMALLER_CLASSIFIER = partial(ClassifierConfig, stem=16, channels=(32, 48), blocks=(1, 1))
 
 
-def options(steps: int, stop: int | None = None, **more: Any) -> TrainingOptions:
-    """Every step is logged, and two checks are made."""
-    return TrainingOptions(steps=steps, stop_after=stop, **{"log_steps": 1, "checks": 2, **more})
+def options(steps: int, **more: Any) -> TrainingOptions:
+    """Two checks are made."""
+    return TrainingOptions(steps, **{"checks": 2, **more})
+
+
+@contextmanager
+def stopped(step: int | None) -> Iterator[None]:
+    """Every step is logged; Ctrl-C comes in a step, if one is given."""
+    update = loop.update
+
+    def interrupted(task: Task, state: State, progress: float) -> None:
+        update(task, state, progress)
+        if state.step == step:
+            signal.raise_signal(signal.SIGINT)
+
+    with patch.object(loop, "update", interrupted), patch.object(loop, "LOG_STEPS", 1):
+        yield
 
 
 def stage(
@@ -48,9 +66,8 @@ def tokenizer(data: Path, model: Path, steps: int = 8, stop: int | None = None, 
     """A tokenizer of 32 px; by default without a discriminator and a perceptual loss."""
     usual = {"batch_size": 4, "adversarial": False, "perceptual": 0.0, "size": 32}
     shape = {} if given.keys() & {"codes_of", "kind"} else {"down": 4, "codes": 64}
-    with patch.dict(tokenizers.STAGES, STAGES):
-        where = options(steps, stop)
-        return stage(tokenizers, TokenizerSettings, data, model, where, **usual | shape | given)
+    with patch.dict(tokenizers.STAGES, STAGES), stopped(stop):
+        return stage(tokenizers, TokenizerSettings, data, model, options(steps), **usual | shape | given)
 
 
 kl = partial(tokenizer, kind="kl", channels=4, lr=3e-3, warmup=2)
@@ -61,8 +78,9 @@ def target(
 ) -> bool:
     """A target, by default over codes."""
     usual = {"batch_size": 4, "warmup": 2, "crops": 1, "shape": SHAPE}
-    where = options(steps, stop, compile=compiled)
-    return stage(targets, TargetSettings, data, model, where, **usual | given)
+    with stopped(stop):
+        training = options(steps, compile=compiled)
+        return stage(targets, TargetSettings, data, model, training, **usual | given)
 
 
 mixture = partial(target, head="mixture", own=Head(components=3))
@@ -71,17 +89,18 @@ diffusion = partial(target, head="diffusion", own=Head(None, 3, 16, 1))
 
 def classifier(data: Path, model: Path, steps: int = 8, stop: int | None = None, **given: Any) -> bool:
     """A classifier, stored in 8 bits."""
-    usual, where = {"batch_size": 6, "redrawn": 5}, options(steps, stop, store="int8")
-    with patch.object(classifiers, "ClassifierConfig", SMALLER_CLASSIFIER):
-        return stage(classifiers, ClassifierSettings, data, model, where, **usual | given)
+    usual, training = {"batch_size": 6, "redrawn": 5}, options(steps, store="int8")
+    with patch.object(classifiers, "ClassifierConfig", SMALLER_CLASSIFIER), stopped(stop):
+        return stage(classifiers, ClassifierSettings, data, model, training, **usual | given)
 
 
 def eagle(data: Path, model: Path, steps: int = 4, stop: int | None = None, **more: Any) -> bool:
     """An EAGLE drafter; more: loss, cache and compiled."""
     hparams = DrafterSettings(batch_size=4, warmup=2, loss=more.get("loss")).of("eagle")
-    where = options(steps, stop, folder=model / "drafter", compile=more.get("compiled", False))
+    how = options(steps, compile=more.get("compiled", False))
     source = TrainingData(data, crops=1, cache_features=more.get("cache", False))
-    return drafter.train(model, EagleTask, hparams, source, where)
+    with stopped(stop):
+        return bool(drafter.train(model, EagleTask, hparams, source, model / "drafter", how))
 
 
 def facts(model: Path, part: str) -> Any:

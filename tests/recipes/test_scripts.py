@@ -106,6 +106,7 @@ def test_latents_from_photos_to_a_comparison(head: tuple[object, ...], run, data
         ("tokenizer", ("--channels", 4), "--channels 4 is of tokenizers of --kind kl"),
         ("tokenizer", ("--kind", "kl", "--codes", 4), "--codes 4 is of tokenizers of --kind vq"),
         ("tokenizer", ("--lr", 2), "--lr 2.0 is out of range"),
+        ("tokenizer", ("--minutes", -1), "--minutes -1.0 is out of range"),
         ("target", SHAPE, "holds no tokenizer: run recipes/nature/tokenizer.py"),
         ("target", ("--head", "diffusion", "--components", 3), "--components 3 is of --head mixture"),
         (

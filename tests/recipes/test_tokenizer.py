@@ -1,6 +1,7 @@
 """The tokenizer's training, and with it the skeleton: budget, schedule, export."""
 
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ import tokenizer
 from autoencoders import MovingQuantiser
 from lanternpp.evaluation.classifier import read_classifier
 from lanternpp.models.vq.autoencoder import VQConfig, read_vq
+from lanternpp.training import loop
 from lanternpp.training.loop import set_rate
 from lanternpp.training.options import TrainingOptions
 from losses import Perceptual
@@ -47,7 +49,7 @@ def test_the_codes_of_a_model_stay_while_its_decoder_learns(
 
 
 class Slow(TokenizerTask):
-    """Steps of 2 s and validations of 15 s, by a clock of its own."""
+    """Steps of 2 s and validations of 15 s, or of 10 once most of the budget is used, by a clock of its own."""
 
     now = 0.0
 
@@ -56,26 +58,28 @@ class Slow(TokenizerTask):
         return super().step(step, progress)
 
     def validate(self) -> dict[str, float]:
-        Slow.now += 15
+        Slow.now += 15 if Slow.now < 90 else 10
         return super().validate()
 
 
-def test_validations_are_part_of_a_budget_in_minutes(
+def test_validations_are_part_of_a_budget_in_minutes_and_a_used_budget_stays_so(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer, "TokenizerTask", Slow)
     monkeypatch.setattr(tokenizer, "STAGES", STAGES)
     monkeypatch.setattr(time, "monotonic", lambda: Slow.now)
     small = {"batch_size": 4, "adversarial": False, "perceptual": 0.0, "size": 32, "codes": 64}
-    assert stage(
-        tokenizer, TokenizerSettings, data, tmp_path, TrainingOptions(minutes=2, log_steps=1), **small
+    monkeypatch.setattr(loop, "LOG_STEPS", 1)
+    train_slowly = partial(
+        stage, tokenizer, TokenizerSettings, data, tmp_path, TrainingOptions(minutes=2), **small
     )
+    assert train_slowly()
     rows = log(tmp_path, "tokenizer")
     assert 110 <= Slow.now <= 122
     checks = [row["step"] for row in rows if "validation" in row]
     assert checks[-1] == rows[-1]["step"] and len(checks) == 3 and rows[-1]["step"] > 30
+    assert train_slowly() and facts(tmp_path, "tokenizer")["steps"] == rows[-1]["step"]
     assert TrainingOptions(steps=10, minutes=1).progress(2, 45) == 0.75
-    rejects("--minutes -1", TrainingOptions(minutes=-1).check)
 
 
 def test_it_learns_pictures_and_leaves_weights_provenance_and_samples(data: Path, tmp_path: Path) -> None:

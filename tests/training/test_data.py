@@ -13,22 +13,16 @@ from lanternpp.training.pictures import DataWarning, read_rows
 from pictures import Pictures
 
 
-def test_a_corrupt_picture_is_named_skipped_and_counted(tmp_path: Path) -> None:
+def test_a_corrupt_picture_is_named_and_skipped_and_captions_stay_with_their_pictures(tmp_path: Path) -> None:
     draw(tmp_path / "train", 120)
     (tmp_path / "train" / "red" / "004.png").write_bytes(b"\x89PNG\r\n\x1a\nnothing")
     with pytest.warns(DataWarning, match=r"1 of 120 .*red/004.png"):
         pictures = Pictures.read(tmp_path, "train", 32)
-    assert len(pictures) == len(pictures.texts) == 119
-    assert pictures.skipped == ("red/004.png",)
+    assert len(pictures) == len(pictures.texts) == 119 and pictures.skipped == ("red/004.png",)
+    for image, text in zip(pictures.centre(torch.arange(119)), pictures.texts, strict=True):
+        assert ("red" in text) == bool(image[0].amax() > 0.5 and image[2].amax() <= 0.51)
     (tmp_path / "train" / "red" / "006.png").unlink()
     rejects(r"2 of 120 .*red/006.png \(missing\)", Pictures.read, tmp_path, "train", 32)
-
-
-def test_captions_stay_with_their_pictures(data: Path) -> None:
-    pictures = Pictures.read(data, "train", 32)
-    for image, text in zip(pictures.centre(torch.arange(12)), pictures.texts, strict=True):
-        red = image[0].amax() > 0.5 and image[2].amax() <= 0.51
-        assert ("red" in text) == bool(red)
 
 
 def test_a_root_metadata_serves_too(data: Path) -> None:
@@ -72,8 +66,7 @@ def test_another_picture_of_the_same_size_is_another_key(data: Path) -> None:
 
 
 def test_missing_parts_are_said_plainly(data: Path, tmp_path: Path) -> None:
-    rejects("no folder", read_rows, tmp_path / "nowhere", "train")
-    rejects("test is missing", read_rows, data, "test")
+    rejects("nowhere/train is no folder: --data takes", read_rows, tmp_path / "nowhere", "train")
     path = data / "val" / "metadata.jsonl"
     path.write_text('{"file_name": "red/000.png"}\n')
     rejects("line 1, has no text", read_rows, data, "val")

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from helpers.photos import NEUTRAL, made_codes, teacher_of
-from helpers.refusals import rejects
 
 from lanternpp.api.model import read_target
 from lanternpp.engine.sampling import Sampling
-from lanternpp.training import loop, parallel
+from lanternpp.training import drafter, parallel
 from lanternpp.training.options import DrafterSettings
 from lanternpp.training.parallel import FIRST_LEVEL_WEIGHT, DraftBatch, ParallelTask
 
@@ -32,12 +31,12 @@ def test_every_level_is_measured_by_the_targets_guided_distribution_at_its_place
     made.anchors = lambda *_: torch.tensor([0, 3, 14])  # type: ignore[method-assign]
     read = made.batch(made.train, index, None, torch.Generator())
 
-    def knows(drafter: Any, batch: DraftBatch, features: Any) -> torch.Tensor:
+    def knows(drafter: Any, batch: DraftBatch, noise: Any) -> tuple[Any, torch.Tensor]:
         level = torch.arange(made.hparams.levels)
         slot = (batch.anchors[0, :, None] + 1 + level).clamp(max=batch.features.shape[1] - 1)
-        return batch.features[:, slot]
+        return None, batch.features[:, slot]
 
-    made.conditioned = knows  # type: ignore[method-assign]
+    made.level_features = knows  # type: ignore[method-assign]
     figures = made.loss(made.model, read)
     assert figures["levels"].tolist() == pytest.approx([1] * 4, abs=1e-5)
     assert figures["loss"].item() == pytest.approx(0, abs=1e-5)
@@ -63,7 +62,8 @@ def test_training_raises_the_chance_that_drafts_are_kept(ready: Path, loss: str,
 def test_every_held_out_picture_counts_the_same(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those of a last part with fewer."""
     made, codes = task(ready, 9), []
-    monkeypatch.setattr(loop.Team, "autocast", lambda *_: nullcontext())
+    monkeypatch.setattr(drafter, "autocast", lambda _: nullcontext())
+    monkeypatch.setattr(parallel, "autocast", lambda _: nullcontext())
     for index in (range(9), range(8), [8]):
         monkeypatch.setattr(parallel, "evenly_spaced", lambda *_, index=index: torch.tensor(index))
         codes.append(made.validate()["codes"])
@@ -91,7 +91,8 @@ def test_a_compiled_training_is_one_graph_and_learns_the_same(
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     # A graph rounds to bfloat16 elsewhere than the same lines uncompiled do: in float32 both are the same.
-    monkeypatch.setattr(loop.Team, "autocast", lambda *_: nullcontext())
+    monkeypatch.setattr(drafter, "autocast", lambda _: nullcontext())
+    monkeypatch.setattr(parallel, "autocast", lambda _: nullcontext())
     both = [task(ready, sampling=Sampling(0.5, 9, 0.8), loss="block", aux_layers=1) for _ in range(2)]
     both[0].speed_up()
     losses = []
@@ -127,17 +128,3 @@ def test_what_is_predicted_is_kept_under_the_models_own_sampling(ready: Path, lo
     assert ours["kept"].tolist() == pytest.approx(made.loss(made.model, exact)["kept"].tolist(), rel=1e-4)
     assert not torch.allclose(ours["kept"], other["kept"], rtol=0.1)
     assert torch.equal(ours["loss"], other["loss"]) and ours["confidence"] != other["confidence"]
-
-
-@pytest.mark.parametrize(
-    ("setting", "said"),
-    [
-        ({"loss": "paper"}, "loss 'paper' is none of parallel's: choose guided, lk, both, block"),
-        ({"levels": 1}, "--levels 1 is out of range; use 2 to 64"),
-        ({"fade": 1.1}, "--fade 1.1"),
-        ({"aux_layers": -1}, "--aux-layers -1"),
-        ({"muon_lr": 0.0}, "--muon-lr 0.0"),
-    ],
-)
-def test_a_setting_that_is_wrong_is_named(setting: dict[str, Any], said: str) -> None:
-    rejects(said, DrafterSettings(**setting).of, "parallel")

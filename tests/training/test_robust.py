@@ -1,13 +1,11 @@
 """What a training survives: kills at any moment, a full disk; and what it rejects before work is lost."""
 
 import errno
-import os
 import shutil
 import socket
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,16 +17,14 @@ from safetensors import SafetensorError
 
 from lanternpp.api.model import Model, read_target
 from lanternpp.drafters.base import DrafterWarning, mark
-from lanternpp.errors import InputError
 from lanternpp.nn import checkpoints
-from lanternpp.training import material
-from lanternpp.training.loop import Team
+from lanternpp.training import codes
+from lanternpp.training.team import Team
 
 CPU = torch.device("cpu")
 
 
 def test_two_processes_learn_what_one_does_from_the_same_batches(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
     shutil.rmtree(write_model(tmp_path / "one" / "tiny") / "drafter")
     (tmp_path / "one" / "mine").write_text("red tulip\na tulip\n")
     shutil.copytree(tmp_path / "one", tmp_path / "two")
@@ -51,21 +47,16 @@ def test_two_processes_learn_what_one_does_from_the_same_batches(tmp_path: Path)
 
 
 def test_processes_that_do_not_know_each_other_do_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("accelerate")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    alone = SimpleNamespace(num_processes=1, process_index=0, mixed_precision="no", end_training=int)
-    monkeypatch.setattr("accelerate.Accelerator", lambda **_: alone)
-    rejects("WORLD_SIZE is 2, but no such team was started", Team)
+    rejects("WORLD_SIZE is 2, but no such team of processes was started .*: start them with torchrun", Team)
 
 
 WRITERS: dict[str, Callable[[Path], None]] = {
     "state": lambda path: checkpoints.write_pt(path, {"x": torch.zeros(1 << 18)}),
-    "end of a state": lambda path: checkpoints.write_pt(path, {"x": torch.zeros(1 << 18)}),
     "weights": lambda path: checkpoints.save(path.parent, {}, {"x": torch.zeros(1 << 18)}),
 }
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_full_disk_is_one_sentence_and_the_old_file_stays(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -84,27 +75,27 @@ def test_a_full_disk_is_one_sentence_and_the_old_file_stays(
         except OSError:
             raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 1152 vs 1046")  # noqa: B904
 
-    if name == "state":
-        (tmp_path / f".state.pt.{os.getpid()}.tmp").symlink_to("/dev/full")
     monkeypatch.setattr(checkpoints, "save_file", no_room)
-    if name == "end of a state":
-        monkeypatch.setattr(torch, "save", no_end)
+    monkeypatch.setattr(torch, "save", no_end)
     rejects("could not be written, the disk is full: free some room", write, tmp_path / "state.pt")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_a_cache_that_would_not_fit_is_rejected_before_it_is_made(
+def test_a_cache_that_would_not_fit_is_rejected_after_its_first_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    free = shutil.disk_usage(tmp_path)._replace(free=1 << 29)
-    monkeypatch.setattr(material.shutil, "disk_usage", lambda path: free)
-    material.check_disk_space(tmp_path / "new" / "cache", 1 << 20, "the features")
-    with pytest.raises(
-        InputError,
-        match=r"the features takes? 1\.1 GB in .*cache and the disk has 536\.9 MB free, of which 268\.4 MB stay free",
-    ):
-        material.check_disk_space(tmp_path / "new" / "cache", 1 << 30, "the features")
-    assert not (tmp_path / "new").exists()
+    free = shutil.disk_usage(tmp_path)._replace(free=codes.SPARE_BYTES + (1 << 21))
+    monkeypatch.setattr(codes.shutil, "disk_usage", lambda path: free)
+
+    def compute(parts: Sequence[range], done: Callable[[float], None]) -> Iterator[codes.Shard]:
+        for part in parts:
+            done(part.stop)
+            yield {"features": torch.zeros(len(part), 1 << 17)}, {}
+
+    assert len(codes.build_shards(tmp_path / "small", 4, 2, compute, "the features")) == 2
+    said = r"the features takes another 3.1 MB in .*large and the disk has 270.5 MB free, of which 268.4 MB stay free"
+    rejects(said, codes.build_shards, tmp_path / "large", 8, 2, compute, "the features")
+    assert [path.name for path in (tmp_path / "large").iterdir()] == ["00000.safetensors"]
 
 
 def test_a_batch_that_processes_cannot_share_says_where_its_size_is_from() -> None:

@@ -18,14 +18,14 @@ from lanternpp import Pipeline
 from lanternpp.api.model import pick_placement, read_target
 from lanternpp.kernels.loading import kernels
 from lanternpp.models.vq import codes as vq_codes
-from lanternpp.training import codes
-from lanternpp.training.codes import OwnCodes, Prompts, choose_prompts, hold_out
+from lanternpp.training import teacher as teachers
+from lanternpp.training.codes import Codes
 from lanternpp.training.drafter import train
 from lanternpp.training.eagle import EagleTask
 from lanternpp.training.options import DrafterSettings, TrainingData, TrainingOptions
 from lanternpp.training.parallel import ParallelTask
 from lanternpp.training.rollouts import RolloutTask
-from lanternpp.training.teacher import Teacher, key_of
+from lanternpp.training.teacher import OwnCodes, Prompts, Teacher, choose_prompts, hold_out, key_of
 
 CPU = torch.device("cpu")
 WORDS = ("a red tulip", "red tulip"), ("tulip",)
@@ -38,8 +38,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def drawn(model: Path, store: Path, count: int = 7, seed: int = 0, batch: int = 1) -> codes.Codes:
-    teacher = Teacher(model, TrainingOptions(store, device="cpu"), None, draws=True)
+def drawn(model: Path, store: Path, count: int = 7, seed: int = 0, batch: int = 1) -> Codes:
+    teacher = Teacher(model, store, "cpu", None, draws=True)
     teacher.store = store
     return OwnCodes(teacher, WORDS, count, batch, seed).build()
 
@@ -57,16 +57,21 @@ def test_codes_are_those_the_pipeline_draws_for_the_same_prompt_and_seed(model: 
 def test_finished_shards_are_kept_and_only_the_missing_ones_drawn(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(codes, "DRAWN_SHARD_SIZE", 4)
+    monkeypatch.setattr(teachers, "DRAWN_SHARD_SIZE", 4)
     whole = drawn(model, tmp_path)  # 11 pictures, four a shard
     said = capsys.readouterr().err
-    assert "codes of the target's own pictures, 4 of them to validate: 11 pictures, about 0.0 MB in" in said
+    assert "codes of the target's own pictures, 4 of them to validate: 11 pictures, in" in said
     files = sorted(tmp_path.rglob("*.safetensors"))
     assert len(files) == 3
     files[1].unlink()
     made: list[int] = []
-    one = codes.generate
-    monkeypatch.setattr(codes, "generate", lambda e, c, s, p: made.append(len(c)) or one(e, c, s, p))
+    one = OwnCodes.draw
+
+    def last_first(_: object, engine: Any, texts: Any, *more: Any) -> Any:
+        made.append(len(texts))
+        return reversed([*one(engine, texts, *more)])  # pictures may be finished in any order
+
+    monkeypatch.setattr(OwnCodes, "draw", last_first)
     again = drawn(model, tmp_path)
     assert made == [4]
     assert torch.equal(again.train.codes, whole.train.codes) and torch.equal(again.val.codes, whole.val.codes)
@@ -81,7 +86,6 @@ def test_finished_shards_are_kept_and_only_the_missing_ones_drawn(
     files[2].write_bytes(files[2].read_bytes()[:30])
     rejects(r"00002.safetensors cannot be read .*delete it", drawn, model, tmp_path)
     drawn(model, tmp_path / "other", seed=1)
-    rejects("--samples 0 is out of range", TrainingData(own=True, samples=0).check, "eagle")
 
 
 def test_prompts_come_from_the_file_the_captions_the_model_or_the_classes(
@@ -129,13 +133,15 @@ def test_drafters_of_every_family_learn_from_its_own_pictures_and_from_recorded_
     all_levels = DrafterSettings(
         batch_size=2, warmup=1, levels=3, anchors=4, condition_width=8, aux_layers=1
     ).of("parallel")
-    into = {part: TrainingOptions(folder / part, 2, checks=1) for part in ("parallel", "next")}
-    into["drafter"] = TrainingOptions(folder / "drafter", 10, checks=1)
     runs = replace(own, samples=None, rollouts=3, drafter=folder / "parallel")
-    assert train(folder, EagleTask, one, own, into["drafter"])
-    assert train(folder, ParallelTask, all_levels, own, into["parallel"])
-    assert train(folder, RolloutTask, all_levels, runs, into["next"])
-    facts = {part: json.loads((folder / part / "provenance.json").read_text()) for part in into}
+    facts = {}
+    for part, kind, settings, source, steps in (
+        ("drafter", EagleTask, one, own, 10),
+        ("parallel", ParallelTask, all_levels, own, 2),
+        ("next", RolloutTask, all_levels, runs, 2),
+    ):
+        assert train(folder, kind, settings, source, folder / part, TrainingOptions(steps, checks=1))
+        facts[part] = json.loads((folder / part / "provenance.json").read_text())
     single, half = (read_target(folder, dtype) for dtype in (torch.float32, torch.bfloat16))
     assert key_of(single) == key_of(half), "what was drawn on another device would be drawn again"
     assert facts["next"]["data"]["runs"] == 3 and len(facts["next"]["validation"]["accept"]) == 3
@@ -158,7 +164,7 @@ def test_a_target_that_has_drawn_is_read_again_to_learn_from(
     """It draws in what is fastest, and teaches in what the training computes in."""
     for probe in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
         monkeypatch.setattr(torch.cpu, probe, lambda: able)
-    teacher = Teacher("nature-128", TrainingOptions(tmp_path / "drafter", device="cpu"), None, draws=True)
+    teacher = Teacher("nature-128", tmp_path / "drafter", "cpu", None, draws=True)
     assert teacher.dtype is (torch.bfloat16 if able else torch.float32)
     assert teacher.drawing_dtype is (torch.bfloat16 if able or kernels() else torch.float32)
     drawn_with = teacher.target

@@ -6,7 +6,6 @@ import shlex
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -24,9 +23,7 @@ def train(
     out: Annotated[Path | None, opt.Folder] = None,
     source: TrainingData = TrainingData(),
     settings: DrafterSettings = DrafterSettings(),
-    training: Annotated[
-        TrainingOptions, opt.without("folder", "log_steps", "stop_after")
-    ] = TrainingOptions(),
+    training: TrainingOptions = TrainingOptions(),
 ) -> int | None:
     """Train a drafter for a target, on pictures, on the target's own, or on codes.
 
@@ -38,16 +35,14 @@ def train(
     from lanternpp.training import drafter as drafters
     from lanternpp.training.eagle import EagleTask
     from lanternpp.training.rollouts import ParallelTask, RolloutTask
-    from lanternpp.training.teacher import check_folder, drafter_folder
+    from lanternpp.training.teacher import drafter_folder
 
     settings = settings.of(kind)
     source.check(kind)
     training.check()
-    folder = drafter_folder(model, out, "drafter" if kind == "eagle" else kind)
-    check_folder(folder, model, kind, source.drafter, training.restart)
-    options = replace(training, folder=opt.writable_folder(folder))
+    folder = opt.writable_folder(drafter_folder(model, out, kind, source.drafter, training.restart))
     task = EagleTask if kind == "eagle" else ParallelTask if source.rollouts is None else RolloutTask
-    prompts = drafters.train(model, task, settings, source, options)
+    prompts = drafters.train(model, task, settings, source, folder, training)
     if not prompts:
         return 130  # as a shell expects after an interrupt
     store_rates(model, out, folder, kind, prompts, training.device)
@@ -65,7 +60,7 @@ def store_rates(
     from lanternpp.api.rates import FILE
     from lanternpp.models.base import PromptWarning
     from lanternpp.training.drafter import record_rates, strengths
-    from lanternpp.training.loop import team
+    from lanternpp.training.team import team
 
     if not team().leads:
         return

@@ -1,41 +1,93 @@
-"""The codes that a drafter learns from: of the pictures in a folder, of pictures that the target draws, or from a folder of codes."""
+"""What a training reads: shards on disk, of which missing ones are computed; codes of pictures, their order, and folders of codes.
+
+Each file is written whole or not at all: a killed run loses only the shards that it is computing, and the next run computes them.
+"""
 
 from __future__ import annotations
 
+import json
+import shutil
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from functools import lru_cache, partial
-from itertools import groupby, islice
-from math import prod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
-from lanternpp.api.model import pack_target
-from lanternpp.api.options import BASELINE
-from lanternpp.engine.batching import generate
-from lanternpp.engine.decode import Engine
-from lanternpp.engine.sampling import Guidance
 from lanternpp.errors import InputError
-from lanternpp.evaluation.prompts import PROMPTS, read_prompts
 from lanternpp.models.base import Target
-from lanternpp.models.vq.codes import Reader, storage_dtype
-from lanternpp.nn.checkpoints import checksum
-from lanternpp.training.material import Done, Shard, build_shards, read_file
-from lanternpp.training.pictures import Rows, crop, read_rows
-from lanternpp.training.state import Task
-from lanternpp.training.teacher import Teacher
-from lanternpp.util.files import digest
+from lanternpp.models.vq.codes import storage_dtype
+from lanternpp.nn.checkpoints import checksum, write_safetensors
+from lanternpp.nn.files import input_errors
+from lanternpp.training.loop import Task
+from lanternpp.training.team import Report, team
+from lanternpp.util.files import digest, megabytes, sweep
 
-SHARD_SIZE, BATCH_SIZE = 128, 32  # encoded pictures in a shard, and pictures encoded at once
-DRAWN_SHARD_SIZE = 32  # drawn pictures in a shard
+REMEDY = "delete it to make it again"
+SPARE_BYTES = 1 << 28  # of a disk that stay free
+Shard = tuple[dict[str, Tensor], dict[str, Any]]
+"""Tensors, and facts for the header of the file."""
+Done = Callable[[float], None]
+"""Called with the number of pictures computed so far."""
+Compute = Callable[[Sequence[range], Done], Iterator[Shard]]
+"""Called with the range of pictures of each missing shard; yields these shards in order."""
+
+
+def build_shards(folder: Path, count: int, shard_size: int, compute: Compute, contents: str) -> list[Path]:
+    """Compute the missing shards of `count` pictures in the first process of the team, and return the files of all shards.
+
+    folder: its name has a hash of all that decides the content; shard_size: pictures in a shard; contents: their name in messages.
+    Raise InputError where the disk lacks room.
+    """
+    parts = [range(first, min(first + shard_size, count)) for first in range(0, count, shard_size)]
+    files = {part: folder / f"{number:05d}.safetensors" for number, part in enumerate(parts)}
+    with team().leader_first():
+        sweep(folder)
+        if missing := {part: path for part, path in files.items() if not path.is_file()}:
+            write_shards(missing, compute, contents)
+    return list(files.values())
+
+
+def write_shards(files: Mapping[range, Path], compute: Compute, contents: str) -> None:
+    """Compute shards and write each to its file, with progress on stderr; raise InputError where the others would fill the disk."""
+    folder, count = next(iter(files.values())).parent, sum(map(len, files))
+    report, announced, num_missing = Report("training", folder), False, count
+
+    def done(pictures: float) -> None:
+        nonlocal announced
+        if not announced:  # only now, so that an error in the first pictures is the only output
+            report.say(f"{contents}: {count} pictures, in {folder}")
+            announced = True
+        report.advance(pictures / count, f"{pictures:.0f}/{count} pictures")
+
+    with report.bar():
+        for (part, path), (tensors, facts) in zip(files.items(), compute(list(files), done), strict=True):
+            on_host = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+            write_safetensors(path, on_host, {"facts": json.dumps(facts)})
+            num_missing -= len(part)
+            size, free = path.stat().st_size * num_missing // len(part), shutil.disk_usage(folder).free
+            if size and size + SPARE_BYTES > free:
+                raise InputError(
+                    f"{contents} takes another {megabytes(size)} in {folder} and the disk has {megabytes(free)} free, of which "
+                    f"{megabytes(SPARE_BYTES)} stay free: free some, or leave it out."
+                )
+
+
+def read_file(path: Path, *names: str, remedy: str = REMEDY) -> Shard:
+    """Read the tensors and facts of a shard; raise InputError, which ends with the remedy, where it is broken or lacks one of the names."""
+    with input_errors(f"{path} cannot be read", remedy), safe_open(path, "pt") as file:
+        facts = json.loads((file.metadata() or {}).get("facts", "{}"))
+        if missing := set(names).difference(file.keys(), facts):
+            raise ValueError(f"it has no {', '.join(sorted(missing))}")
+        return {name: file.get_tensor(name) for name in file.keys()}, facts  # noqa: SIM118
+
+
 HELD_OUT_RATIO = 10  # one prompt of this many is held out for validation
-MIN_HELD_OUT, MAX_HELD_OUT = 4, 96  # validation pictures
-MIN_PICTURES = 100  # training pictures, where the user gives no number
+MAX_HELD_OUT = 96  # validation pictures, of those that the target drew
 
 
 @dataclass(frozen=True)
@@ -153,210 +205,38 @@ def evenly_spaced(count: int, max_indices: int) -> Tensor:
     return torch.linspace(0, count - 1, min(count, max_indices), dtype=torch.float32).round().long()
 
 
-class PictureCodes:
-    """The codes that a reader encodes from the pictures of an imagefolder, training pictures in 2 x crops variants.
-
-    A variant is a crop, mirrored or not; the first crop is the centre.
-    """
-
-    def __init__(self, data: Path, reader: Reader, store: Path, crops: int = 2, limit: int | None = None):
-        self.data, self.reader, self.store, self.crops = data, reader, store, crops
-        self.rows = {split: read_rows(data, split, limit) for split in ("train", "val")}
-        self.key = digest([*reader.key, *(rows.key for rows in self.rows.values()), str(crops)])
-
-    def build(self) -> Codes:
-        """Return the codes in `store`, where missing ones are encoded now; leave out unreadable pictures with a warning (`Rows.leave_out`)."""
-        splits, skipped = dict[str, Split](), list[str]()
-        reader = self.reader
-        for split, rows in self.rows.items():
-            variants = 2 * self.crops if split == "train" else 1
-            picture_bytes = reader.storage_dtype.itemsize * variants * reader.length * prod(reader.item_shape)
-            folder, contents = self.store / f"{split}-{self.key}", f"codes of the {split} pictures"
-            encode = partial(self._encode, rows, variants)
-            paths = build_shards(folder, len(rows.files), SHARD_SIZE, encode, contents, picture_bytes)
-            shards = [read_file(path, "codes", "texts", "skipped") for path in paths]
-            rows.leave_out(dict(pair for _, facts in shards for pair in facts["skipped"]))
-            splits[split] = Split.of(shards)
-            skipped += rows.bad
-            rows.warn()
-        data = self.data.resolve().name
-        return Codes.of(**splits, key=self.key, folder=data, skipped=skipped[:20], crops=self.crops)
-
-    def _encode(self, rows: Rows, variants: int, parts: Sequence[range], done: Done) -> Iterator[Shard]:
-        """Encode the pictures `parts` of a split, a shard for each part."""
-        reader = self.reader
-        for part in parts:
-            images = rows.decode(part, reader.size)
-            codes = torch.empty(
-                len(images), variants, reader.length, *reader.item_shape, dtype=reader.storage_dtype
-            )
-            for variant in range(variants):
-                crops = self._crops(list(images.values()), variant, part.start)
-                for first in range(0, len(crops), BATCH_SIZE):
-                    batch = torch.stack(crops[first : first + BATCH_SIZE]).to(reader.device)
-                    codes[first : first + BATCH_SIZE, variant] = (
-                        reader.encode(batch).cpu().to(reader.storage_dtype)
-                    )
-                done(len(part) * (variant + 1) / variants)
-            names = rows.files[part.start : part.stop]
-            skipped = [(name, rows.bad[name]) for name in names if name in rows.bad]
-            facts = {"labels": [rows.labels[i] for i in images], "texts": [rows.texts[i] for i in images]}
-            yield {"codes": codes}, {**facts, "skipped": skipped}
-
-    def _crops(self, images: Sequence[Any], variant: int, first: int) -> list[Tensor]:
-        """Return a variant of the images of a shard, whose first picture has the index `first`."""
-        number, mirror = divmod(variant, 2)
-        crops = torch.rand(len(images), 3, generator=generator(number, first))  # across, down and zoom
-        if number == 0:
-            crops = torch.tensor([0.5, 0.5, 1.0]).expand(len(images), 3)
-        return [
-            crop(image, self.reader.size, across, down, zoom, bool(mirror))
-            for image, (across, down, zoom) in zip(images, crops.tolist(), strict=True)
-        ]
-
-
-Prompts = tuple[tuple[str, ...], tuple[str, ...]]
-"""Prompts to train with, and prompts to validate with."""
-
-
-def hold_out(texts: tuple[str, ...]) -> Prompts:
-    """Hold out one of every ten prompts, at least the last; a single prompt both trains and validates."""
-    if len(texts) == 1:
-        return texts, texts
-    held_out = texts[HELD_OUT_RATIO - 1 :: HELD_OUT_RATIO] or texts[-1:]
-    return tuple(text for text in texts if text not in held_out), held_out
-
-
-def choose_prompts(teacher: Teacher, prompts: Path | None, data: Path | None) -> Prompts:
-    """Return the prompts of a file, else the captions of `data`, else the model's prompts, else all conditions of the target.
-
-    Raise InputError where there are none, or the file has one that the target cannot follow.
-    """
-    target, folder = teacher.target, teacher.folder
-    if prompts is None and data is not None:
-        train, val = (followed(target, read_rows(data, split).texts) for split in ("train", "val"))
-        if not (train and val):
-            raise InputError(
-                f"the target can follow none of the captions of {data}: give it other --prompts."
-            )
-        return train, val
-    if prompts is not None or (folder / PROMPTS).is_file():
-        texts = tuple(dict.fromkeys(read_prompts(prompts, folder)))
-        for text in texts:
-            target.check(text)
-        return hold_out(texts)
-    if target.conditions:
-        return hold_out(tuple(target.conditions))
-    raise InputError(
-        "--self needs prompts: give --prompts FILE with one a line, or --data DIR with captions."
-    )
-
-
-def followed(target: Target, texts: Sequence[str]) -> tuple[str, ...]:
-    """Return the distinct texts that are conditions of a target, in order."""
-    conditions = []
-    for text in dict.fromkeys(texts):
-        with suppress(InputError):
-            target.check(text)
-            conditions.append(text)
-    return tuple(conditions)
-
-
-class OwnCodes:
-    """The codes of pictures that a target draws itself, by plain decoding; picture i has the seed `seed` * 2**32 + i.
-
-    count None: a picture of every prompt, and at least 100. The last pictures, of held-out prompts, validate.
-    """
-
-    def __init__(self, teacher: Teacher, prompts: Prompts, count: int | None, batch: int, seed: int):
-        self.teacher, self.batch, self.seed = teacher, batch, seed
-        train, val = prompts
-        self.num_prompts = len(train)
-        count = count or max(len(train), MIN_PICTURES)
-        self.num_held_out = min(max(count // HELD_OUT_RATIO, MIN_HELD_OUT), MAX_HELD_OUT)
-        self.texts = [train[i % len(train)] for i in range(count)]
-        self.texts += [val[i % len(val)] for i in range(self.num_held_out)]
-        self.key = digest([teacher.origin, *self.texts, f"{Guidance(teacher.cfg)} {teacher.sampling} {seed}"])
-
-    def build(self) -> Codes:
-        """Return the codes in the folder of the teacher's store, where missing pictures are drawn now."""
-        target, count = self.teacher.target, len(self.texts)
-        folder = self.teacher.store / f"self-{self.key}"
-        contents = f"codes of the target's own pictures, {self.num_held_out} of them to validate"
-        picture_bytes = target.length * max(target.channels, 1) * storage_dtype(target.vocab).itemsize
-        paths = build_shards(folder, count, DRAWN_SHARD_SIZE, self._draw, contents, picture_bytes)
-        pictures = Split.of([read_file(path, "codes", "texts") for path in paths])
-        num_train = count - self.num_held_out
-        train, val = pictures.select(range(num_train)), pictures.select(range(num_train, count))
-        cfg, sampling = self.teacher.cfg, asdict(self.teacher.sampling)
-        return Codes.of(train, val, self.key, self=True, prompts=self.num_prompts, cfg=cfg, sampling=sampling)
-
-    def _draw(self, parts: Sequence[range], done: Done) -> Iterator[Shard]:
-        """Draw the pictures `parts`, a shard for each part."""
-        target = self.teacher.target
-        pack_target(target)
-        engine = self.engine()
-        target.cache_prompts(len(set(self.texts)))
-        # The pictures of several shards are drawn together, so that they fill a large batch.
-        group_size = max(4 * self.batch, DRAWN_SHARD_SIZE)
-        for _, group in groupby(parts, lambda part: part.start // group_size):
-            group_parts = list(group)
-            indices = [i for part in group_parts for i in part]
-            texts, seeds = [self.texts[i] for i in indices], [(self.seed << 32) + i for i in indices]
-            samples = iter(self.draw(engine, texts, seeds, done))
-            for part in group_parts:
-                yield self.shard(list(islice(samples, len(part))), self.texts[part.start : part.stop])
-        target.release_encoder()
-
-    def engine(self) -> Engine:
-        """Return the engine that draws, with the packed target."""
-        pipe, batch = self.teacher.pipeline(), min(self.batch, len(self.texts))
-        return pipe.new_engine(pipe.settings(BASELINE, cfg=self.teacher.cfg, batch_size=batch))
-
-    def draw(self, engine: Engine, texts: Sequence[str], seeds: Sequence[int], done: Done) -> list[Any]:
-        """Draw a picture for each text and seed; return the samples in order."""
-        return generate(engine, texts, seeds, lambda codes, total: done(codes / total * len(texts)))
-
-    def shard(self, samples: Sequence[Any], texts: Sequence[str]) -> Shard:
-        """Return the tensors and facts that a file stores of samples and their texts."""
-        codes = torch.stack([sample.codes for sample in samples])
-        return {"codes": codes.to(storage_dtype(self.teacher.target.vocab))}, {"texts": texts}
-
-
 def folder_codes(folder: Path, target: Target) -> Codes:
     """Read the codes in a folder: safetensors files with `codes` [n, length] and, in the header, `facts`, JSON with n `texts`.
 
-    `OwnCodes` writes such files. One picture of ten validates. Raise InputError where a file has codes of another model.
+    Latents are [n, length, C], or moments [n, length, 2 C] in all files. `OwnCodes` writes such files. One picture of ten
+    validates. Raise InputError where a file has codes of another model.
     """
     shards, channels = list[Shard](), target.channels
+    expected = f"[n, {target.length}] of 0 to {target.vocab - 1}"
     shapes: list[tuple[int, ...]] = [(target.length,)]
-    if channels:  # latents, as they were drawn or as moments
+    if channels:
+        expected = (
+            f"[n, {target.length}, {channels}], latents, or [n, {target.length}, {2 * channels}], moments"
+        )
         shapes = [(target.length, channels), (target.length, 2 * channels)]
     for path in sorted(folder.glob("*.safetensors")):
         tensors, facts = read_file(path, remedy="write it again as safetensors with facts in JSON")
         codes = tensors.get("codes", torch.empty(0))
         texts: Any = facts.get("texts") if isinstance(facts, dict) else None
-        fits = codes.shape[1:] in shapes and len(codes) > 0 and isinstance(texts, list)
-        if not fits or [type(text) for text in texts] != [str] * len(codes):
-            raise InputError(
-                f"{path} has no `codes` [n, {target.length}] of this model, or not as many `texts` in its facts."
-            )
-        if channels:
-            if not codes.is_floating_point() or not codes.isfinite().all():
-                raise InputError(f"{path} has latents that are not finite floating-point numbers.")
-            if shards and codes.shape[2] != shards[0][0]["codes"].shape[2]:
-                raise InputError(
-                    f"{path} has {codes.shape[2]} numbers a latent, and files before it {shards[0][0]['codes'].shape[2]}: "
-                    f"drawn latents ({channels}) and moments ({2 * channels}) go into folders of their own."
-                )
-        else:
+        fits = tuple(codes.shape[1:]) in shapes and len(codes) > 0
+        if fits and channels:
+            fits = codes.is_floating_point() and bool(codes.isfinite().all())
+            shapes = [tuple(codes.shape[1:])]
+        elif fits:
             integers = codes.long()
-            integral = not codes.is_floating_point() or torch.equal(integers.to(codes.dtype), codes)
-            if not integral or not 0 <= int(integers.min()) <= int(integers.max()) < target.vocab:
-                raise InputError(
-                    f"{path} has codes that are not of 0 to {target.vocab - 1}, as this model's are."
-                )
+            fits = not codes.is_floating_point() or torch.equal(integers.to(codes.dtype), codes)
+            fits = fits and 0 <= int(integers.min()) <= int(integers.max()) < target.vocab
             codes = integers.to(storage_dtype(target.vocab))
+        if not (fits and isinstance(texts, list) and [*map(type, texts)] == [str] * len(codes)):
+            raise InputError(
+                f"{path} is no file of this model's codes: it needs finite `codes` {expected} in all files, and as many "
+                "`texts` in its facts."
+            )
         shards.append(({"codes": codes}, {"texts": texts}))
     if not shards:
         raise InputError(f"{folder} has no codes: --codes takes a folder of safetensors files.")

@@ -21,13 +21,13 @@ from lanternpp.engine.batching import ContinuousBatch
 from lanternpp.engine.observers import AcceptanceByRank
 from lanternpp.engine.sampling import Guidance
 from lanternpp.models.base import Target
-from lanternpp.training.codes import Codes, OwnCodes, PictureCodes, Sampler, choose_prompts, folder_codes
+from lanternpp.training.codes import Codes, Sampler, folder_codes
 from lanternpp.training.features import CaptionPrompts
-from lanternpp.training.loop import run, team
-from lanternpp.training.options import DrafterSettings, TrainingData, TrainingOptions
-from lanternpp.training.pictures import read_rows
-from lanternpp.training.state import Task, averaged, check_resumable
-from lanternpp.training.teacher import Teacher, warping
+from lanternpp.training.loop import Task, averaged, run, saved_state
+from lanternpp.training.options import DrafterSettings, Kind, TrainingData, TrainingOptions
+from lanternpp.training.pictures import PictureCodes, read_rows
+from lanternpp.training.teacher import OwnCodes, Teacher, choose_prompts, warping
+from lanternpp.training.team import autocast, team
 from lanternpp.util.files import write_text
 
 MAX_DEPTH = 16  # levels of the drafts whose acceptance rates are stored
@@ -107,7 +107,7 @@ class DrafterTask(Task):
     def step(self, step: int, progress: float) -> dict[str, Tensor]:
         """Update `model` once; return scalars for the log, still on the device."""
         index, variant, generator = self.sampler(step)
-        with team().autocast(self.device):
+        with autocast(self.device):
             figures = self.losses(team().share(index), team().share(variant), generator)
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
@@ -130,9 +130,10 @@ def train(
     task_class: type[DrafterTask],
     settings: DrafterSettings,
     source: TrainingData,
+    folder: Path,
     options: TrainingOptions,
 ) -> tuple[str, ...]:
-    """Train a drafter of `model` in the folder of `options`; return the prompts of its validation, or () if interrupted.
+    """Train a drafter of `model` in a folder; return the prompts of its validation, or () if interrupted.
 
     settings: `DrafterSettings.of` the task's kind; source and options: checked. Raise InputError, before anything is drawn or
     encoded, where the folder was trained with other settings.
@@ -141,16 +142,18 @@ def train(
         for split in ("train", "val"):
             read_rows(source.data, split, source.limit)
     derived = task_class.derived
-    check_resumable(options, {name: x for name, x in asdict(settings).items() if name not in derived})
-    teacher = Teacher(model, options, settings.cfg, source.own or source.rollouts is not None)
+    own_settings = {name: value for name, value in asdict(settings).items() if name not in derived}
+    saved_state(folder, options.restart, own_settings, partly=True)
+    draws = source.own or source.rollouts is not None
+    teacher = Teacher(model, folder, options.device, settings.cfg, draws)
     settings = replace(settings, cfg=teacher.cfg)
     task_class.check(settings, teacher.target, source)
     settings, material = task_class.material(settings, teacher, source)
     derived_settings = {name: getattr(settings, name) for name in derived}
-    check_resumable(options, derived_settings | origins(teacher, material))
+    saved_state(folder, options.restart, derived_settings | origins(teacher, material), partly=True)
     task = task_class(settings, teacher, material.build(), source)
     prompts = dict.fromkeys(text for text in task.val.texts if text is not None)
-    return tuple(prompts) if run(task, options) else ()
+    return tuple(prompts) if run(task, folder, options) else ()
 
 
 def origins(teacher: Teacher, material: Any) -> dict[str, Any]:
@@ -158,19 +161,17 @@ def origins(teacher: Teacher, material: Any) -> dict[str, Any]:
     return {"target": teacher.origin, "data": material.key, "sampling": warping(teacher.sampling)}
 
 
-def strengths(pipe: Pipeline, kind: str) -> list[Settings]:
-    """Return the methods and strengths whose rates are stored with a drafter of kind "parallel" or "eagle", or with a model ("jacobi").
+def strengths(pipe: Pipeline, kind: Kind) -> list[Settings]:
+    """Return the methods and strengths whose rates are stored with a drafter.
 
-    Each drafts as deep as rates are stored, since the rates of shorter drafts are read from the rates of the longest.
+    Chains are as deep as rates are stored, since the rates of shorter drafts are read from the rates of the longest.
     """
+    if kind == "eagle":
+        return [pipe.settings("eagle", batch_size=BATCH_SIZE)]
     depth = min(MAX_DEPTH, pipe.target.length // 4)  # a pass counts only where all levels fit
-    chain: dict[str, Any] = {"proposer": "parallel", "tree": f"chain-{depth}"}
-    methods: dict[str, list[tuple[str, dict[str, Any]]]] = {
-        "parallel": [("parallel", chain), *(("lantern++", chain | {"lam": lam}) for lam in LAMBDAS)],
-        "jacobi": [(name, {"window": depth}) for name in ("jacobi", "jacobi-coupled", "lantern-jacobi")],
-        "eagle": [("eagle", {})],
-    }
-    return [pipe.settings(name, batch_size=BATCH_SIZE, **dials) for name, dials in methods[kind]]
+    chain: dict[str, Any] = {"proposer": "parallel", "tree": f"chain-{depth}", "batch_size": BATCH_SIZE}
+    relaxed = [pipe.settings("lantern++", lam=lam, **chain) for lam in LAMBDAS]
+    return [pipe.settings("parallel", **chain), *relaxed]
 
 
 def record_rates(
@@ -178,22 +179,21 @@ def record_rates(
     methods: Sequence[Settings],
     folder: Path,
     prompts: Sequence[str | None],
-    passes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, float]:
-    """Draw with each of the settings for `passes` counted passes, by default PASSES; write the rates to `acceptance.json` in the
-    folder, unless the model draws latents; return codes per pass by method and strength."""
-    rows, codes_per_pass, passes = list[dict[str, Any]](), dict[str, float](), passes or PASSES
+    """Draw with each of the settings for PASSES counted passes; write the rates to `acceptance.json` in the folder, unless the
+    model draws latents; return codes per pass by method and strength."""
+    rows, codes_per_pass = list[dict[str, Any]](), dict[str, float]()
     for number, settings in enumerate(methods):
         engine = pipe.new_engine(settings)
         counter, counted = AcceptanceByRank(pipe.target.length), 0
         engine.observers.append(counter)
         batch = ContinuousBatch(engine, zip(cycle(prompts), count(), strict=False))
-        for _ in islice(batch.run(), 8 * passes):  # no pass counts where no draft fits into a picture
+        for _ in islice(batch.run(), 8 * PASSES):  # no pass counts where no draft fits into a picture
             counted = int(getattr(counter, "passes", 0))
             if progress:
-                progress(number * passes + min(counted, passes), len(methods) * passes)
-            if counted >= passes:
+                progress(number * PASSES + min(counted, PASSES), len(methods) * PASSES)
+            if counted >= PASSES:
                 break
         if counted:
             counts = Counts.of(counter)

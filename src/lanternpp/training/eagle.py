@@ -18,9 +18,9 @@ from lanternpp.models.latents import DiffusionTarget, noisy
 from lanternpp.training.codes import Codes, CodesTask
 from lanternpp.training.drafter import DrafterTask
 from lanternpp.training.features import FeatureCache, causal_mask, drafter_inputs, slot_inputs
-from lanternpp.training.loop import team
 from lanternpp.training.options import DrafterSettings, TrainingData
 from lanternpp.training.teacher import Teacher
+from lanternpp.training.team import autocast, team
 
 TIMES = 4  # random times at which diffusion heads are compared for each latent; the last is the time of their last step
 MIN_ACCEPTANCE = 1e-6  # so that a place without any overlap counts 14 nats
@@ -231,9 +231,7 @@ class EagleTask(CodesTask, DrafterTask):
         cached [R, S, D]: the target's features from the cache.
         """
         guidance, rounds, noise = self.guidance, self.hparams.rounds, self.hparams.noise
-        features, logits, drafts = self.draft(
-            self.model, prompts, start, codes, guidance, rounds, noise, cached
-        )
+        features, logits, drafts = self.draft(self.model, prompts, start, codes, rounds, noise, cached)
         p, losses = guidance.merge(logits), []
         for skipped, (predicted, q_logits) in enumerate(drafts):
             feature = F.smooth_l1_loss(predicted.float(), features[:, skipped:].float())
@@ -248,7 +246,6 @@ class EagleTask(CodesTask, DrafterTask):
         prompts: Tensor,
         start: Tensor | None,
         codes: Tensor,
-        guidance: Guidance,
         rounds: int,
         noise: float | None = None,
         cached: Tensor | None = None,
@@ -260,7 +257,7 @@ class EagleTask(CodesTask, DrafterTask):
         """
         head, target = self.comparison.head, self.target
         with torch.no_grad():
-            rows = guidance.rows(codes)
+            rows = torch.cat([codes] * (len(prompts) // len(codes)))
             if cached is None:
                 next_inputs, features = drafter_inputs(target, prompts, rows, start)
             else:
@@ -290,8 +287,8 @@ class EagleTask(CodesTask, DrafterTask):
             stored = self.codes.val.pick(part).to(self.device)
             codes = self.target.from_cache(stored, torch.Generator().manual_seed(0))
             prompts = self.val(part, guidance.branches)
-            with team().autocast(self.device):
-                features, p_logits, drafts = self.draft(self.average, *prompts, codes, guidance, 2)
+            with autocast(self.device):
+                features, p_logits, drafts = self.draft(self.average, *prompts, codes, 2)
             (predicted, q_logits), (_, q2_logits) = drafts
             p, q, q2 = (guidance.merge(x) for x in (p_logits, q_logits, q2_logits))
             sampled, count = [q, p, q2, p[:, 1:]], len(part)

@@ -14,10 +14,9 @@ from torch import Tensor
 from lanternpp.errors import InputError
 from lanternpp.models.base import PromptWarning, Target
 from lanternpp.nn.files import input_errors
-from lanternpp.training.codes import Split
-from lanternpp.training.loop import team
-from lanternpp.training.material import REMEDY, Done, Shard, build_shards
+from lanternpp.training.codes import REMEDY, Done, Shard, Split, build_shards
 from lanternpp.training.teacher import Teacher
+from lanternpp.training.team import autocast
 from lanternpp.util.files import digest
 
 SHARD_BYTES = 1 << 28  # of a shard of features, about
@@ -125,7 +124,7 @@ class FeatureCache:
         facts = [teacher.origin, codes_key, str(like.dtype), str(captions.slots), str(self.shard_size)]
         folder = teacher.store / f"features-{digest([*facts, *split.texts])}"
         contents = "the features of all pictures"
-        paths = build_shards(folder, len(split), self.shard_size, self._compute, contents, picture_bytes)
+        paths = build_shards(folder, len(split), self.shard_size, self._compute, contents)
         self.shards = []  # slices [M, variants, 2, S, D] of files, read on access
         for path in paths:
             with input_errors(f"{path} cannot be read", REMEDY):
@@ -145,6 +144,7 @@ class FeatureCache:
     @torch.no_grad()
     def _compute(self, parts: Sequence[range], done: Done) -> Iterator[Shard]:
         device, dtype = self.target.decoder.rotary_table.device, next(self.target.parameters()).dtype
+        num_done = 0
         for part in parts:
             batches = []
             for index in torch.arange(part.start, part.stop).split(BATCH_SIZE):
@@ -152,9 +152,10 @@ class FeatureCache:
                 variants = []
                 for variant in range(self.split.codes.shape[1]):
                     codes = self.split.pick(index, torch.full_like(index, variant)).to(device)
-                    with team().autocast(device):
+                    with autocast(device):
                         _, features = drafter_inputs(self.target, prompts, codes.repeat(2, 1), start)
                     variants.append(torch.stack(features.chunk(2), 1).cpu())  # [B, 2, S, D]
                 batches.append(torch.stack(variants, 1))
-                done(int(index[-1]) + 1 - part.start)
+                num_done += len(index)
+                done(num_done)
             yield {"features": torch.cat(batches).to(dtype)}, {"pictures": len(part)}

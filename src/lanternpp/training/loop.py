@@ -1,145 +1,194 @@
-"""The loop that all trainings share, alone or in several processes: budget, schedule, average, checks, resume, export."""
+"""The loop that all trainings share: state from which a killed run resumes with the same result, budget, schedule, checks, export."""
 
 from __future__ import annotations
 
-import atexit
+import copy
 import math
-import os
 import shlex
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import UTC, datetime, timedelta
-from functools import cache
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from lanternpp.api.rates import FILE as RATES
 from lanternpp.api.results import versions
 from lanternpp.errors import InputError
 from lanternpp.nn import checkpoints
-from lanternpp.training.options import TrainingOptions
-from lanternpp.training.state import Report, State, Task, begin_or_resume
-from lanternpp.util.devices import device_name, half_width, pick_device
+from lanternpp.nn.files import input_errors
+from lanternpp.training.options import Stored, TrainingOptions
+from lanternpp.training.team import LOG, Report, team
+from lanternpp.util import files
+from lanternpp.util.devices import device_name
 from lanternpp.util.files import locked
-from lanternpp.util.jsonfile import write_json
+from lanternpp.util.jsonfile import differences, keep_rows, write_json
 
-TIMEOUT = timedelta(days=1)  # for processes that wait while the first one draws, validates and saves
+STATE = "state.pt"
+LOG_STEPS = 25  # between two rows of losses in the log
+NO_STATE, RESTART = "is no state of this training", "pass --restart to start over"
+MEANINGS = {
+    "data": ", which stands for the training data",
+    "target": ", which stands for the target's weights",
+    "redrawn_data": ", which stands for the pictures as its tokenizer draws them",
+}
+M = TypeVar("M", bound=nn.Module)
 
 
-class Team:
-    """The processes that share every batch: those of `accelerate launch` or torchrun, else this process alone.
+class Task(ABC):
+    """The base class of trainings. `settings` are the values that a resumed run must share."""
 
-    Only several processes need Accelerate; InputError where it is not installed for them.
+    name: str
+    device: torch.device
+    settings: dict[str, Any]
+    data: dict[str, Any]  # for the provenance
+    model: nn.Module  # trained
+    average: nn.Module  # its moving average: validated and exported
+    optimizers: dict[str, torch.optim.Optimizer]
+    modules: tuple[str, ...] = ("model", "average")  # attributes whose weights a resumed run needs
+    decay: float = 0.999
+    warmup: int = 200
+    # Share of the budget over which the rate falls to zero; None: a cosine over all of it.
+    cooldown: float | None = None
+    first_weights: str | None = None  # says which weights were taken from another model
+    keep: str | None = None  # the validation figure whose minimum decides which average is exported
+
+    @abstractmethod
+    def step(self, step: int, progress: float) -> dict[str, Tensor]:
+        """Update `model` once; return scalars for the log, still on the device."""
+
+    @abstractmethod
+    def validate(self) -> dict[str, Any]:
+        """Return figures of `average` on held-out data."""
+
+    @abstractmethod
+    def export(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return config and tensors of `average`, as a model folder holds them."""
+
+    def parts(self) -> dict[str, Mapping[str, Any]]:
+        """Return the modules and optimizers whose state a resumed run needs, by name."""
+        return {
+            "modules": {name: getattr(self, name) for name in self.modules},
+            "optimizers": self.optimizers,
+        }
+
+    # A subclass may leave these as they are.
+    # ruff: noqa: B027
+
+    def sample(self, path: Path) -> None:
+        """Write a PNG of pictures drawn by `average`, where the task draws any."""
+
+    def speed_up(self) -> None:
+        """Compile the parts that are faster for it."""
+        self.model.compile()
+
+    def final(self) -> dict[str, Any]:
+        """Return more figures for the provenance, measured once at the end."""
+        return {}
+
+    def param_groups(self) -> Iterator[dict[str, Any]]:
+        """Yield the parameter groups of all optimizers."""
+        for optimizer in self.optimizers.values():
+            yield from optimizer.param_groups
+
+
+def averaged(model: M) -> M:
+    """Return a frozen copy of a model to hold its moving average."""
+    return copy.deepcopy(model).eval().requires_grad_(False)
+
+
+@dataclass
+class State:
+    """The progress of a run. Data order and noise are functions of (seed, step), so their state is the step."""
+
+    step: int = 0
+    seconds: float = 0.0
+    checked: int = 0  # the last check that was due, of `checks`
+    best: dict[str, Any] | None = None  # {"figure", "step", "weights"} where the task keeps its best
+    sums: dict[str, Tensor] = field(default_factory=dict)  # of the losses since the log was last written
+    counted: int = 0  # steps in `sums`
+
+    def write(self, task: Task, folder: Path) -> None:
+        """Write the state, the settings, and the state of the task's modules and optimizers."""
+        content = {"settings": task.settings, "state": vars(self)}
+        for part, objects in task.parts().items():
+            content[part] = {name: x.state_dict() for name, x in objects.items()}
+        checkpoints.write_pt(folder / STATE, content)
+
+
+def begin_or_resume(task: Task, folder: Path, options: TrainingOptions) -> State:
+    """Return a new state, or the saved state of the folder; raise InputError as `saved_state`."""
+    path = folder / STATE
+    files.sweep(folder)
+    content = saved_state(folder, options.restart, task.settings)
+    if content is None:
+        for group in task.param_groups():
+            group["initial_lr"] = group["lr"]
+        # A run that is started over, or that was killed before its first state, has left these files.
+        path.unlink(missing_ok=True)
+        (folder / LOG).unlink(missing_ok=True)
+        return State()
+    with input_errors(f"{path} {NO_STATE}", RESTART):
+        for part, objects in task.parts().items():
+            for name, x in objects.items():
+                x.load_state_dict(content[part][name])
+        state = State(**content["state"])
+        # The budget or the number of checks may have changed.
+        state.checked = min(state.checked, int(options.progress(state.step, state.seconds) * options.checks))
+        state.sums = {name: value.to(task.device) for name, value in state.sums.items()}
+    # A killed run may have written rows after its last saved step.
+    keep_rows(folder / LOG, lambda row: row.get("step", 0) <= state.step)
+    return state
+
+
+def saved_state(
+    folder: Path, restart: bool, settings: Mapping[str, Any], partly: bool = False
+) -> dict[str, Any] | None:
+    """Return the content of a folder's state; None where there is none, or the run starts over.
+
+    partly: compare only the settings that are given, and leave the tensors, which are memory-mapped, unread. Raise InputError where
+    the file is damaged, or its settings are not these.
     """
-
-    def __init__(self) -> None:
-        self.size, self.rank = 1, 0
-        self.accelerator: Any = None
-        if (world_size := int(os.environ.get("WORLD_SIZE", "1"))) == 1:
-            return
-        try:
-            from accelerate import Accelerator
-            from accelerate.utils import InitProcessGroupKwargs
-        except ImportError:
-            raise InputError(
-                "training in several processes needs Accelerate: pip install 'lanternpp[train]'."
-            ) from None
-        handlers = [InitProcessGroupKwargs(timeout=TIMEOUT)]
-        # Without `cpu`, Accelerate does not join processes on CPUs to a group.
-        self.accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=handlers)
-        # A thread of gloo that wants the interpreter while the interpreter exits would abort the process.
-        atexit.register(self.accelerator.end_training)
-        self.size, self.rank = self.accelerator.num_processes, self.accelerator.process_index
-        if self.size != world_size:
-            raise InputError(
-                f"WORLD_SIZE is {world_size}, but no such team was started: use accelerate launch or torchrun."
-            )
-        if self.accelerator.mixed_precision not in ("no", "bf16"):
-            raise InputError(
-                f"mixed precision {self.accelerator.mixed_precision} is not supported: use bf16 or no."
-            )
-
-    @property
-    def leads(self) -> bool:
-        """Whether this process validates, prints and writes."""
-        return self.rank == 0
-
-    def share(self, batch: Tensor) -> Tensor:
-        """Return this process's part of a batch [B, ...]; raise InputError where the batch cannot be shared evenly."""
-        if len(batch) % self.size:
-            raise InputError(
-                f"a batch of {len(batch)} pictures, which is --batch-size or all that there are, cannot be shared by "
-                f"{self.size} processes: use a multiple of {self.size}."
-            )
-        return batch[self.rank :: self.size]
-
-    def average_gradients(self, model: nn.Module) -> None:
-        """Replace the gradients of a model by their mean over the team, in one exchange."""
-        if self.accelerator is None:
-            return
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        vector_to_parameters(self.accelerator.reduce(parameters_to_vector(gradients), "mean"), gradients)
-
-    def reduce(self, values: Iterable[float], reduction: str) -> list[float]:
-        """Return the "mean" or the "sum" over the team of each value, in one exchange."""
-        numbers = list(values)
-        if self.accelerator is None:
-            return numbers
-        tensor = torch.tensor(numbers, dtype=torch.float32, device=self.accelerator.device)
-        return self.accelerator.reduce(tensor, reduction).tolist()
-
-    def leader_first(self) -> AbstractContextManager[None]:
-        """Run the block in the first process first; the other processes then find its results on disk."""
-        return nullcontext() if self.accelerator is None else self.accelerator.main_process_first()
-
-    def device(self, name: str) -> torch.device:
-        """Return a device by name, or the process's own GPU where the team computes on GPUs."""
-        device = pick_device(name)
-        if self.accelerator is not None and self.accelerator.device.type == device.type:
-            device = self.accelerator.device
-        if device.type == "cuda":
-            torch.backends.cudnn.benchmark = True  # all steps have the same shapes
-        return device
-
-    def autocast(self, device: torch.device) -> AbstractContextManager[object]:
-        """Compute in bfloat16 where the launch asks for it or the device multiplies in it; else in float32."""
-        if self.accelerator is not None and self.accelerator.mixed_precision != "no":
-            return self.accelerator.autocast()
-        dtype = compute_dtype(device)
-        return torch.autocast(device.type, dtype) if dtype is torch.bfloat16 else nullcontext()
+    path, content = folder / STATE, dict[str, Any]()
+    if restart or not path.exists():
+        return None
+    with suppress(InputError):
+        content = checkpoints.read_pt(path, mmap=partly)
+    if not isinstance(saved := content.get("settings"), dict):
+        raise InputError(f"{path} {NO_STATE}: {RESTART}.")
+    if partly:
+        saved = {name: saved.get(name) for name in settings}
+    if changes := sorted(differences(saved, dict(settings))):
+        changes = [change + MEANINGS.get(change.partition(" ")[0], "") for change in changes]
+        raise InputError(
+            f"{path} was trained with other settings ({'; '.join(changes)}): repeat its settings to resume, or {RESTART}."
+        )
+    return content
 
 
-def compute_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype of matrix products in trainings: bfloat16 where the device multiplies in it, else float32."""
-    return torch.bfloat16 if half_width(device) is torch.bfloat16 else torch.float32
+def run(task: Task, folder: Path, options: TrainingOptions) -> bool:
+    """Train `task` in a folder until its budget is used; return False if interrupted, with the state saved.
+
+    Raise InputError as `begin_or_resume`.
+    """
+    with locked(folder) if team().leads else nullcontext():
+        return _run(task, folder, options)
 
 
-@cache
-def team() -> Team:
-    """Return the team that this process belongs to."""
-    return Team()
-
-
-def run(task: Task, options: TrainingOptions) -> bool:
-    """Train `task` until its budget is used; return False if interrupted, with the state saved. Raise InputError as `begin_or_resume`."""
-    with locked(options.folder) if team().leads else nullcontext():
-        return _run(task, options)
-
-
-def _run(task: Task, options: TrainingOptions) -> bool:
-    state, leads = begin_or_resume(task, options), team().leads
+def _run(task: Task, folder: Path, options: TrainingOptions) -> bool:
+    state, leads = begin_or_resume(task, folder, options), team().leads
     if options.compile:
         task.speed_up()
-    report = Report(task.name, options.folder, silent=not leads)
+    report = Report(task.name, folder)
     if task.first_weights and not state.step:
         report.say(task.first_weights)
     started, last_save = time.monotonic() - state.seconds, time.monotonic()
@@ -151,13 +200,13 @@ def _run(task: Task, options: TrainingOptions) -> bool:
             update(task, state, progress)
             # The budget includes the check at the end, expected to take as long as the last check.
             elapsed = time.monotonic() - started + last_check_seconds
-            num_stopped, elapsed = team().reduce((stop.is_set(), elapsed if leads else 0.0), "sum")
+            num_stopped, elapsed = team().sums((stop.is_set(), elapsed if leads else 0.0))
             state.seconds = elapsed - last_check_seconds
             progress = options.progress(state.step, elapsed)
             line = f"step {state.step}"
-            if state.step % options.log_steps == 0 or progress >= 1:
-                means = [value.item() / state.counted for value in state.sums.values()]
-                figures = dict(zip(state.sums, team().reduce(means, "mean"), strict=True))
+            if state.step % LOG_STEPS == 0 or progress >= 1:
+                means = [value.item() / state.counted / team().size for value in state.sums.values()]
+                figures = dict(zip(state.sums, team().sums(means), strict=True))
                 # A broken model must not overwrite a good state.
                 if not_finite := [name for name, value in figures.items() if not math.isfinite(value)]:
                     raise InputError(
@@ -166,7 +215,7 @@ def _run(task: Task, options: TrainingOptions) -> bool:
                 report.write({"step": state.step, "seconds": round(state.seconds, 2), **figures})
                 line += f"  {as_text(figures)}"
                 state.sums, state.counted = {}, 0
-            report.advance(state.seconds, progress, line, last=progress >= 1)
+            report.advance(progress, line, last=progress >= 1)
             validation = None
             # With a budget in minutes, all checks except the last take at most a quarter of the time.
             affordable = progress >= 1 or options.minutes is None or 4 * check_seconds <= state.seconds
@@ -175,21 +224,20 @@ def _run(task: Task, options: TrainingOptions) -> bool:
                 state.checked = int(progress * options.checks)
                 if leads:
                     check_started = time.monotonic()
-                    validation = validate(task, state, report, options)
+                    validation = validate(task, state, report, folder)
                     last_check_seconds = time.monotonic() - check_started
                     check_seconds += last_check_seconds
                     # `progress` was computed from `elapsed`; with fewer seconds a finished training would resume.
                     state.seconds = max(time.monotonic() - started, elapsed)
-            interrupted = num_stopped > 0 or state.step == options.stop_after
-            save = check or interrupted or time.monotonic() - last_save > 60 * options.save_minutes
+            save = check or num_stopped or time.monotonic() - last_save > 60 * options.save_minutes
             if save and leads:
-                state.write(task, options.folder)
+                state.write(task, folder)
                 last_save = time.monotonic()
-            if interrupted and progress < 1:
+            if num_stopped and progress < 1:
                 report.say(f"stopped at step {state.step}; the same command resumes it")
                 return False
     if leads:
-        finish(task, state, options, report, validation)
+        finish(task, state, folder, options.store, report, validation)
     return True
 
 
@@ -208,7 +256,7 @@ def update(task: Task, state: State, progress: float) -> None:
     state.step += 1
 
 
-def validate(task: Task, state: State, report: Report, options: TrainingOptions) -> dict[str, Any]:
+def validate(task: Task, state: State, report: Report, folder: Path) -> dict[str, Any]:
     """Validate and sample the average, store it in `state` where it is the best so far, and return the figures."""
     figures = task.validate()
     report.write({"step": state.step, "validation": figures})
@@ -216,12 +264,12 @@ def validate(task: Task, state: State, report: Report, options: TrainingOptions)
     if task.keep and (state.best is None or figures[task.keep] < state.best["figure"]):
         weights = {name: tensor.detach().cpu().clone() for name, tensor in task.average.state_dict().items()}
         state.best = {"figure": figures[task.keep], "step": state.step, "weights": weights}
-    task.sample(options.folder / "samples" / f"{state.step:07d}.png")
+    task.sample(folder / "samples" / f"{state.step:07d}.png")
     return figures
 
 
 def finish(
-    task: Task, state: State, options: TrainingOptions, report: Report, validation: dict[str, Any] | None
+    task: Task, state: State, folder: Path, store: Stored, report: Report, validation: dict[str, Any] | None
 ) -> None:
     """Export the average (the best one, where the task keeps it) with its provenance.
 
@@ -250,13 +298,13 @@ def finish(
         "minutes": round(state.seconds / 60, 2),
         "validation": figures,
         "parameters": sum(p.numel() for p in task.average.parameters()),
-        "store": options.store,
+        "store": store,
     }
-    (options.folder / RATES).unlink(missing_ok=True)  # counted with the previous weights
-    write_json(options.folder / "provenance.json", facts)
+    (folder / RATES).unlink(missing_ok=True)  # counted with the previous weights
     codebooks = [name for name in tensors if name.endswith("codebook")]
-    checkpoints.save(options.folder, config, tensors, options.store, keep=codebooks)
-    report.say(f"done after {state.step} steps: {as_text(figures)}; weights in {options.folder}")
+    checkpoints.save(folder, config, tensors, store, keep=codebooks)
+    write_json(folder / "provenance.json", facts)  # after the weights that it describes
+    report.say(f"done after {state.step} steps: {as_text(figures)}; weights in {folder}")
 
 
 def as_text(figures: Mapping[str, Any]) -> str:
@@ -293,9 +341,6 @@ def set_rate(task: Task, progress: float, step: int) -> None:
 def stoppable() -> Iterator[threading.Event]:
     """Yield an event that the first Ctrl-C (or SIGTERM) sets; a second Ctrl-C interrupts at once."""
     event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield event
-        return
 
     def request(number: int, frame: object) -> None:
         if event.is_set():

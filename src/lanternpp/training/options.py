@@ -1,8 +1,8 @@
-"""The options of a drafter's training. This module does not import torch, so that help is quick."""
+"""The options of a drafter's training, whose ranges the command line checks. This module does not import torch, so that help is quick."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 from lanternpp.errors import InputError
 from lanternpp.util.jsonfile import read_object
 from lanternpp.util.options import Option, declared
-from lanternpp.util.registry import unknown
 
 Kind = Literal["eagle", "parallel"]
 Stored = Literal["float32", "bfloat16", "int8", "int6"]
@@ -20,12 +19,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "parallel": {"loss": "both", "lr": 2e-3, "noise": 0.1},
 }
 
-# Fields of `TrainingData` that have no effect with a source of codes.
-UNUSED = {
-    "--rollouts": ("codes", "samples", "limit", "crops"),
-    "--self": ("limit", "crops"),
-    "--codes": ("limit", "crops", "sample_batch"),
-    "--data": ("sample_batch",),
+# Fields of `TrainingData` that each source of training data reads, besides its own; a source that is above goes first.
+USED = {
+    "rollouts": ("drafter", "method", "own", "data", "prompts", "sample_batch"),
+    "codes": (),
+    "own": ("data", "prompts", "samples", "sample_batch"),
+    "data": ("crops", "limit"),
 }
 
 # Hyperparameters of drafters and of the networks of a recipe.
@@ -37,21 +36,25 @@ Seed = Annotated[int, Option("Seed of weights, data order and noise.", ge=0, le=
 Eagle, Parallel = partial(Option, group="EAGLE"), partial(Option, group="Parallel")
 
 
-def check_options(options: Any, kind: Kind | None = None) -> None:
-    """Check the fields of a dataclass of options; raise InputError for a value out of range, or an option of another kind of drafter."""
+def flag(name: str) -> str:
+    """Return a field's name on the command line."""
+    return "--self" if name == "own" else "--" + name.replace("_", "-")
+
+
+def check_kind(options: Any, kind: Kind) -> None:
+    """Raise InputError where a field of a dataclass of options is given and is of another kind of drafter."""
     for name, option in declared(type(options)).items():
-        value, flag = getattr(options, name), "--" + name.replace("_", "-")
-        option.check(value, flag)
         group = option.group.lower()
-        if kind is not None and group not in ("", kind) and value != getattr(type(options), name):
-            raise InputError(f"{flag} is for drafters of --kind {group}: leave it out, or give that --kind.")
+        if group not in ("", kind) and getattr(options, name) != getattr(type(options), name):
+            raise InputError(
+                f"{flag(name)} is for drafters of --kind {group}: leave it out, or give that --kind."
+            )
 
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """The budget, folder, device and checks of a run: all options that may change between a run and its resumption."""
+    """The budget, device and checks of a run: all options that may change between a run and its resumption."""
 
-    folder: Path = Path()
     steps: Annotated[int | None, Option("Budget in steps, earlier runs counted in.", ge=1)] = None
     minutes: Annotated[float | None, Option("Budget in minutes, checks counted in.", gt=0)] = None
     device: Annotated[str, Option("auto, cpu, cuda or cuda:N.")] = "auto"
@@ -62,12 +65,9 @@ class TrainingOptions:
     ] = 12
     save_minutes: Annotated[float, Option("A state is also saved this often.", ge=0)] = 5.0
     store: Annotated[Stored, Option("Weights on disk; int8 and int6 have 8 and 6 bits.")] = "float32"
-    log_steps: int = 25
-    stop_after: int | None = None  # pause at this step as if interrupted
 
     def check(self) -> None:
-        """Check that values are in range and there is a budget; raise InputError if not."""
-        check_options(self)
+        """Check that there is a budget; raise InputError if not."""
         if self.steps is None and self.minutes is None:
             raise InputError("a training needs a budget: give --steps N, --minutes M or both.")
 
@@ -120,10 +120,8 @@ class DrafterSettings:
     condition_width: Annotated[int, Parallel("Width of the layers that condition on a code.", ge=1)] = 256
 
     def of(self, kind: Kind) -> DrafterSettings:
-        """Return the settings with the defaults of a kind of drafter; raise InputError where a value is wrong, or of the other kind."""
-        if kind not in DEFAULTS:
-            raise InputError(unknown("kind of drafter", kind, DEFAULTS))
-        check_options(self, kind)
+        """Return the settings with the defaults of a kind of drafter; raise InputError where one is of the other kind."""
+        check_kind(self, kind)
         defaults = {name: x for name, x in DEFAULTS[kind].items() if getattr(self, name) is None}
         settings = replace(self, **defaults)
         if settings.loss not in LOSSES[kind]:
@@ -164,30 +162,21 @@ class TrainingData:
 
     def check(self, kind: Kind) -> None:
         """Check that there is data for a drafter of this kind, and no option without effect; raise InputError if not."""
-        check_options(self, kind)
-        for name in ("prompts", "samples"):
-            if getattr(self, name) is not None and not self.own:
-                raise InputError(f"--{name} says what the target draws itself: add --self.")
-        if self.codes is not None and (self.own or self.data is not None):
-            raise InputError("--codes DIR holds all that is learned from: leave --self and --data out.")
-        if not self.own and self.data is None and self.codes is None:
+        check_kind(self, kind)
+        given = [item.name for item in fields(self) if getattr(self, item.name) != item.default]
+        source = next((name for name in USED if name in given), None)
+        if source is None:
             raise InputError(
                 "a drafter learns from pictures, --data DIR, from what its target draws, --self, or from --codes DIR."
             )
-        unused_method = self.rollouts is None and self.method != TrainingData.method
-        if (self.rollouts is None) != (self.drafter is None) or unused_method:
-            raise InputError(
-                "--rollouts N goes on with the drafter of --drafter DIR, drawn by --method: give both."
-            )
-        source = "--self" if self.own else "--codes" if self.codes else "--data"
-        source = "--rollouts" if self.rollouts else source
-        for name in UNUSED[source]:
-            if getattr(self, name) != getattr(TrainingData, name):
-                raise InputError(f"--{name.replace('_', '-')} has no effect with {source}: leave it out.")
-        if self.drafter is None:
+        for name in given:
+            if name not in (source, "cache_features", *USED[source]):
+                raise InputError(f"{flag(name)} has no effect with {flag(source)}: leave one of the two out.")
+        if source != "rollouts":
             return
-        config = self.drafter / "config.json"
-        if not config.is_file() or read_object(config).get("kind") != "parallel":
+        config = None if self.drafter is None else self.drafter / "config.json"
+        if config is None or not config.is_file() or read_object(config).get("kind") != "parallel":
             raise InputError(
-                f"{self.drafter} holds no parallel drafter to go on with: train one first, without --rollouts."
+                f"--rollouts goes on with a parallel drafter, but there is none in --drafter {self.drafter or 'DIR'}: train "
+                "one first, without --rollouts, and name its folder."
             )

@@ -32,8 +32,9 @@ from lanternpp.models.base import Target
 from lanternpp.training.codes import evenly_spaced
 from lanternpp.training.drafter import DrafterTask
 from lanternpp.training.features import CaptionPrompts, drafter_inputs, spread_aux_layers
-from lanternpp.training.loop import muon_and_adamw, team
+from lanternpp.training.loop import muon_and_adamw
 from lanternpp.training.options import DrafterSettings, TrainingData
+from lanternpp.training.team import autocast
 
 VALIDATION_ANCHORS = 20  # drafts in each validation picture, about
 FIRST_LEVEL_WEIGHT = 0.5  # of the loss of the first level at `firsts` slots
@@ -196,7 +197,6 @@ class ParallelTask(DrafterTask):
         last_slot = batch.features.shape[1] - 1
         level_slots, in_picture = slots.clamp(max=last_slot), (slots <= last_slot).float()
         first_level, features = self.level_features(drafter, batch, noise)
-        features = self.conditioned(drafter, batch, features)
         p, log_q = self.distributions(batch, level_slots, features)
         losses, acceptance = level_loss(self.hparams.loss, p, log_q)
         num_drafts = in_picture.sum((0, 1)).clamp(min=1)  # [levels]
@@ -250,17 +250,12 @@ class ParallelTask(DrafterTask):
         p, q = (self.sampling_probs(x.flatten(1, 2), positions).view_as(x) for x in logits)
         return p, q.clamp(min=1e-20).log()
 
-    def conditioned(self, drafter: ParallelDrafter, batch: DraftBatch, features: Tensor) -> Tensor:
-        """Return features [B, A, levels, D] of `level_features`, each conditioned on the recorded code before it."""
-        level = torch.arange(1, self.hparams.levels, device=features.device)
-        prev_embeds = gather_slots(batch.next_inputs, batch.anchors[..., None] + level)
-        return torch.cat((features[:, :, :1], drafter.condition_on(features[:, :, 1:], prev_embeds)), 2)
-
     def level_features(
         self, drafter: ParallelDrafter, batch: DraftBatch, noise: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the drafter's features of the first level after all slots, [B, S - 1, D], and of every level after the anchors,
-        [B, A, levels, D], not conditioned on a code yet. noise [B, S, D] is added to the features of the target's last layer.
+        [B, A, levels, D], each conditioned on the recorded code before it. noise [B, S, D] is added to the features of the target's
+        last layer.
         """
         inputs = batch.features
         if noise is not None:
@@ -271,8 +266,11 @@ class ParallelTask(DrafterTask):
         first_level, further_levels = drafter.forward_sequence(
             batch.next_inputs, inputs, batch.anchors, self.hparams.levels - 1, start, batch.hints
         )
-        at_anchors = gather_slots(first_level, batch.anchors[..., None])  # [B, A, 1, D]
-        return first_level, torch.cat((at_anchors, further_levels), 2)
+        anchors = batch.anchors[..., None]  # [B, A, 1]
+        level = torch.arange(1, self.hparams.levels, device=anchors.device)
+        prev_embeds = gather_slots(batch.next_inputs, anchors + level)
+        conditioned = drafter.condition_on(further_levels, prev_embeds)
+        return first_level, torch.cat((gather_slots(first_level, anchors), conditioned), 2)
 
     @torch.no_grad()
     def validate(self) -> dict[str, Any]:
@@ -285,7 +283,7 @@ class ParallelTask(DrafterTask):
         index, sums = evenly_spaced(len(self.codes.val), self.check_pictures), []
         for part in index.split(8):
             batch = self.batch(self.val, part)
-            with team().autocast(self.device):
+            with autocast(self.device):
                 by_level = self.loss(self.average, batch)
             sums.append(torch.stack([by_level[name] for name in ("kept", "expected", "levels")]) * len(part))
         kept, expected, accept = torch.stack(sums).sum(0) / len(index)

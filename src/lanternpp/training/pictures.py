@@ -1,26 +1,32 @@
-"""Captioned pictures in a folder: the rows of its metadata, and square crops of its files."""
+"""Captioned pictures in a folder: the rows of its metadata, square crops of its files, and their codes."""
 
 from __future__ import annotations
 
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
+import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
 from lanternpp.errors import InputError
 from lanternpp.evaluation.pictures import LAYOUT, METADATA, list_pictures, open_image, to_pixels
+from lanternpp.models.vq.codes import Reader
 from lanternpp.nn.files import join_names
+from lanternpp.training.codes import Codes, Done, Shard, Split, build_shards, generator, read_file
 from lanternpp.util.files import digest
 from lanternpp.util.jsonfile import read_lines
 
+SHARD_SIZE, BATCH_SIZE = 128, 32  # encoded pictures in a shard, and pictures encoded at once
 HASHED_BYTES = 1 << 16  # of a picture, which tell pictures of the same size apart
 MAX_BAD_SHARE = 0.01  # of unreadable pictures, above which a folder is rejected
 MARGIN = 1.125  # short side of pictures in memory, in training sizes
@@ -83,12 +89,9 @@ def read_rows(data: str | Path, split: str, limit: int | None = None) -> Rows:
     Raise InputError, which names the line, where a line has no file name or no text.
     """
     data = Path(data)
-    if not data.is_dir():
-        raise InputError(f"{data} is no folder: --data takes an imagefolder with train/ and val/.")
-    root = data / split
+    root, metadata = data / split, data / split / METADATA
     if not root.is_dir():
-        raise InputError(f"{root} is missing: an imagefolder for training has train/ and val/.")
-    metadata = root / METADATA
+        raise InputError(f"{root} is no folder: --data takes an imagefolder with train/ and val/.")
     listing = metadata if metadata.is_file() else data / METADATA
     if not listing.is_file():
         raise InputError(f"{metadata} is missing: it has a line with file_name and text for each picture.")
@@ -134,3 +137,64 @@ def crop(image: Image.Image, size: int, across: float, down: float, zoom: float,
     left, top = across * (image.width - side), down * (image.height - side)
     image = image.resize((size, size), Image.Resampling.BILINEAR, (left, top, left + side, top + side))
     return to_pixels(ImageOps.mirror(image) if mirror else image) / 127.5 - 1
+
+
+class PictureCodes:
+    """The codes that a reader encodes from the pictures of an imagefolder, training pictures in 2 x crops variants.
+
+    A variant is a crop, mirrored or not; the first crop is the centre.
+    """
+
+    def __init__(self, data: Path, reader: Reader, store: Path, crops: int = 2, limit: int | None = None):
+        self.data, self.reader, self.store, self.crops = data, reader, store, crops
+        self.rows = {split: read_rows(data, split, limit) for split in ("train", "val")}
+        self.key = digest([*reader.key, *(rows.key for rows in self.rows.values()), str(crops)])
+
+    def build(self) -> Codes:
+        """Return the codes in `store`, where missing ones are encoded now; leave out unreadable pictures with a warning (`Rows.leave_out`)."""
+        splits, skipped = dict[str, Split](), list[str]()
+        for split, rows in self.rows.items():
+            variants = 2 * self.crops if split == "train" else 1
+            folder, contents = self.store / f"{split}-{self.key}", f"codes of the {split} pictures"
+            encode = partial(self._encode, rows, variants)
+            paths = build_shards(folder, len(rows.files), SHARD_SIZE, encode, contents)
+            shards = [read_file(path, "codes", "texts", "skipped") for path in paths]
+            rows.leave_out(dict(pair for _, facts in shards for pair in facts["skipped"]))
+            splits[split] = Split.of(shards)
+            skipped += rows.bad
+            rows.warn()
+        data = self.data.resolve().name
+        return Codes.of(**splits, key=self.key, folder=data, skipped=skipped[:20], crops=self.crops)
+
+    def _encode(self, rows: Rows, variants: int, parts: Sequence[range], done: Done) -> Iterator[Shard]:
+        """Encode the pictures `parts` of a split, a shard for each part."""
+        reader, num_done = self.reader, 0
+        for part in parts:
+            images = rows.decode(part, reader.size)
+            codes = torch.empty(
+                len(images), variants, reader.length, *reader.item_shape, dtype=reader.storage_dtype
+            )
+            for variant in range(variants):
+                crops = self._crops(list(images.values()), variant, part.start)
+                for first in range(0, len(crops), BATCH_SIZE):
+                    batch = torch.stack(crops[first : first + BATCH_SIZE]).to(reader.device)
+                    codes[first : first + BATCH_SIZE, variant] = (
+                        reader.encode(batch).cpu().to(reader.storage_dtype)
+                    )
+                done(num_done + len(part) * (variant + 1) / variants)
+            num_done += len(part)
+            names = rows.files[part.start : part.stop]
+            skipped = [(name, rows.bad[name]) for name in names if name in rows.bad]
+            facts = {"labels": [rows.labels[i] for i in images], "texts": [rows.texts[i] for i in images]}
+            yield {"codes": codes}, {**facts, "skipped": skipped}
+
+    def _crops(self, images: Sequence[Any], variant: int, first: int) -> list[Tensor]:
+        """Return a variant of the images of a shard, whose first picture has the index `first`."""
+        number, mirror = divmod(variant, 2)
+        crops = torch.rand(len(images), 3, generator=generator(number, first))  # across, down and zoom
+        if number == 0:
+            crops = torch.tensor([0.5, 0.5, 1.0]).expand(len(images), 3)
+        return [
+            crop(image, self.reader.size, across, down, zoom, bool(mirror))
+            for image, (across, down, zoom) in zip(images, crops.tolist(), strict=True)
+        ]

@@ -6,8 +6,8 @@ A drafter whose hints are the target's features at rejected codes can only learn
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -22,24 +22,20 @@ from lanternpp.engine.sampling import Guidance
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
 from lanternpp.nn.sources import Source
-from lanternpp.training.codes import DRAWN_SHARD_SIZE, MAX_HELD_OUT, Codes, OwnCodes, Split, choose_prompts
+from lanternpp.training.codes import MAX_HELD_OUT, Codes, Split, build_shards, read_file
 from lanternpp.training.features import CaptionPrompts, drafter_inputs, slot_inputs, spread_aux_layers
-from lanternpp.training.material import Done, Shard, build_shards, read_file
 from lanternpp.training.options import DrafterSettings, TrainingData
 from lanternpp.training.parallel import DraftBatch, ParallelTask
-from lanternpp.training.teacher import Teacher, key_of, warping
+from lanternpp.training.teacher import DRAWN_SHARD_SIZE, OwnCodes, Teacher, choose_prompts, key_of, warping
 from lanternpp.types import Admission, TargetOutput
 from lanternpp.util.devices import free_memory
 from lanternpp.util.files import digest
-
-TENSORS = ("codes", "kept", "features", "prompt")  # fields of a rollout that a file stores as tensors
 
 
 @dataclass(frozen=True)
 class Rollout:
     """One picture drawn in C passes, each with a chain of N - 1 draft codes."""
 
-    text: str | None
     codes: Tensor  # [length] int32
     kept: Tensor  # [C] int16 number of codes decided by each pass after the prefill
     features: Tensor  # [C, N, (1 + aux) D] guided, of every node of each pass, in the target's own dtype
@@ -70,18 +66,19 @@ class Recorder(Observer):
 
 
 def record(
-    engine: Engine, texts: Sequence[str | None], seeds: Sequence[int], done: Done = lambda pictures: None
-) -> list[Rollout]:
-    """Draw a picture for each text and seed, by an engine that drafts chains with a parallel drafter; return their rollouts in order."""
-    recorder, rollouts = Recorder(engine.guidance), dict[int, Rollout]()
+    engine: Engine,
+    texts: Sequence[str | None],
+    seeds: Sequence[int],
+    progress: Callable[[int, int], None] | None = None,
+) -> Iterator[tuple[int, Rollout]]:
+    """Draw as `draw_samples`, by an engine that drafts chains with a parallel drafter; yield rollouts in the place of samples."""
+    recorder = Recorder(engine.guidance)
     engine.observers = [recorder]
-    for index, sample in draw_samples(engine, texts, seeds):
+    for index, sample in draw_samples(engine, texts, seeds, progress):
         (_, prompt), *passes = recorder.passes[sample.slot]
         counts, features = zip(*passes, strict=True)
-        codes, kept = sample.codes.to(torch.int32), torch.tensor(counts, dtype=torch.int16)
-        rollouts[index] = Rollout(texts[index], codes, kept, torch.stack(features), prompt)
-        done(len(rollouts))
-    return [rollouts[index] for index in range(len(texts))]
+        kept = torch.tensor(counts, dtype=torch.int16)
+        yield index, Rollout(sample.codes.to(torch.int32), kept, torch.stack(features), prompt)
 
 
 def replay(kept: Tensor, depth: int, levels: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,10 +95,9 @@ def replay(kept: Tensor, depth: int, levels: int) -> tuple[Tensor, Tensor, Tenso
     return decided, F.pad(kept.cumsum(0)[:-1], (1, 0)), F.pad(hints, (0, 0, 1, 0), value=-1)
 
 
-def split_of(runs: Sequence[Rollout]) -> Split:
-    """Return recorded runs as a split."""
-    codes = torch.stack([run.codes for run in runs])[:, None]
-    return Split(codes, tuple(run.text or "" for run in runs), runs=tuple(runs))
+def split_of(runs: Sequence[Rollout], texts: Sequence[str]) -> Split:
+    """Return recorded runs with their texts as a split."""
+    return Split(torch.stack([run.codes for run in runs])[:, None], tuple(texts), runs=tuple(runs))
 
 
 class Runs(OwnCodes):
@@ -110,6 +106,8 @@ class Runs(OwnCodes):
     The source's method draws them, with its rule and its verifier, and chains of the drafter's levels. A drafter of fewer layers,
     levels or auxiliary layers than the settings grows to as many; InputError as `grown`.
     """
+
+    draw = staticmethod(record)
 
     def __init__(self, settings: DrafterSettings, teacher: Teacher, source: TrainingData):
         assert source.drafter is not None
@@ -142,25 +140,21 @@ class Runs(OwnCodes):
 
     def build(self) -> Codes:
         """Return the runs in the folder of the teacher's store, where missing ones are recorded now."""
-        target, config = self.teacher.target, self.drafter.config
-        width = target.decoder.config.dim * (1 + len(config.aux_layers))
-        # The estimate assumes that a pass decides three codes on average.
-        node_bytes = width * next(target.parameters()).element_size()
-        run_bytes = target.length * node_bytes * (config.queries + 2) // 3
         folder, contents = self.teacher.store / f"runs-{self.key}", "recorded runs of the target"
-        paths = build_shards(folder, len(self.texts), DRAWN_SHARD_SIZE, self._draw, contents, run_bytes)
+        paths = build_shards(folder, len(self.texts), DRAWN_SHARD_SIZE, self._draw, contents)
         # Every step reads features of runs, so they stay on a GPU where they take at most half of its free memory.
         device, size = self.teacher.device, sum(path.stat().st_size for path in paths)
         on_gpu = device.type == "cuda" and 2 * size < (free_memory(device) or 0)
         runs = list[Rollout]()
         for path in paths:
             tensors, facts = read_file(path, "texts", "0 codes")
-            for i, text in enumerate(facts["texts"]):
-                run = Rollout(text, **{name: tensors[f"{i} {name}"] for name in TENSORS})
+            for i in range(len(facts["texts"])):
+                run = Rollout(*(tensors[f"{i} {item.name}"] for item in fields(Rollout)))
                 if on_gpu:
                     run = replace(run, features=run.features.to(device), prompt=run.prompt.to(device))
                 runs.append(run)
-        train, val = split_of(runs[: -self.num_held_out]), split_of(runs[-self.num_held_out :])
+        parts = slice(-self.num_held_out), slice(-self.num_held_out, None)
+        train, val = (split_of(runs[part], self.texts[part]) for part in parts)
         return Codes(train, val, self.facts, self.drafter)
 
     def engine(self) -> Engine:
@@ -170,14 +164,9 @@ class Runs(OwnCodes):
         drafter.eval().requires_grad_(False).pack(teacher.target)
         return teacher.pipeline(parallel=drafter).new_engine(self.draw_settings)
 
-    def draw(self, engine: Engine, texts: Sequence[str], seeds: Sequence[int], done: Done) -> list[Any]:
-        """Record a run for each text and seed; return the runs in order."""
-        return record(engine, texts, seeds, done)
-
-    def shard(self, samples: Sequence[Any], texts: Sequence[str]) -> Shard:
-        """Return the tensors and facts that a file stores of runs and their texts."""
-        tensors = {f"{i} {name}": getattr(run, name) for i, run in enumerate(samples) for name in TENSORS}
-        return tensors, {"texts": texts}
+    def shard(self, samples: Sequence[Rollout]) -> dict[str, Tensor]:
+        """Return the tensors that a file stores of runs."""
+        return {f"{i} {name}": tensor for i, run in enumerate(samples) for name, tensor in vars(run).items()}
 
 
 class RolloutTask(ParallelTask):

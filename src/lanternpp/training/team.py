@@ -1,0 +1,153 @@
+"""The processes that train together, the device and dtype of each, and the progress that the first one reports."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from lanternpp.errors import InputError
+from lanternpp.nn.files import input_errors
+from lanternpp.util.devices import half_width, pick_device
+from lanternpp.util.jsonfile import append_row
+from lanternpp.util.terminal import Progress, progress_bar
+
+LOG = "log.jsonl"
+REPORT_SECONDS = 10  # between two lines of a report
+TIMEOUT = timedelta(days=1)  # for processes that wait while the first one draws, validates and saves
+
+
+class Team:
+    """The processes that share every batch: those that torchrun (or `accelerate launch`) started, else this process alone.
+
+    Raise InputError where the environment names several processes and they do not find each other.
+    """
+
+    def __init__(self) -> None:
+        self.size, self.rank = int(os.environ.get("WORLD_SIZE", "1")), 0
+        if self.size > 1:
+            sentence = f"WORLD_SIZE is {self.size}, but no such team of processes was started"
+            with input_errors(sentence, "start them with torchrun, or unset WORLD_SIZE"):
+                dist.init_process_group(timeout=TIMEOUT)
+            self.rank = dist.get_rank()
+            # A thread of gloo that wants the interpreter while the interpreter exits would abort the process.
+            atexit.register(dist.destroy_process_group)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process validates, prints and writes."""
+        return self.rank == 0
+
+    def share(self, batch: Tensor) -> Tensor:
+        """Return this process's part of a batch [B, ...]; raise InputError where the batch cannot be shared evenly."""
+        if len(batch) % self.size:
+            raise InputError(
+                f"a batch of {len(batch)} pictures, which is --batch-size or all that there are, cannot be shared by "
+                f"{self.size} processes: use a multiple of {self.size}."
+            )
+        return batch[self.rank :: self.size]
+
+    def average_gradients(self, model: nn.Module) -> None:
+        """Replace the gradients of a model by their mean over the team, in one exchange."""
+        if self.size > 1:
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            total = parameters_to_vector(gradients)
+            dist.all_reduce(total)
+            vector_to_parameters(total / self.size, gradients)
+
+    def sums(self, values: Iterable[float]) -> list[float]:
+        """Return the sum over the team of each value, in one exchange."""
+        total = torch.tensor(list(values), dtype=torch.float64)
+        if self.size > 1:
+            dist.all_reduce(total)
+        return total.tolist()
+
+    @contextmanager
+    def leader_first(self) -> Iterator[None]:
+        """Run the block in the first process first; the other processes then find its results on disk."""
+        if not self.leads:
+            dist.barrier()
+        yield
+        if self.leads and self.size > 1:
+            dist.barrier()
+
+    def device(self, name: str) -> torch.device:
+        """Return a device by name, or the process's own GPU where several processes share the GPUs of a machine."""
+        device = pick_device(name)
+        if device.type == "cuda":
+            if self.size > 1:
+                device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", self.rank)))
+                torch.cuda.set_device(device)
+            torch.backends.cudnn.benchmark = True  # all steps have the same shapes
+        return device
+
+
+@cache
+def team() -> Team:
+    """Return the team that this process belongs to."""
+    return Team()
+
+
+def compute_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype of matrix products in trainings: bfloat16 where the device multiplies in it, else float32."""
+    return torch.bfloat16 if half_width(device) is torch.bfloat16 else torch.float32
+
+
+def autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Compute in `compute_dtype` while the block runs."""
+    dtype = compute_dtype(device)
+    return torch.autocast(device.type, dtype) if dtype is torch.bfloat16 else nullcontext()
+
+
+class Report:
+    """Progress on stderr, a line every ten seconds and on a terminal a bar, and the rows of `log.jsonl`, of the first process."""
+
+    def __init__(self, name: str, folder: Path):
+        self.name, self.log = name, folder / LOG
+        self._move: Progress | None = None
+        self._last_line = time.monotonic()
+        self._start: tuple[float, float] | None = (
+            None  # (progress, seconds of the clock) where this process began
+        )
+
+    @contextmanager
+    def bar(self) -> Iterator[None]:
+        """Show the bar while the block runs."""
+        with progress_bar(self.name) if team().leads else nullcontext() as self._move:
+            yield
+
+    def advance(self, progress: float, line: str, last: bool = False) -> None:
+        """Move the bar to `progress`, 0..1, and print the line if it is due or the last one."""
+        now = time.monotonic()
+        first_progress, started = self._start = self._start or (progress, now)
+        if self._move is not None:
+            self._move(round(1000 * progress), 1000)
+        if last or now - self._last_line > REPORT_SECONDS:
+            left = ""
+            if first_progress < progress < 1:
+                minutes = (now - started) / (progress - first_progress) * (1 - progress) / 60
+                left = f"  {minutes:.1f} min left"
+            self.say(f"{100 * progress:5.1f} %{left}  {line}")
+
+    def say(self, line: str) -> None:
+        """Print a line."""
+        self._last_line = time.monotonic()
+        if team().leads:
+            print(f"{self.name}: {line}", file=sys.stderr, flush=True)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Add a row to the log."""
+        if team().leads:
+            append_row(self.log, row)
