@@ -342,7 +342,7 @@ def test_every_method_with_a_fixed_shape_can_be_measured(model: Path, method: st
     sixteen = Counts(((8.0,) * 5,) * 16, ((4.0,) * 5,) * 16, 1000)
     monkeypatch.setattr(type(pipe._fit), "counts", lambda self, settings: sixteen)
     fitted = pipe.fit(settings)
-    steps = {step.draft: step for step in pipe._fit._measured_here[key_of(cost_settings(settings))]}
+    steps = {step.draft: step for step in pipe._fit._measured(key_of(cost_settings(settings)))}
     assert fit.draft_name(fitted) in steps and len(steps) >= 2
     assert steps[PLAIN].rows == 2 * batch
     assert all(

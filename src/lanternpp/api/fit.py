@@ -9,6 +9,7 @@ import os
 import platform
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -264,8 +265,10 @@ class Fit:
         folders = (model.folder, *(drafter / kind for kind in NETWORKS), drafter)
         self.rates = {key: counts for folder in folders for key, counts in read_rates(folder).items()}
         self._uncounted: set[tuple[str, str]] = set()  # keys and drafts whose acceptance is to be counted
-        # By key; other processes are not to read disturbed steps.
-        self._measured_here: dict[str, tuple[Step, ...]] = {}
+        self._offered = defaultdict[str, set[str]](
+            set
+        )  # drafts by key that this process had in a measurement
+        self._disturbed: dict[str, tuple[Step, ...]] = {}  # steps by key that other processes are not to read
 
     def __call__(self, settings: Settings) -> Settings:
         """Return the settings with the fastest draft, or plain decoding's where no draft is faster.
@@ -311,18 +314,21 @@ class Fit:
     def _steps(self, settings: Settings, candidates: Mapping[str, Settings]) -> dict[str, Step]:
         """Return the candidates' steps, stored or measured now; the next process measures those beyond the budget."""
         key = key_of(cost_settings(settings))
-        stored = self.store.steps.get(key, ())
-        missing = candidates.keys() - {step.draft for step in stored}
-        if missing and key not in self._measured_here:
-            to_measure = [name for name in candidates if name == PLAIN or name in missing]
-            engines = ((name, partial(self.make_engine, candidates[name])) for name in to_measure)
-            new_steps = self._measured_here[key] = measure(engines, self.length)
-            if new_steps and not disturbed(new_steps):
+        missing = candidates.keys() - {step.draft for step in self._measured(key)} - self._offered[key]
+        if missing:
+            self._offered[key] |= missing
+            names = [name for name in candidates if name == PLAIN or name in missing]
+            engines = ((name, partial(self.make_engine, candidates[name])) for name in names)
+            new_steps = measure(engines, self.length)
+            if disturbed(new_steps):
+                self._disturbed[key] = joined(self._measured(key), new_steps)
+            elif new_steps:
                 self.store.add_steps(key, new_steps)
-                stored = self.store.steps[key]
-        # A stored step takes precedence over a disturbed one of the same draft.
-        steps = joined(stored, self._measured_here.get(key, ()))
-        return {step.draft: step for step in steps if step.draft in candidates}
+        return {step.draft: step for step in self._measured(key) if step.draft in candidates}
+
+    def _measured(self, key: str) -> tuple[Step, ...]:
+        """Return the measured steps of a key. A stored step takes precedence over a disturbed one of the same draft."""
+        return joined(self.store.steps.get(key, ()), self._disturbed.get(key, ()))
 
     @staticmethod
     def _candidates(settings: Settings, shape: Shape, counts: Counts) -> dict[str, tuple[Settings, float]]:
