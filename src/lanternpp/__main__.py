@@ -1,4 +1,4 @@
-"""The command line, as `python -m lanternpp` and `torchrun -m lanternpp` run it."""
+"""The command line, as `python -m lanternpp` and `accelerate launch -m lanternpp` run it."""
 
 from lanternpp.cli import main
 

@@ -6,6 +6,7 @@ import socket
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ CPU = torch.device("cpu")
 
 
 def test_two_processes_learn_what_one_does_from_the_same_batches(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
     shutil.rmtree(write_model(tmp_path / "one" / "tiny") / "drafter")
     (tmp_path / "one" / "mine").write_text("red tulip\na tulip\n")
     shutil.copytree(tmp_path / "one", tmp_path / "two")
@@ -46,9 +48,15 @@ def test_two_processes_learn_what_one_does_from_the_same_batches(tmp_path: Path)
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
-def test_processes_that_do_not_know_each_other_do_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("alone", [False, True])
+def test_processes_that_do_not_know_each_other_do_not_train(
+    alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("accelerate")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    rejects("WORLD_SIZE is 2, but no such team of processes was started .*: start them with torchrun", Team)
+    if alone:
+        monkeypatch.setattr("accelerate.Accelerator", lambda **_: SimpleNamespace(num_processes=1))
+    rejects("WORLD_SIZE is 2, but no such team of processes was started .*: use accelerate launch", Team)
 
 
 WRITERS: dict[str, Callable[[Path], None]] = {

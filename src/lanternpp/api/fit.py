@@ -265,10 +265,9 @@ class Fit:
         folders = (model.folder, *(drafter / kind for kind in NETWORKS), drafter)
         self.rates = {key: counts for folder in folders for key, counts in read_rates(folder).items()}
         self._uncounted: set[tuple[str, str]] = set()  # keys and drafts whose acceptance is to be counted
-        self._offered = defaultdict[str, set[str]](
-            set
-        )  # drafts by key that this process had in a measurement
-        self._disturbed: dict[str, tuple[Step, ...]] = {}  # steps by key that other processes are not to read
+        # By key: drafts that this process had in a measurement, and steps that other processes are not to read.
+        self._offered = defaultdict[str, set[str]](set)
+        self._disturbed: dict[str, tuple[Step, ...]] = {}
 
     def __call__(self, settings: Settings) -> Settings:
         """Return the settings with the fastest draft, or plain decoding's where no draft is faster.

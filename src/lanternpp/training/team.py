@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -30,20 +29,37 @@ TIMEOUT = timedelta(days=1)  # for processes that wait while the first one draws
 
 
 class Team:
-    """The processes that share every batch: those that torchrun (or `accelerate launch`) started, else this process alone.
+    """The processes that share every batch: those of `accelerate launch` or torchrun, else this process alone.
 
-    Raise InputError where the environment names several processes and they do not find each other.
+    Only several processes need Accelerate. Raise InputError where it is not installed for them, or where they do not find each other.
     """
 
     def __init__(self) -> None:
         self.size, self.rank = int(os.environ.get("WORLD_SIZE", "1")), 0
-        if self.size > 1:
-            sentence = f"WORLD_SIZE is {self.size}, but no such team of processes was started"
-            with input_errors(sentence, "start them with torchrun, or unset WORLD_SIZE"):
-                dist.init_process_group(timeout=TIMEOUT)
-            self.rank = dist.get_rank()
-            # A thread of gloo that wants the interpreter while the interpreter exits would abort the process.
-            atexit.register(dist.destroy_process_group)
+        self.accelerator: Any = None
+        if self.size == 1:
+            return
+        try:
+            from accelerate import Accelerator
+            from accelerate.utils import InitProcessGroupKwargs
+        except ImportError:
+            raise InputError(
+                "training in several processes needs Accelerate: pip install 'lanternpp[train]'."
+            ) from None
+        handlers = [InitProcessGroupKwargs(timeout=TIMEOUT)]
+        sentence = f"WORLD_SIZE is {self.size}, but no such team of processes was started"
+        with input_errors(sentence, "use accelerate launch or torchrun, or unset WORLD_SIZE"):
+            # Without `cpu`, Accelerate does not join processes on CPUs to a group.
+            self.accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=handlers)
+            if self.accelerator.num_processes != self.size:
+                raise ValueError(f"there are {self.accelerator.num_processes}")
+        # A thread of gloo that wants the interpreter while the interpreter exits would abort the process.
+        atexit.register(self.accelerator.end_training)
+        self.rank = self.accelerator.process_index
+        if self.accelerator.mixed_precision not in ("no", "bf16"):
+            raise InputError(
+                f"mixed precision {self.accelerator.mixed_precision} is not supported: use bf16 or no."
+            )
 
     @property
     def leads(self) -> bool:
@@ -61,35 +77,29 @@ class Team:
 
     def average_gradients(self, model: nn.Module) -> None:
         """Replace the gradients of a model by their mean over the team, in one exchange."""
-        if self.size > 1:
+        if self.accelerator is not None:
             gradients = [p.grad for p in model.parameters() if p.grad is not None]
-            total = parameters_to_vector(gradients)
-            dist.all_reduce(total)
-            vector_to_parameters(total / self.size, gradients)
+            mean = self.accelerator.reduce(parameters_to_vector(gradients), "mean")
+            vector_to_parameters(mean, gradients)
 
     def sums(self, values: Iterable[float]) -> list[float]:
         """Return the sum over the team of each value, in one exchange."""
-        total = torch.tensor(list(values), dtype=torch.float64)
-        if self.size > 1:
-            dist.all_reduce(total)
-        return total.tolist()
+        numbers = list(values)
+        if self.accelerator is None:
+            return numbers
+        tensor = torch.tensor(numbers, dtype=torch.float32, device=self.accelerator.device)
+        return self.accelerator.reduce(tensor, "sum").tolist()
 
-    @contextmanager
-    def leader_first(self) -> Iterator[None]:
+    def leader_first(self) -> AbstractContextManager[None]:
         """Run the block in the first process first; the other processes then find its results on disk."""
-        if not self.leads:
-            dist.barrier()
-        yield
-        if self.leads and self.size > 1:
-            dist.barrier()
+        return nullcontext() if self.accelerator is None else self.accelerator.main_process_first()
 
     def device(self, name: str) -> torch.device:
-        """Return a device by name, or the process's own GPU where several processes share the GPUs of a machine."""
+        """Return a device by name, or the process's own GPU where the team computes on GPUs."""
         device = pick_device(name)
+        if self.accelerator is not None and self.accelerator.device.type == device.type:
+            device = self.accelerator.device
         if device.type == "cuda":
-            if self.size > 1:
-                device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", self.rank)))
-                torch.cuda.set_device(device)
             torch.backends.cudnn.benchmark = True  # all steps have the same shapes
         return device
 
@@ -106,8 +116,10 @@ def compute_dtype(device: torch.device) -> torch.dtype:
 
 
 def autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Compute in `compute_dtype` while the block runs."""
-    dtype = compute_dtype(device)
+    """Compute in bfloat16 where `accelerate launch` asks for it or the device multiplies in it; else in float32."""
+    accelerator, dtype = team().accelerator, compute_dtype(device)
+    if accelerator is not None and accelerator.mixed_precision != "no":
+        return accelerator.autocast()
     return torch.autocast(device.type, dtype) if dtype is torch.bfloat16 else nullcontext()
 
 
