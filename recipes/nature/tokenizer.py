@@ -92,6 +92,7 @@ class TokenizerTask(Task):
 
     name = "tokenizer"
     kind = "vq"  # in the config
+    modules = ("model", "average", "discriminator")
     autoencoder: type[Autoencoder] = TrainedVQ
     regulariser = "commitment"  # the loss beside the reconstruction's, in the log
     model: Autoencoder

@@ -259,7 +259,8 @@ def tree_distribution(
     return whole, kept.sum(0), after
 
 
-def chain_distribution(stops: ChainStops, p: Contexts, q: Contexts) -> Tensor:
-    """The distribution of all sequences where chains of drafts are verified, as of `tree_distribution`."""
+def chain_distribution(stops: ChainStops, p: Contexts, q: Contexts) -> tuple[Tensor, Tensor]:
+    """`tree_distribution` over all drafts of a chain: that of all sequences, and how often draft code 1, 2 .. is kept."""
     drafts = tree_drafts(chain(len(q)), p, q)
-    return tree_distribution(lambda p, q, codes, tree: stops(p, q, codes), drafts, drafts.p, p)[0]
+    whole, kept, _ = tree_distribution(lambda p, q, codes, tree: stops(p, q, codes), drafts, drafts.p, p)
+    return whole, kept[1:]

@@ -179,8 +179,7 @@ class Engine:
         draft = self.run(self.proposer.propose, noise)
         if self.drafts_to_check:
             self.drafts_to_check -= 1
-            root = self.codes.gather(1, (self.count - 1)[:, None])[:, 0]
-            check_draft(draft, self.proposer, root, self.count < self.target.length)
+            check_draft(draft, self.proposer, self.codes, self.count)
         self._enter("pass")
         features, logits = self.run(self._target_forward, draft)
         self._enter("verify")

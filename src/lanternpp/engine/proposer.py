@@ -45,20 +45,21 @@ class DraftSampling:
     fixed: bool = False  # all drafts have the same shape, and their trees a `layout`
 
 
-def check_draft(draft: object, proposer: Proposer, root: Tensor, running: Tensor) -> None:
-    """Check a draft for the samples `running` [B] after the decided codes root [B], by host reads; raise InputError.
+def check_draft(draft: object, proposer: Proposer, codes: Tensor, count: Tensor) -> None:
+    """Check a draft that follows the `count` [B] decided codes of codes [B, length], by host reads; raise InputError.
 
     Only drafts of a caller's own proposer or tree builder are checked, and none of latents.
     """
     for part in (proposer, getattr(proposer, "builder", proposer)):
         if type(part).__module__.startswith("lanternpp.") or proposer.target.channels:
             continue
-        if fault := fault_of(draft, proposer, root, running):
+        root = codes.gather(1, (count - 1)[:, None])[:, 0]
+        if fault := fault_of(draft, proposer, root, count < proposer.target.length):
             raise InputError(f"{type(part).__qualname__} {fault}")
 
 
 def fault_of(draft: object, proposer: Proposer, root: Tensor, running: Tensor) -> str | None:
-    """Return what is wrong with a draft, as a clause; None where nothing is. Arguments as of `check_draft`."""
+    """Return what is wrong with a draft for the samples `running` [B] after the decided codes root [B], as a clause, or None."""
     if not isinstance(draft, Draft):
         return f"returns a {type(draft).__name__} in place of a Draft"
     tree, codes, probs, vocab = draft.tree, draft.codes, draft.probs, proposer.target.vocab
