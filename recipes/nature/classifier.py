@@ -245,12 +245,13 @@ def main(
     labels = sorted(set(rows["train"].labels))
     words = vocabulary(list(rows["train"].texts), labels)
     config = ClassifierConfig(tuple(labels), words, checkpoints.load_config(folder)["size"])
-    train, val = (Pictures.read(data, split, config.size, limit) for split in rows)
-    splits = {"train": label_pictures(train, config), "val": label_pictures(val, config)}
+    pictures = {split: Pictures.read(data, split, config.size, limit) for split in rows}
+    train, val = pictures["train"], pictures["val"]
+    splits = {split: label_pictures(pictures[split], config) for split in rows}
     index = evenly_spaced(len(train), settings.redrawn) if settings.redrawn else torch.arange(0)
-    again, labelled = redrawn(model, train, index, device, random=True), splits["train"]
+    again, labelled = redrawn(model, pictures, "train", index, device), splits["train"]
     splits["redrawn"] = LabelledPictures(again, labelled.labels[index], labelled.words[index])
-    again_val = redrawn(model, val, torch.arange(len(val)), device)
+    again_val = redrawn(model, pictures, "val", torch.arange(len(val)), device)
     splits["redrawn val"] = splits["val"]._replace(pictures=again_val)
     facts = describe(train, val, data) | {"redrawn": again.key}
     task = ClassifierTask(config, settings, splits, facts, device, training.store)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,14 +81,14 @@ def augment(images: Tensor, generator: torch.Generator, side: int) -> Tensor:
 
 
 def redrawn(
-    model: Path, pictures: Pictures, index: Tensor, device: torch.device, random: bool = False
+    model: Path, pictures: Mapping[str, Pictures], split: str, index: Tensor, device: torch.device
 ) -> Pictures:
-    """Pictures index [M], their centres or random crops, as the tokenizer of `model` draws them again.
+    """Pictures index [M] of a split, random crops (train) or centres (val), as the tokenizer of `model` draws them again.
 
     They are kept in `model/codes` for the next run. index: evenly over the pictures.
     """
     vq = channels_last(read_tokenizer(tokenizer_of(model), compute_dtype(device), kind=Autoencoder))
-    on, size = pictures.to(device), vq.config.size
+    on, size = pictures[split].to(device), vq.config.size
     vq.to(device)
 
     def compute(parts: Sequence[range], done: Done) -> Iterator[Shard]:
@@ -97,15 +97,15 @@ def redrawn(
             pixels = list[Tensor]()
             for which in index[part.start : part.stop].split(BATCH):
                 first = part.start + BATCH * len(pixels)
-                crops = on.random(generator(0, first), which) if random else on.centre(which)
+                crops = on.random(generator(0, first), which) if split == "train" else on.centre(which)
                 pixels.append(to_bytes(redraw(vq, vq.encode(crops))).permute(0, 3, 1, 2).cpu())
                 num_done += len(which)
                 done(num_done)
             yield {"pixels": torch.cat(pixels)}, {}
 
-    key = digest([*hashes(vq), pictures.key, str(len(index))])
-    what = "pictures drawn again with the tokenizer"
-    paths = build_shards(model / "codes" / f"redrawn-{key}", len(index), PART, compute, what)
+    key = digest([*hashes(vq), *(pictures[name].key for name in ("train", "val")), str(len(index))])
+    what = f"{split} pictures drawn again with the tokenizer"
+    paths = build_shards(model / "codes" / f"redrawn-{split}-{key}", len(index), PART, compute, what)
     empty = torch.empty(0, 3, size, size, dtype=torch.uint8)
     pixels = torch.cat([empty, *(read_file(path, "pixels")[0]["pixels"] for path in paths)])
     return Pictures(pixels, torch.tensor([size, size]).expand(len(pixels), 2), size, key)

@@ -279,7 +279,7 @@ def main(
     size: Annotated[
         int | None, Option("Pixels of a side. [default: 128, or that of --codes-of]", ge=1)
     ] = None,
-    down: Annotated[Literal[4, 8, 16] | None, Option("Pixels of a side per code. [default: 8]")] = None,
+    down: Annotated[int | None, Option("Pixels of a side per code: 4, 8 or 16. [default: 8]")] = None,
     codes: Annotated[int | None, Option("vq: entries of the codebook. [default: 4096]", ge=1)] = None,
     channels: Annotated[int | None, Option("kl: numbers of a latent. [default: 16]")] = None,
     codes_of: Annotated[
@@ -306,6 +306,8 @@ def main(
     for option, value, owner in (("codes", codes, "vq"), ("channels", channels, "kl")):
         if value is not None and kind != owner:
             raise InputError(f"--{option} {value} is of tokenizers of --kind {owner}: leave it out.")
+    if down not in (None, *STAGES):
+        raise InputError(f"--down {down} is none of {', '.join(map(str, STAGES))}.")
     check_training(training, model / "tokenizer")
     config: Stacks
     start: Autoencoder | None = None

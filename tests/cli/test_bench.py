@@ -218,9 +218,16 @@ def test_methods_race_at_every_batch_size(bench):
         assert image.width > 800
     bench("ar", "--batch-sizes", 4).refused("b/batch-1 holds a run already")
     bench("ar", "--resume").refused("holds a run with --batch-sizes")
-    assert bench(methods, "--batch-sizes", 1, *options, "--resume", "--no-plots").code == 0
-    assert not list(Path("b").rglob("[a-z]*.png")), "plots of the run before"
-    assert bench("ar", "-n", 1, "--no-plots", to="c").code == 0
+    plots = list(Path("b").rglob("[a-z]*.png"))
+    bench(methods, "--batch-sizes", "2,1", *options, "--seed", 1, "--resume").refused(
+        "holds a run with other"
+    )
+    assert len(plots) > 2 and all(path.exists() for path in plots), "a refused command changes nothing"
+    assert bench(methods, "--batch-sizes", "2,1", *options, "--resume", "--no-plots").code == 0
+    assert not any(path.exists() for path in plots), "plots of the run before"
+    Path("c").mkdir()
+    Path("c/speed.png").touch()
+    assert bench("ar", "-n", 1, "--no-plots", to="c").code == 0 and Path("c/speed.png").exists()
     bench("ar", "--batch-sizes", 1, "--resume", to="c").refused("holds a run without --batch-sizes")
 
 

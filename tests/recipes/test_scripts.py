@@ -83,7 +83,7 @@ def test_latents_from_photos_to_a_comparison(head: tuple[object, ...], run, data
         (("--method", "eagle", "--verify", "block"), "--verify token"),
         (("--method", "jacobi-coupled"), "--method ar"),
         (("--method", "eagle", "--accept", "cool", "--delta", 1.5), "--accept exact"),
-        (("--method", "lantern++"), "use a rule without, such as exact"),
+        (("--method", "lantern++"), "use a rule that needs none, such as exact"),
         (("--temperature", 0), "temperature 0"),
         (("--top-k", 5), "top-k 5"),
         (("--top-p", 0.9), "top-p 0.9"),

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
+from fastapi.testclient import TestClient
 from helpers.processes import SECONDS, until
 from helpers.refusals import rejects
 from helpers.served import asked, batcher_of, put, put_all, settings
@@ -15,6 +16,7 @@ from starlette.exceptions import HTTPException
 
 from lanternpp import InputError
 from lanternpp.serve import batcher as batcher_module
+from lanternpp.serve.app import create_app
 from lanternpp.serve.tickets import Ticket
 
 
@@ -52,6 +54,16 @@ def test_a_picture_whose_prefill_has_begun_has_left_the_queue(slow, monkeypatch)
         with pytest.raises(HTTPException, match="429"):
             put(batcher, asked(3))
         go.set()
+
+
+def test_a_request_whose_encoding_does_not_begin_has_left_the_queue(slow, monkeypatch):
+    def no_thread(tickets):
+        raise RuntimeError("can't start new thread")
+
+    with batcher_of(slow) as batcher, TestClient(create_app(batcher)) as client:
+        monkeypatch.setattr(batcher, "encode", no_thread)
+        body = {"prompt": "a red tulip", "n": 2}
+        assert client.post("/v1/images/generations", json=body).status_code == 500 and batcher.queued == 0
 
 
 def test_a_deadline_holds_in_the_queue_and_in_a_slot(slow):

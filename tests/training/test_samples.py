@@ -97,7 +97,7 @@ def test_prompts_come_from_the_file_the_captions_the_model_or_the_classes(
     def chosen(prompts: Path | None = None, data: Path | None = None) -> Prompts:
         return choose_prompts(teacher, prompts, data)
 
-    rejects("--self needs prompts", chosen)
+    rejects("a target that draws needs prompts", chosen)
     (tmp_path / "prompts.txt").write_text("a red tulip\n")
     assert chosen() == (("a red tulip",), ("a red tulip",))
     (tmp_path / "mine").write_text("tulip\nred tulip\n# no\ntulip\n")

@@ -124,6 +124,7 @@ def test_a_damaged_log_and_a_run_of_something_else_are_rejected(pipe, tmp_path, 
     (tmp_path / LOG).write_text("{}\n")
     rejects("damaged", tuner, pipe, tmp_path)
     assert tuner(pipe, tmp_path, restart=True).candidates() == []
+    assert not (tmp_path / LOG).exists() and tuner(pipe, tmp_path, restart=True), "it was stopped at once"
     (tmp_path / "b").mkdir()
     (tmp_path / "b/run.json").write_text('{"methods": {}}')
     rejects("something else", tuner, pipe, tmp_path / "b", restart=True)

@@ -64,6 +64,7 @@ class Engines:
         yield engine
         with self._lock:
             idle_engines[key] = engine
+            idle_engines.move_to_end(key)
             while len(idle_engines) > 1 and tensor_bytes([*idle_engines.values()]) > self.max_bytes:
                 idle_engines.popitem(last=False)
 
@@ -115,7 +116,7 @@ class Engines:
         codebook = target.codebook  # read once: a family may compute it
         if codebook is None:
             raise InputError(
-                f"{self.name} has no codebook of latents, so no code has neighbours; use a rule without, such as exact"
+                f"{self.name} has no codebook of latents, so no code has neighbours; use a rule that needs none, such as exact"
             )
         vocab = len(codebook)
         check_neighbours(k, vocab)

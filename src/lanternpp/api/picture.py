@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
-import textwrap
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -22,11 +22,11 @@ PAPER, INK, QUIET, ACCENT = "#ffffff", "#1a1a1a", "#5c5c5c", "#b3470e"
 MARGIN = 32  # pixels around everything, and between panels
 TITLE, HEADING, FIGURE = 26, 26, 20  # font sizes in pixels
 LINE_HEIGHT = 1.4  # over font size
-MAX_PER_SIZE = 4  # characters, at most, that are together as wide as the font size
 BAR_HEIGHT = 10  # pixels of a bar under a figure
 font = ImageFont.load_default  # at a size in pixels
 MAX_PIXELS = 1 << 26  # of a picture that is read
 UPLOADED = ("PNG", "JPEG", "WEBP")  # some of Pillow's other decoders start programs
+PNG_END = bytes.fromhex("00 00 00 00 49 45 4E 44 AE 42 60 82")  # the chunk that closes a PNG
 
 
 @dataclass(frozen=True)
@@ -81,15 +81,15 @@ def comparison(title: str, panels: Sequence[Panel], side: int = 512) -> Image.Im
     for i, (panel, sheet) in enumerate(zip(panels, sheets, strict=True)):
         left = MARGIN + i * (width + MARGIN)
         canvas.paste(sheet, (left, top))
-        y = write(draw, wrap(panel.heading, HEADING, width, 1), (left, top + height + FIGURE), HEADING, INK)
+        y = write(draw, [fit(panel.heading, HEADING, width)], (left, top + height + FIGURE), HEADING, INK)
         for line, share in zip_longest(panel.figures, panel.shares):
-            y = write(draw, wrap(line, FIGURE, width, 1), (left, y), FIGURE, QUIET)
+            y = write(draw, [fit(line, FIGURE, width)], (left, y), FIGURE, QUIET)
             if share is not None:
                 bar = (left, y, left + max(1, round(share * width)) - 1, y + BAR_HEIGHT - 1)
                 draw.rectangle(bar, fill=ACCENT if panel.highlight else QUIET)
                 y += 2 * BAR_HEIGHT
         if panel.highlight:
-            write(draw, wrap(panel.highlight, FIGURE, width, 1), (left, y), FIGURE, ACCENT)
+            write(draw, [fit(panel.highlight, FIGURE, width)], (left, y), FIGURE, ACCENT)
     return canvas
 
 
@@ -167,8 +167,12 @@ def as_rgb(image: Image.Image) -> Image.Image | str:
 def png_notes(path: Path) -> dict[str, str] | None:
     """Read the text chunks of a PNG; return None for another format, and for a truncated or damaged file."""
     try:
+        with path.open("rb") as file:
+            file.seek(-len(PNG_END), os.SEEK_END)
+            if file.read() != PNG_END:
+                return None
         with Image.open(path, formats=["PNG"]) as image:
-            image.verify()  # reads up to the last chunk
+            image.load()
             return {str(key): value for key, value in image.info.items() if isinstance(value, str)}
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return None
@@ -185,9 +189,24 @@ def write(draw: ImageDraw.ImageDraw, lines: Sequence[str], xy: tuple[int, int], 
 
 def wrap(text: str, size: int, width: int, max_lines: int = 3) -> list[str]:
     """Wrap text into at most `max_lines` lines of at most `width` pixels; longer text ends in an ellipsis."""
-    sized_font = font(size)
-    for characters in range(MAX_PER_SIZE * width // size, 0, -1):
-        lines = textwrap.wrap(text, characters, max_lines=max_lines, placeholder="…")
-        if all(sized_font.getlength(line) <= width for line in lines):
+    lines, words = [""], text.split()
+    for i, word in enumerate(words):
+        longer = f"{lines[-1]} {word}".strip()
+        if not lines[-1] or font(size).getlength(longer) <= width:
+            lines[-1] = longer
+        elif len(lines) < max_lines:
+            lines.append(word)
+        else:
+            lines[-1] = " ".join([lines[-1], *words[i:]])
             break
-    return lines
+    return [fit(line, size, width) for line in lines]
+
+
+def fit(text: str, size: int, width: int) -> str:
+    """Truncate text to `width` pixels, with an ellipsis."""
+    if font(size).getlength(text) <= width:
+        return text
+    text = text[:width]  # a character takes a pixel or more
+    while text and font(size).getlength(text.rstrip() + "…") > width:
+        text = text[:-1]
+    return text.rstrip() + "…"

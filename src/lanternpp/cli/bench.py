@@ -148,7 +148,6 @@ def bench(
     from lanternpp.evaluation.profile import COLUMNS, profile_race
     from lanternpp.evaluation.prompts import GENEVAL, fetch, read_prompts, read_rows, spread
     from lanternpp.evaluation.race import Race, parse_methods
-    from lanternpp.evaluation.report import PLOTS
 
     with locked(output):
         check_folder(output, bool(sizes), resume)
@@ -177,10 +176,6 @@ def bench(
             entries = at_equal_tv(search, entries, limits)
         lines = read_rows(prompts) if prompts and prompts.suffix.lower() == ".jsonl" and not sizes else []
         geneval = lines if all(line.keys() >= GENEVAL for line in lines) else []
-        # Plots of a resumed run are drawn again, or no longer wanted.
-        for path in (*output.glob("*.png"), *output.glob("batch-*/*.png")):
-            if path.stem in PLOTS:
-                path.unlink()
         table: list[dict[str, Any]] = []
         profiles: list[list[str]] = []
         new_race = partial(Race, pipe, entries, seed=seed, measure_tv=race_options.measure_tv)
@@ -297,10 +292,13 @@ def run(
     from lanternpp.evaluation import report
     from lanternpp.evaluation.pictures import Gallery, write_captions
     from lanternpp.evaluation.prompts import write_geneval
-    from lanternpp.evaluation.race import PICTURES
+    from lanternpp.evaluation.race import PICTURES, RUN
 
+    is_resumed = (folder / RUN).exists()
     with progress_bar("racing") as progress:
         turns = race.run(folder, progress)
+    for name in report.PLOTS if is_resumed else ():  # they are drawn again, or no longer wanted
+        (folder / f"{name}.png").unlink(missing_ok=True)
     figures = {entry.label: dict(entry.figures or {}) for entry in race.entries}
     for entry in race.entries:
         pictures = [(t.prompt, folder / name) for t in turns if t.label == entry.label for name in t.files]
@@ -332,6 +330,8 @@ def write_results(
     result = {k: v for k, v in run.items() if k != "methods"} | {"folder": str(folder), "methods": table}
     result |= {"paper": source} if source else {}
     settings = f"\nSettings of {source}.\n" if source else ""
+    if (folder / "bench.json").exists():
+        (folder / "throughput.png").unlink(missing_ok=True)
     write_json(folder / "bench.json", result)
     write_text(folder / "table.md", report.markdown(table, run) + settings)
     write_text(folder / "paper.md", report.markdown(table, run, report.PAPER) + settings)

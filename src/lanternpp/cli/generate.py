@@ -47,7 +47,10 @@ class JobOptions:
                 raise InputError(f"{option} goes with {owner}; leave it out, or draw with {owner}")
         if is_job:
             if self.output is None or self.output.suffix.lower() == ".png":
-                raise InputError(f"--prompts {self.prompts} needs a folder to write to; add -o FOLDER")
+                given = "" if self.output is None else f", and {self.output} is one picture"
+                raise InputError(
+                    f"--prompts {self.prompts} needs a folder to write to{given}; give -o FOLDER"
+                )
             opt.writable_folder(self.output)
             opt.check_ray(self.ray, "--actors", self.actors)
         return is_job

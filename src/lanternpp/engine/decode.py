@@ -178,8 +178,8 @@ class Engine:
         self._enter("draft")
         draft = self.run(self.proposer.propose, noise)
         if self.drafts_to_check:
-            self.drafts_to_check -= 1
             check_draft(draft, self.proposer, self.codes, self.count)
+            self.drafts_to_check -= 1
         self._enter("pass")
         features, logits = self.run(self._target_forward, draft)
         self._enter("verify")

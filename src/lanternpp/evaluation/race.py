@@ -212,7 +212,10 @@ class Race:
         """Return what the fit to the machine changes in an entry's settings; a resumed run has it logged, as it may differ by now."""
         key, requested = key_of({"fit": label}), vars(self.requested[label])
         if key in journal:
-            return dict(journal[key])
+            changes = journal[key]
+            if not isinstance(changes, dict) or not changes.keys() <= requested.keys():
+                raise InputError(f"{journal.path} is damaged: {FOLDER_REMEDY}")
+            return changes
         fitted = vars(self.pipe.fit(self.requested[label]))
         return {name: value for name, value in fitted.items() if value != requested[name]}
 

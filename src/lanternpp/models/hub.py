@@ -174,7 +174,7 @@ def cached(source: HubId) -> Path | None:
         with suppress(LocalEntryNotFoundError, IncompleteSnapshotError):
             folder = Path(find(allow_patterns=patterns))
             path = folder / source.file if source.file else folder
-            if path.is_file() or any(found.suffix in suffixes for found in path.rglob("*")):
+            if path.is_file() if source.file else any(found.suffix in suffixes for found in path.rglob("*")):
                 return path
     return None
 

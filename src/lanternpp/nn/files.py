@@ -160,7 +160,7 @@ def files(path: Path) -> list[Path]:
         formats,
         key=lambda paths: not any(p.name.startswith(USUAL_NAMES) or p.name.endswith(INDEX) for p in paths),
     ):
-        if any("-of-" in p.name for p in candidates):
+        if any("-of-" in p.name and not p.name.endswith(INDEX) for p in candidates):
             raise InputError(f"{path} holds shards such as {candidates[0].name} without their {INDEX[1:]}.")
         usual = [p for p in candidates if p.name.startswith(USUAL_NAMES)]
         if len(candidates) > 1 and len(usual) != 1:

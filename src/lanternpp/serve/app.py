@@ -13,6 +13,7 @@ from anyio.to_thread import run_sync
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
 
 from lanternpp.api.options import DrawOptions
 from lanternpp.api.pipeline import Pipeline, versions
@@ -29,6 +30,12 @@ from lanternpp.serve.request_mapping import RequestMapper
 from lanternpp.serve.schemas import ImagesRequest, Refusal
 from lanternpp.serve.streaming import PictureStream
 from lanternpp.serve.tickets import CLOSED, EXPIRED, FULL, FinishedImage, Ticket
+
+
+def operation_id(route: APIRoute) -> str:
+    """Return the id of a route in the OpenAPI document, as OpenAI names its own: createImage."""
+    first, *words = route.name.split("_")
+    return first + "".join(map(str.capitalize, words))
 
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -85,7 +92,7 @@ def create_app(batcher: Batcher) -> FastAPI:
         summary="Pictures by speculative decoding, over the OpenAI Images API",
         docs_url=None,  # FastAPI's pages load scripts from other hosts
         redoc_url=None,
-        generate_unique_id_function=lambda route: route.name,
+        generate_unique_id_function=operation_id,
     )
     # A client's broken form is answered with an error and is no warning to the operator.
     logging.getLogger("python_multipart").setLevel(logging.ERROR)
@@ -177,8 +184,13 @@ def router(batcher: Batcher) -> APIRouter:
             # In a thread, since checking the settings may compute with the model's tensors.
             tickets = await run_sync(mapper.tickets, body, client_of(request), files)
             batcher.accept(tickets)
-            with prompt_warnings() as target_warnings:
-                await run_sync(batcher.encode, tickets, limiter=prompt_encoders)
+            try:
+                with prompt_warnings() as target_warnings:
+                    await run_sync(batcher.encode, tickets, limiter=prompt_encoders)
+            except BaseException:  # also where the encoding has not begun
+                for ticket in tickets:
+                    ticket.cancel()
+                raise
             if body.stream:
                 return PictureStream(mapper, body, tickets, target_warnings)
             images = await all_finished(request, tickets)

@@ -219,7 +219,8 @@ class Batcher:
             key, client = ticket.key, ticket.client
             if key in blocked or client in blocked or ticket.done():
                 continue
-            num_waiting = sum(waiting.key == key for waiting in self._ready)
+            # At least this picture, which another thread may cancel meanwhile.
+            num_waiting = max(sum(waiting.key == key for waiting in self._ready), 1)
             start = time.perf_counter()
             try:
                 self._admit(self._scheduler.runner_for(key, num_waiting, client), ticket)

@@ -15,10 +15,11 @@ from starlette.types import Receive, Scope, Send
 
 from lanternpp.serve.error_responses import response_for
 from lanternpp.serve.request_mapping import RequestMapper, encode, half_drawn, usage
-from lanternpp.serve.schemas import ImagesRequest
+from lanternpp.serve.schemas import ImagesRequest, Picture
 from lanternpp.serve.tickets import FinishedImage, Progress, Ticket
 from lanternpp.types import Depicted
 
+Encoded = tuple[FinishedImage, Picture]
 KEEPALIVE = 15.0  # seconds without an event after which a comment is sent to keep the connection open
 CHECK_INTERVAL = 0.03  # seconds between two checks whether an event of an unfinished picture is due
 PROGRESS_INTERVAL = 0.3  # minimum seconds between two progress events, and between two previews, of a picture
@@ -36,11 +37,11 @@ class PictureStream(StreamingResponse):
         """warnings: the target's warnings about the prompt; sent first where the request has `progress`."""
         self.mapper, self.image_request, self.tickets = mapper, body, tickets
         self.output_format = body.output_format or "png"
-        self.follows = bool(
-            body.progress or body.partial_images
-        )  # whether there are events of unfinished pictures
+        # Whether there are events of unfinished pictures, and the seconds between two checks for them.
+        self.follows = bool(body.progress or body.partial_images)
+        self.interval = CHECK_INTERVAL if body.partial_images else PROGRESS_INTERVAL
         for ticket in tickets if self.follows else ():
-            ticket.interval = CHECK_INTERVAL
+            ticket.interval = self.interval
         events = self._all_events(list(warnings))
         super().__init__(events, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
 
@@ -56,12 +57,12 @@ class PictureStream(StreamingResponse):
         """Yield the events of all pictures as text, and comments while there are none."""
         if self.image_request.progress:
             yield self._event("accepted", 0, warnings=warnings)
-        images = [ticket.finished() for ticket in self.tickets]
+        images = [asyncio.create_task(self._encoded(ticket)) for ticket in self.tickets]
         unfinished = {image: self._events(index, image) for index, image in enumerate(images)}
         last_sent = time.monotonic()
         try:
             while unfinished:
-                timeout = CHECK_INTERVAL if self.follows else KEEPALIVE
+                timeout = self.interval if self.follows else KEEPALIVE
                 await asyncio.wait(unfinished, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
                 for image, events in list(unfinished.items()):
                     async for event in events:
@@ -76,8 +77,16 @@ class PictureStream(StreamingResponse):
                     last_sent = time.monotonic()
         except Exception as error:
             yield f"event: error\ndata: {bytes(response_for(error).body).decode()}\n\n"
+        finally:
+            for image in images:
+                image.cancel()
 
-    async def _events(self, index: int, image: asyncio.Future[FinishedImage]) -> AsyncIterator[str | None]:
+    async def _encoded(self, ticket: Ticket) -> Encoded:
+        """Wait until a picture is finished, and encode it. Raises the error that drawing it raised."""
+        image = await ticket.finished()
+        return image, await run_in_threadpool(self.mapper.picture, self.image_request, ticket, image)
+
+    async def _events(self, index: int, image: asyncio.Task[Encoded]) -> AsyncIterator[str | None]:
         """Yield the events of a picture as text, and None whenever there is none. Raises the error that drawing it raised."""
         body, ticket, target = self.image_request, self.tickets[index], self.tickets[index].target
         assert target is not None
@@ -90,7 +99,7 @@ class PictureStream(StreamingResponse):
         preview: asyncio.Task[tuple[int, str] | None] | None = None
         while not image.done():
             progress, now = ticket.progress, time.monotonic()
-            if progress is None:
+            if progress is None or ticket.done():
                 yield None
                 continue
             num_codes = len(progress.codes)
@@ -114,8 +123,7 @@ class PictureStream(StreamingResponse):
                 next_preview = now + PROGRESS_INTERVAL
                 preview = asyncio.create_task(self.mapper.previews.draw(ticket))
             yield None
-        finished = image.result()
-        picture = await run_in_threadpool(self.mapper.picture, body, ticket, finished)
+        finished, picture = image.result()
         fields = picture.model_dump(exclude_none=True)
         fields["usage"] = usage(ticket.prompt, len(finished.codes)).model_dump()
         yield self._image_event("completed", index, finished.image, **fields)

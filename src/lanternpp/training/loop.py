@@ -168,10 +168,10 @@ def saved_state(
     if partly:
         saved = {name: saved.get(name) for name in settings}
     if changes := sorted(differences(saved, dict(settings))):
+        # The user cannot repeat the pictures that a tokenizer redraws, as they are no option.
+        repeat = "" if changes[0].startswith("redrawn_data ") else "repeat its settings to resume, or "
         changes = [change + MEANINGS.get(change.partition(" ")[0], "") for change in changes]
-        raise InputError(
-            f"{path} was trained with other settings ({'; '.join(changes)}): repeat its settings to resume, or {RESTART}."
-        )
+        raise InputError(f"{path} was trained with other settings ({'; '.join(changes)}): {repeat}{RESTART}.")
     return content
 
 
@@ -341,6 +341,9 @@ def set_rate(task: Task, progress: float, step: int) -> None:
 def stoppable() -> Iterator[threading.Event]:
     """Yield an event that the first Ctrl-C (or SIGTERM) sets; a second Ctrl-C interrupts at once."""
     event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
 
     def request(number: int, frame: object) -> None:
         if event.is_set():

@@ -171,7 +171,9 @@ class TrainingData:
             )
         for name in given:
             if name not in (source, "cache_features", *USED[source]):
-                raise InputError(f"{flag(name)} has no effect with {flag(source)}: leave one of the two out.")
+                owner = next((other for other in USED if name in USED[other]), name)
+                hint = f"add {flag(owner)}" if owner not in given else "leave one of the two out"
+                raise InputError(f"{flag(name)} has no effect with {flag(source)}: {hint}.")
         if source != "rollouts":
             return
         config = None if self.drafter is None else self.drafter / "config.json"

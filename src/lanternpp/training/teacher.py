@@ -181,7 +181,7 @@ def choose_prompts(teacher: Teacher, prompts: Path | None, data: Path | None) ->
     if target.conditions:
         return hold_out(tuple(target.conditions))
     raise InputError(
-        "--self needs prompts: give --prompts FILE with one a line, or --data DIR with captions."
+        "a target that draws needs prompts: give --prompts FILE with one a line, or --data DIR with captions."
     )
 
 

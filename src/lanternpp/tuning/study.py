@@ -34,7 +34,7 @@ from lanternpp.trees import static_shape
 from lanternpp.tuning.candidates import PlainEngine, Space, draw, has_window
 from lanternpp.tuning.options import TuningOptions
 from lanternpp.util.files import digest
-from lanternpp.util.jsonfile import Journal
+from lanternpp.util.jsonfile import Journal, read_object
 from lanternpp.util.terminal import Progress
 
 SHARED = names(EngineDials, SamplingDials)  # dials that all engines of a tuning share, the plain one too
@@ -335,7 +335,7 @@ def moved_params(trial: Any, random: Random) -> dict[str, Any]:
 
 def remove_tuning(folder: Path) -> None:
     """Remove the files of an earlier tuning from a folder; raise InputError if the folder holds a run of another kind."""
-    if (folder / RUN).exists() and not (folder / LOG).exists():
+    if (folder / RUN).exists() and "tuned" not in read_object(folder / RUN, FOLDER_REMEDY):
         raise InputError(f"{folder} holds a run of something else; {FOLDER_REMEDY}")
     for name in (LOG, RUN):
         (folder / name).unlink(missing_ok=True)

@@ -501,6 +501,11 @@ def test_what_is_missing_beside_a_checkpoint_is_named(models: Path, tmp_path: Pa
     given = {"tokenizer": moved / "vqgan.safetensors"}
     target = read_target(tmp_path / LUMINA, torch.float32, given=given)
     assert target.pixels(torch.zeros(1, 19, dtype=torch.int64)).shape == (1, 3, 64, 64)
+    path = edited(models / LUMINA, tmp_path / "narrow") / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.self_attn.k_norm.bias"] = torch.zeros(2, 1)
+    save_file(tensors, path, metadata={"format": "pt"})
+    refused(r"k_norm.bias is \(2, 1\), and the heads are", path.parent, **given)
     rewrite(tmp_path / LUMINA, {"layers.1.self_attn.k_norm.weight": "other"})
     refused("lacks model.layers.1.self_attn.k_norm.weight", tmp_path / LUMINA, **given)
 
@@ -582,7 +587,7 @@ def test_a_prompt_of_emu35_may_show_pictures(
     ):
         rejects(said, pipe, PROMPT, image=image)
     target.save(tmp_path / "ours", "float32")
-    rejects("kept without its encoder", pipeline(tmp_path / "ours"), PROMPT, image=picture)
+    rejects("is without its encoder", pipeline(tmp_path / "ours"), PROMPT, image=picture)
 
 
 def test_a_long_prompt_is_refused_with_its_length(models: Path) -> None:

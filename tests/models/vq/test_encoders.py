@@ -85,11 +85,11 @@ LLAMAGEN_NAMES = {
 def test_a_tokenizer_without_an_encoder_names_the_other_way(tmp_path: Path) -> None:
     write_llamagen(tmp_path / "llamagen")  # the first layer of an encoder is all it has
     target = read_target(tmp_path / "llamagen", torch.float32)
-    rejects("kept without its encoder.*--self instead of --data", target.reader)
+    rejects("is without its encoder.*--self instead of --data", target.reader)
     write_chameleon(tmp_path / "Lumina-mGPT-7B-64", lumina=True)
     rewrite(tmp_path / "Lumina-mGPT-7B-64", {r"model\.vqmodel\.encoder": "other"})
     target = read_target(tmp_path / "Lumina-mGPT-7B-64", torch.float32)
-    rejects("kept without its encoder.*--self instead of --data", target.reader)
+    rejects("is without its encoder.*--self instead of --data", target.reader)
     write_janus(tmp_path / "janus")
     rewrite(tmp_path / "janus", {r"vqmodel\.encoder\.conv_out": "vqmodel.encoder.other"})
     rejects(r"missing model\.vqmodel\.encoder\.conv_out", read_target, tmp_path / "janus", torch.float32)

@@ -71,9 +71,6 @@ class TransformersTarget(Target):
         self.codes, self.row_end = tuple(codes), row_end
         self.vqgan: VQGAN | None = None  # that `read_vq` read
         self._code_head: nn.ModuleList | None = None  # of the codes' rows alone, prepacked
-        self.defaults = dict(self.recommended)
-        if "top_k" in self.recommended:
-            self.defaults["top_k"] = min(self.recommended["top_k"], len(self.codes))
         self.arrange(Format(1, 1, () if row_end is None else (row_end,)), 0)
 
     @classmethod
@@ -161,6 +158,12 @@ class TransformersTarget(Target):
     def decoded(self, grid: Tensor) -> Tensor:
         """Decode codes [B, rows, columns] to images [B, 3, H, W]."""
         return self.vq.decode(grid)
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:  # type: ignore[override]
+        """The recommended settings; top-k is at most the number of codes."""
+        top_k = self.recommended.get("top_k")
+        return {**self.recommended, "top_k": min(top_k, len(self.codes))} if top_k else self.recommended
 
     @property
     def num_square_codes(self) -> int:

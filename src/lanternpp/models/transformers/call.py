@@ -64,7 +64,11 @@ class Processors:
                 tokens = frozenset(processor.suppress_tokens.tolist())
                 settings["suppressed"] = settings.get("suppressed", frozenset()) | tokens
             elif kind not in IGNORED:
-                again = " a second time, or out of the order temperature, top-k, top-p," if name else ""
+                again = (
+                    " a second time, with min_tokens_to_keep, or out of the order temperature, top-k, top-p,"
+                    if name
+                    else ""
+                )
                 raise InputError(
                     f"the logits processor {kind.__name__}{again} is not supported with drafts; the call or "
                     f"model.generation_config asks for it: {RESTORE}"
@@ -178,6 +182,8 @@ class _AllowedTokens:
     def after(self, row: int, tokens: Tensor) -> frozenset[int]:
         """Return the set that is allowed after a row's tokens [n]."""
         result = self._function(row, tokens)
+        if not isinstance(result, Tensor | Collection):
+            result = list(result)
         last, remaining = self._last.get(len(result), (None, frozenset()))
         if result is last:
             return remaining

@@ -53,8 +53,12 @@ class Lumina(Chameleon):
         """
         super().read_vq(source, dtype)
         norms = {name: norm for name, norm in self.model.named_parameters() if re.match(NORM, name)}
-        for name in norms:
-            source.shape(name, 2)  # raises InputError where it is missing
+        for name, norm in norms.items():
+            groups, width = source.shape(name, 2)  # raises InputError where it is missing
+            if width != norm.shape[1] or len(norm) % groups:
+                raise InputError(
+                    f"{source.path} does not fit: {name} is {(groups, width)}, and the heads are {tuple(norm.shape)}"
+                )
         for name, rows in source.tensors(norms):
             norm = norms[name]  # [heads, d]
             norm.data = rows[torch.arange(len(norm)) * len(rows) // len(norm)].to(norm.dtype)

@@ -61,7 +61,9 @@ def stack_of(body: nn.Module) -> Stack:
     form = FORMS.get(kind.__name__.removesuffix("DecoderLayer"))
     if form is None or not kind.__module__.startswith("transformers.models."):
         _reject(f"{kind.__name__} is not known; known are those of {', '.join(FORMS)}")
-    if getattr(config, "sliding_window", None) or {*getattr(config, "layer_types", ())} - {"full_attention"}:
+    if getattr(config, "sliding_window", None) or {*(getattr(config, "layer_types", None) or ())} - {
+        "full_attention"
+    }:
         _reject("its attention sees a window of the last tokens alone")
     if getattr(config, "use_bidirectional_attention", None):
         _reject("its attention is not causal")

@@ -176,7 +176,7 @@ class VQGAN(nn.Module):
     def encoder(self) -> nn.Module:
         """Read the encoder, where the checkpoint that the decoder was read from has one; InputError where it has none."""
         raise InputError(
-            "this model's tokenizer was kept without its encoder, so it reads no pictures: use the model as it was published, "
+            "this model's tokenizer is without its encoder, so it reads no pictures: use the model as it was published, "
             "or for a training --self instead of --data."
         )
 
