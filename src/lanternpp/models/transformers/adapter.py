@@ -181,9 +181,7 @@ class TransformersTarget(Target):
         if own is not None:
             return nn.Sequential(own.encoder, own.quant_conv)
         if self.vqgan is None:
-            raise InputError(
-                f"the tokenizer of a {type(self).__name__} has no encoder: use --self, not --data"
-            )
+            raise InputError("this model has no tokenizer that reads pictures: use --self, not --data")
         return self.vqgan.encoder().to(self.device)
 
     @property
@@ -390,9 +388,7 @@ class TransformersTarget(Target):
             return [[row[-1]] for row in call.ids.tolist()]
         rows = token_rows(ids, call.processors.unconditional_mask)
         if batch % len(rows):
-            raise InputError(
-                f"{len(rows)} negative prompts do not go with {batch} prompts; give one for each"
-            )
+            raise InputError(f"{len(rows)} negative prompts do not go with {batch} prompts; give one each")
         return [row for row in rows for _ in range(batch // len(rows))]
 
     def sequences(self, codes: Tensor, format: Format, call: Call) -> Tensor:
