@@ -80,6 +80,8 @@ class PictureStream(StreamingResponse):
         finally:
             for image in images:
                 image.cancel()
+            # Asyncio logs exceptions that nobody retrieves.
+            await asyncio.gather(*images, return_exceptions=True)
 
     async def _encoded(self, ticket: Ticket) -> Encoded:
         """Wait until a picture is finished, and encode it. Raises the error that drawing it raised."""
