@@ -101,6 +101,7 @@ def figures(turns: Sequence[Turn]) -> dict[str, Any]:
     quartiles = quantiles(image_seconds, n=4, method="inclusive") if len(turns) > 1 else image_seconds * 3
     tv_costs = [tv_cost for turn in turns for tv_cost in turn.tv_cost or []]
     phase_seconds = {phase: sum(turn.phases[phase] for turn in turns) for phase in PHASES}
+    all_phases = sum(phase_seconds.values())
     return {
         "images": len(pictures),
         "codes": sum(counts),
@@ -112,7 +113,7 @@ def figures(turns: Sequence[Turn]) -> dict[str, Any]:
         "step_compression": fmean(sum(accepted[1:]) / max(1, len(accepted) - 1) for accepted in pictures),
         "seconds_per_image": median(image_seconds),
         "seconds_quartiles": [quartiles[0], quartiles[2]],
-        "phases": {phase: value / sum(phase_seconds.values()) for phase, value in phase_seconds.items()},
+        "phases": {phase: value / all_phases for phase, value in phase_seconds.items()},
         "accepted_per_pass": counts,
         "histogram": dict(sorted(Counter(counts).items())),
         "tv_cost": fmean(tv_costs) if tv_costs else None,

@@ -80,7 +80,8 @@ def class_of(prompt: str, num_classes: int = 1000) -> int:
 class T5Text:
     """A source of the features of texts: the encoder of a T5 (arXiv 1910.10683), loaded with its tokenizer for the first text.
 
-    encoder: a folder or a hub id. features_file: a safetensors file with the features [n, C] of texts, by text. The features of the last `max_cached` texts are cached.
+    encoder: a folder or a hub id. features_file: a safetensors file with the features [n, C] of texts, by
+    text. The features of the last `max_cached` texts are cached.
     """
 
     def __init__(self, encoder: str | Path, features_file: Path | None = None):

@@ -174,7 +174,10 @@ def cached(source: HubId) -> Path | None:
         with suppress(LocalEntryNotFoundError, IncompleteSnapshotError):
             folder = Path(find(allow_patterns=patterns))
             path = folder / source.file if source.file else folder
-            if path.is_file() if source.file else any(found.suffix in suffixes for found in path.rglob("*")):
+            is_complete = (
+                path.is_file() if source.file else any(p.suffix in suffixes for p in path.rglob("*"))
+            )
+            if is_complete:
                 return path
     return None
 

@@ -1,4 +1,4 @@
-"""What a training reads: shards on disk, of which missing ones are computed; codes of pictures, their order, and folders of codes.
+"""What a training reads: shards on disk, which are computed where they are missing; codes of pictures, their order, and folders of codes.
 
 Each file is written whole or not at all: a killed run loses only the shards that it is computing, and the next run computes them.
 """

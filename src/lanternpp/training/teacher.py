@@ -234,9 +234,8 @@ class OwnCodes:
         indices = [i for part in parts for i in part]
         texts, seeds = [self.texts[i] for i in indices], [(self.seed << 32) + i for i in indices]
         samples = self.draw(engine, texts, seeds, lambda codes, _: done(codes / target.length))
-        finished = dict[
-            int, Any
-        ]()  # samples of shards that are not written yet, as they may finish in any order
+        # Samples of shards that are not written yet: samples may finish in any order.
+        finished: dict[int, Any] = {}
         for part in parts:
             while not finished.keys() >= set(part):
                 number, sample = next(samples)

@@ -130,9 +130,8 @@ class Report:
         self.name, self.log = name, folder / LOG
         self._move: Progress | None = None
         self._last_line = time.monotonic()
-        self._start: tuple[float, float] | None = (
-            None  # (progress, seconds of the clock) where this process began
-        )
+        # The progress, and the seconds of the clock, where this process began.
+        self._start: tuple[float, float] | None = None
 
     @contextmanager
     def bar(self) -> Iterator[None]:

@@ -118,7 +118,7 @@ class TransformersDecoder(Decoder):
         self._attention_config: Any = copy.deepcopy(body.config)
         self._attention_config._attn_implementation = ATTENTION
         self.packed_dtype: str | None = None
-        self._packed_weights: list[tuple[int, int, int]] = []  # of which `native` has a copy
+        self._packed_weights: list[tuple[int, int, int]] = []  # that `native` has a copy of
         self._num_prepared = 0  # positions
         self.replicate()
 
@@ -151,8 +151,9 @@ class TransformersDecoder(Decoder):
     def use_kernels(self, dtype: str, release: bool = False) -> None:
         """Have the backend compute passes from now on, from a copy of the weights in `dtype`, a name of `BYTES_PER_WEIGHT`.
 
-        A copy of the same weights is kept. release: free the weights of every layer as soon as they are copied, for a model that nobody else uses. Raises InputError with
-        the reason where the backend cannot compute these layers, or where there is no memory for the copy.
+        A copy of the same weights is kept. release: free the weights of every layer as soon as they are copied, for a model
+        that nobody else uses. Raises InputError with the reason where the backend cannot compute these layers, or where there is
+        no memory for the copy.
         """
         if dtype not in BYTES_PER_WEIGHT:
             raise InputError(unknown("kernels", dtype, BYTES_PER_WEIGHT))
