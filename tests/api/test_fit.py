@@ -43,6 +43,7 @@ from lanternpp.proposers.parallel import Parallel
 from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.config import ServerConfig
 from lanternpp.serve.tickets import Ticket
+from lanternpp.training import drafter
 from lanternpp.training.drafter import record_rates, strengths
 from lanternpp.trees.static import chain
 from lanternpp.util.jsonfile import key_of
@@ -322,7 +323,8 @@ def test_a_training_stores_the_rates_of_its_drafter(pipe: Pipeline, model: Path,
     assert known.fit(pipe.settings("parallel")).fit and known._fit.counts(methods[1]) == relaxed[1]
 
 
-def test_drafts_that_fit_into_no_picture_have_no_rates(pipe: Pipeline, model: Path) -> None:
+def test_drafts_that_fit_into_no_picture_have_no_rates(pipe: Pipeline, model: Path, monkeypatch) -> None:
+    monkeypatch.setattr(drafter, "PASSES", 10)
     deep = pipe.settings("parallel", tree="chain-16", batch_size=2)  # a picture has 16 codes
     assert record_rates(pipe, [deep], model / "parallel", [PROMPT]) == {}
     assert read_rates(model / "parallel") == {} and (model / "parallel" / FILE).is_file()
