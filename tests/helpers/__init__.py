@@ -21,7 +21,7 @@
 * `stages`: the stages of recipes/nature and a drafter's training at toy size, a few steps each.
 * `stacks`: passes of a `Stack` by plain PyTorch operations, in the dtype of their inputs: what kernels are compared with.
 * `fake_cuda`: a CUDA device without a GPU, on which every operation of a step is watched.
-* `ranks`: run by torchrun: processes that draw together with their shares of tiny models.
+* `ranks`: processes that draw together with their shares of tiny models.
 * `refusals`: what is refused, in one sentence.
 * `steps`: the parts of an engine of toys, for steps of every proposer, rule and verifier.
 * `toys`: small stand-ins with the interfaces of the real thing: targets, drafters, and engines of them.

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -45,7 +46,7 @@ def start(work: Callable[..., None], *args: object) -> Any:
     if HERE not in paths:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [HERE, *paths]))
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["helpers.killed"])
+    context.set_forkserver_preload(["helpers.killed", "helpers.ranks"])
     process = context.Process(target=work, args=args)
     process.start()
     return process
@@ -60,10 +61,17 @@ def ended(process: Any) -> int:
     return process.exitcode
 
 
-def process_of(rank: int, port: int) -> dict[str, str]:
-    """The environment of one of two processes that train together."""
-    team = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    return team | {"MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
+def of_two_processes() -> list[dict[str, str]]:
+    """The environments of two processes that work together, as torchrun gives them."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    shared = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    return [{"RANK": rank, "LOCAL_RANK": rank} | shared for rank in "01"]
 
 
 def obey(name: str, folder: str, life: float | None = None, env: Mapping[str, str] = {}) -> None:

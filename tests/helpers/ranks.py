@@ -1,11 +1,10 @@
-"""Run by torchrun: every process draws with its share of tiny models, and writes a file of the results."""
+"""Processes that draw together, each with its share of tiny models, and write a file of the results each."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +43,12 @@ def in_place(folder: Path, rank: int, arguments: dict[str, Any]) -> list[list[in
     return codes
 
 
-def main(place: Path) -> None:
+def draw_together(place: Path, env: dict[str, str]) -> None:
     """`drawn`: folders of models that are divided; `refused`: of those that cannot be; `simplear`: one for `in_place`."""
     signal.alarm(SECONDS)  # a process that waits for another one in vain ends
-    rank = int(os.environ["RANK"])
+    os.environ |= env
+    torch.set_num_threads(1)
+    rank = int(env["RANK"])
 
     def opened(folder: Path) -> Pipeline:
         return Pipeline.from_pretrained(folder, device="cpu", dtype="float64", tensor_parallel=True)
@@ -59,7 +60,3 @@ def main(place: Path) -> None:
     (place / f"{rank}.json").write_text(json.dumps(results))
     # a thread of gloo that wants the interpreter while this ends would abort the process
     torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -2,7 +2,6 @@
 
 import errno
 import shutil
-import socket
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.killed import ended, obey, process_of, start
+from helpers.killed import ended, obey, of_two_processes, start
 from helpers.models import change, write_model
 from helpers.refusals import rejects
 from helpers.stages import log, weights
@@ -30,13 +29,8 @@ def test_two_processes_learn_what_one_does_from_the_same_batches(tmp_path: Path)
     shutil.rmtree(write_model(tmp_path / "one" / "tiny") / "drafter")
     (tmp_path / "one" / "mine").write_text("red tulip\na tulip\n")
     shutil.copytree(tmp_path / "one", tmp_path / "two")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     lives = [start(obey, "together", str(tmp_path / "one"))]
-    lives += [
-        start(obey, "together", str(tmp_path / "two"), None, process_of(rank, port)) for rank in range(2)
-    ]
+    lives += [start(obey, "together", str(tmp_path / "two"), None, env) for env in of_two_processes()]
     assert [ended(life) for life in lives] == [0, 0, 0]
     models = tmp_path / "one" / "tiny", tmp_path / "two" / "tiny"
     alone, together = (weights(model, "drafter") for model in models)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from helpers import ranks
 from helpers.families import PUBLISHED, with_drafters, write_chameleon, write_janus
+from helpers.killed import ended, of_two_processes, start
 from helpers.models import write_model
-from helpers.processes import python
 from helpers.refusals import rejects
 
 from lanternpp import Pipeline
@@ -21,9 +21,8 @@ def test_processes_draw_together_what_one_draws_alone(tmp_path: Path) -> None:
     write_chameleon(tmp_path / "refused" / "without a plan")
     write_model(tmp_path / "refused" / "ours")
     write_janus(tmp_path / "refused" / "one head", num_key_value_heads=1)
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
-    done = python(*torchrun, "-m", ranks.__name__, tmp_path, cwd=Path(ranks.__file__).parents[1])
-    assert done.returncode == 0, done.stderr
+    lives = [start(ranks.draw_together, tmp_path, env) for env in of_two_processes()]
+    assert [ended(life) for life in lives] == [0, 0]
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first == second
     for folder in (tmp_path / "drawn").iterdir():
