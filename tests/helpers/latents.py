@@ -119,14 +119,22 @@ def wrong_residual(p: Tensor, q: Tensor, rejected: Tensor, noise: Noise, channel
     return draw_residual(p, q, torch.zeros_like(rejected), noise, channels)
 
 
-def first_latents(engine: LatentEngine, first: int) -> Tensor:
-    """The first three latents of a batch of pictures with seeds from `first` on, flat: [batch, 3 C]."""
-    prompt = engine.target.prompt(["red tulip"], 2)
-    for slot in range(engine.batch):
-        engine.admit(slot, "red tulip", first + slot, prompt)
+def latents_after_one(engine: LatentEngine, first: int) -> Tensor:
+    """The second and third latents of a batch of pictures that have the first in common, with seeds from `first` on, flat: [batch, 2 C].
+
+    One picture is admitted, and its state is every picture's.
+    """
+    engine.admit(0, "red tulip", 0)
+    caches = [holder.cache for holder in (engine, engine.proposer) if hasattr(holder, "cache")]
+    for holder in (engine, engine.proposer, *caches):
+        for name in ("codes", "count", "passes", "accepted", "root", "features", "start", "used", "kv"):
+            if (state := getattr(holder, name, None)) is not None:
+                slots = state.unflatten(2 if name == "kv" else 0, (-1, engine.batch))
+                slots.copy_(slots.narrow(3 if name == "kv" else 1, 0, 1).clone())
+    engine.noise.seed.copy_(torch.arange(first, first + engine.batch))
     while (engine.count < 3).any():
         engine.step()
-    return engine.codes[:, :3].flatten(1)
+    return engine.codes[:, 1:3].flatten(1)
 
 
 def energies(a: Tensor, b: Tensor, times: int = 100) -> tuple[float, list[float]]:
