@@ -8,14 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.latents import (
-    agreement,
-    diffusion_parts,
-    energies,
-    latents_after_one,
-    mixture_parts,
-    wrong_residual,
-)
+from helpers.latents import agreement, diffusion_parts, energies, mixture_parts, next_latents, wrong_residual
 from torch import Tensor
 
 from lanternpp.accept.exact import Exact
@@ -117,7 +110,7 @@ def test_drafted_latents_follow_the_distribution_of_plain_decoding(
     monkeypatch: pytest.MonkeyPatch, parts: Parts
 ) -> None:
     def drawn(drafted: bool, first: int) -> Tensor:
-        return latents_after_one(engine_of(parts(drafted, 1500)), first)
+        return next_latents(engine_of(parts(drafted, 1500)), first)
 
     plain = drawn(False, 0)
     found, chance = energies(plain, drawn(True, 10_000))

@@ -64,14 +64,8 @@ def ended(process: Any) -> int:
 def of_two_processes() -> list[dict[str, str]]:
     """The environments of two processes that work together, as torchrun gives them."""
     with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    shared = {
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    return [{"RANK": rank, "LOCAL_RANK": rank} | shared for rank in "01"]
+        shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    return [shared | {"RANK": rank, "LOCAL_RANK": rank, "CUDA_VISIBLE_DEVICES": ""} for rank in "01"]
 
 
 def obey(name: str, folder: str, life: float | None = None, env: Mapping[str, str] = {}) -> None:

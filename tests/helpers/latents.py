@@ -119,7 +119,7 @@ def wrong_residual(p: Tensor, q: Tensor, rejected: Tensor, noise: Noise, channel
     return draw_residual(p, q, torch.zeros_like(rejected), noise, channels)
 
 
-def latents_after_one(engine: LatentEngine, first: int) -> Tensor:
+def next_latents(engine: LatentEngine, first: int) -> Tensor:
     """The second and third latents of a batch of pictures that have the first in common, with seeds from `first` on, flat: [batch, 2 C].
 
     One picture is admitted, and its state is every picture's.

@@ -26,9 +26,8 @@ assert not [name for name in sys.modules if name.startswith("lanternpp.kernels")
 
 def test_a_copy_without_kernels_draws_after_one_changed_line(tmp_path: Path, model: Path) -> None:
     copy = tmp_path / "lanternpp"
-    shutil.copytree(
-        Path(lanternpp.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__", "nature-*")
-    )
+    left_out = shutil.ignore_patterns("__pycache__", "nature-*")
+    shutil.copytree(Path(lanternpp.__file__).parent, copy, ignore=left_out)
     shutil.rmtree(copy / "kernels")
     file = copy / "nn" / "backend.py"
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
