@@ -16,12 +16,7 @@ from lanternpp.models.base import PromptWarning
 from lanternpp.trees.chain import chain_tree
 from lanternpp.types import Draft
 
-PROMPTS = [
-    "a photo of a red tulip",
-    "a photo of the sea at sunset",
-    "a photo of a forest",
-    "a photo of a sunflower",
-]
+PROMPTS = ["a photo of a red tulip", "a photo of the sea at sunset"]
 
 
 @functools.cache

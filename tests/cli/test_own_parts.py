@@ -188,9 +188,7 @@ def test_what_a_rule_that_reads_the_drafts_probabilities_spends_is_measured_with
 @pytest.fixture
 def grey(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the family of docs/extending.md and a model of it. This process does not know the family."""
-    (text,) = (
-        block.text for block in blocks(DOCS / "extending.md", "python") if block.title == "my_family.py"
-    )
+    text = {block.title: block.text for block in blocks(DOCS / "extending.md", "python")}["my_family.py"]
     (elsewhere / "my_family.py").write_text(text)
     family: dict[str, Any] = {}
     monkeypatch.setitem(FAMILIES, "grey", "")

@@ -21,10 +21,8 @@ def check_tree(draft: Draft, every: bool = False) -> None:
         listed: list[int] = []
         for i in range(size):
             kids = [k for k in tree.children[b, i].tolist() if k >= 0]
-            assert (
-                all(parent[k] == i for k in kids)
-                and len(kids) <= tree.widths[min(depth[i], len(tree.widths) - 1)]
-            )
+            assert all(parent[k] == i for k in kids)
+            assert len(kids) <= tree.widths[min(depth[i], len(tree.widths) - 1)]
             assert not kids or depth[i] < len(tree.widths)
             codes = [int(draft.codes[b, k]) for k in kids]
             assert len(set(codes)) == len(codes), "a code is tried once at a node"
