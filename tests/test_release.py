@@ -157,6 +157,6 @@ def verbs(home: Path) -> list[list[str]]:
         ["generate", "--model", model, *prompts, "-o", "many", "-n", "2"],
         ["models", "convert", model, "copy"],
         ["tune", "--model", model, *prompts],
-        ["train", *learn, "-o", "drafter"],
+        ["train", *learn, "--kind", "eagle", "-o", "drafter"],
         ["serve"],
     ]
