@@ -33,7 +33,7 @@ EXTRAS = ("serve", "tune")  # verbs with an extra of their own
 
 
 def build(kind: str, source: Path, out: Path) -> Path:
-    """An sdist or a wheel of a source folder, by the project's own build backend; kernels are optimised less, in a third of the time."""
+    """An sdist or a wheel of a source folder, by the project's own build backend; kernels are not optimised, in a fifth of the time."""
     code = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(out)!r}))"
     compiler = out / "cc"
     compiler.write_text('#!/bin/sh\nexec cc "$@" -O0\n')
