@@ -52,7 +52,7 @@ def test_eight_bits_draw_much_the_same_from_a_quarter_of_the_bytes(run, model: P
         ((".", "out"), ["no checkpoint"]),
         (("MODEL", "MODEL"), ["name a new folder"]),
         (("MODEL", "out", "--size", 256), ["published"]),
-        (("MODEL", "out", "--vq", "gone.pt"), ["gone.pt"]),
+        (("MODEL", "out", "--vq", "gone.pt"), ["published"]),
         (("MODEL", "out", "--store", "int4"), ["int4"]),
         (("MODEL", "out", "--text", "gone"), ["--text 'gone' does not exist"]),
         (("nature-128", "file/m"), ["cannot be a folder", "file is a file"]),

@@ -269,11 +269,11 @@ def convert(
     from lanternpp.api.model import model_folder
     from lanternpp.nn.checkpoints import load_config
 
-    inputs = {"tokenizer": model_folder(vq, "image tokenizer") if vq else None, "text": text, "size": size}
     source = model_folder(model)
     is_published = not (source / "target").is_dir() or "kind" not in load_config(source / "target")
-    if any(inputs.values()) and not is_published:
+    if any((vq, text, size)) and not is_published:
         raise InputError(f"--vq, --text and --size are for published checkpoints; {model!r} is none")
+    inputs = {"tokenizer": model_folder(vq, "image tokenizer") if vq else None, "text": text, "size": size}
     store = store or ("bfloat16" if is_published else "int8")
     name = source.resolve().name if Path(model).exists() else model
     with staged(out) as stage:
