@@ -141,7 +141,8 @@ def test_what_is_no_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
         assert str(path) in message
 
     refused("is missing", tmp_path / "none")
-    refused("holds no checkpoint")
+    (tmp_path / "state.pt").write_bytes(b"of a training")
+    refused("or its training never ended")
     (tmp_path / "x.txt").write_text("words")
     refused("should end in .safetensors", tmp_path / "x.txt")
     torch.save(upstream(), tmp_path / "x.pt")

@@ -32,7 +32,7 @@ MAX_DEPTH = 4  # nested dicts around the weights of a training script's checkpoi
 WEIGHT_KEYS = ("model", "module", "state_dict", "ema")  # of the weights in a training script's checkpoint
 USUAL_NAMES = ("model.", "pytorch_model.")  # how the names of most models' files begin
 NEIGHBOURS = "neighbours-"  # how the names of tables begin that lie beside a model's weights
-NOT_WEIGHTS = {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth"}
+STATES = {"state.pt", "training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth"}
 MAX_PICKLE_BYTES = 1 << 21  # about 10,000 tensors
 # A training script's options may lie beside its weights.
 SAFE_CLASSES: list[Any] = [argparse.Namespace]
@@ -153,7 +153,7 @@ def files(path: Path) -> list[Path]:
     formats = []
     for suffixes in ((SAFE,), PICKLED):
         indices = [p for p in paths if p.name.endswith(INDEX) and any(s in p.name for s in suffixes)]
-        weights = [p for p in paths if p.suffix in suffixes and p.name not in NOT_WEIGHTS]
+        weights = [p for p in paths if p.suffix in suffixes and p.name not in STATES]
         formats.append(indices or weights)
     # A model in .bin may have its image tokenizer beside it in safetensors, so the format of the model's usual names is first.
     for candidates in sorted(
@@ -168,7 +168,7 @@ def files(path: Path) -> list[Path]:
             raise InputError(f"{path} holds {len(candidates)} checkpoints ({names}): name one of them.")
         if candidates:
             return files(usual[0] if usual else candidates[0])
-    raise InputError(f"{path} holds no checkpoint: no file ends in {', '.join((SAFE, *PICKLED))}.")
+    raise InputError(f"{path} holds no {', '.join((SAFE, *PICKLED))}, or its training never ended.")
 
 
 def join_names(items: Sequence[str]) -> str:
