@@ -86,8 +86,8 @@ class Dial(Option):
 class EngineDials(TypedDict, total=False):
     """How pictures are computed."""
 
-    batch_size: Annotated[int | None, Dial("Pictures drawn at once; default: all of them, at most 8 (compare: one). Above 64: "
-        "at most as many as there are.", ge=1, le=1 << 20, default=1)]
+    batch_size: Annotated[int | None, Dial("Pictures drawn at once; default: all of them, at most 8 (compare, bench, tune: one; "
+        "serve has --slots instead). Above 64: at most as many as there are.", ge=1, le=1 << 20, default=1)]
     compile: Annotated[bool | None, Dial("Compile the steps (torch.compile), which the first picture waits for; on a GPU the default once "
         "`models warm` has.", default=False)]
     fit: Annotated[bool | None, Dial("Draft what is fastest on this machine, which is measured once; --no-fit: what the model's defaults "
