@@ -11,6 +11,7 @@ import pytest
 from helpers.refusals import rejects
 
 from lanternpp import InputError
+from lanternpp.api.settings import with_tree
 from lanternpp.engine.observers import AcceptanceByRank, TimedEngine
 from lanternpp.trees import static_shape
 from lanternpp.trees.static import is_chain
@@ -60,13 +61,17 @@ def test_the_cheapest_draft_is_found(pipe, tmp_path, priced) -> None:
     assert len(few.candidates()) == 3
 
 
-def test_the_methods_own_draft_is_known_by_its_shape(pipe, tmp_path, priced) -> None:
-    made = tuner(pipe, tmp_path, "parallel", given={"tree": "chain-2"})
+@pytest.mark.parametrize("given", [{"tree": "chain-2"}, {}])
+def test_the_methods_own_draft_is_the_fitted_one(pipe, tmp_path, priced, monkeypatch, given) -> None:
+    monkeypatch.setattr(pipe, "fit", lambda own: with_tree(own, "chain-2") if own.fit else own)
+    made = tuner(pipe, tmp_path, "parallel", given=given)
     found = made.tune()
     chain = {"tree": "[[0],[0,0]]", "min_survival": 0.0}
     assert made.is_own_draft(replace(found, overrides=chain))
     for other in ({"tree": "chain-3"}, {"tree": "[[0],[1]]"}, chain | {"verify": "token"}):
         assert not made.is_own_draft(replace(found, overrides=other))
+    raced = made.race(replace(found, overrides={"tree": "chain-3"}))
+    assert [row["settings"]["tree"] for row in raced] == [None, "chain-2", "chain-3"]
 
 
 def test_the_dials_of_a_window_stay_where_they_are_given(pipe, tmp_path, priced) -> None:

@@ -81,7 +81,8 @@ class Tuner:
         self.optuna = import_optuna()
         self.pipe, self.method, self.prompts, self.folder = pipe, method, list(prompts), folder
         self.options, self.seed, self.quality = options, seed, quality
-        self.settings = pipe.settings(method, **{"batch_size": 1, "fit": False, **overrides})
+        self.untuned: dict[str, Any] = {"batch_size": 1, "fit": None, **overrides}
+        self.settings = pipe.settings(method, **self.untuned | {"fit": False})
         self.shared = {name: getattr(self.settings, name) for name in SHARED}
         self.fixed = {name: value for name, value in overrides.items() if name not in SHARED}
         for prompt in self.prompts:
@@ -193,23 +194,22 @@ class Tuner:
         num_batches = -(-options.n // batch_size)
         prompts = list(dict.fromkeys(spread(self.prompts, num_batches)))
         n = -(-num_batches // len(prompts)) * batch_size
-        entries = [Entry(BASELINE, BASELINE, {})]
-        if not self.is_own_draft(candidate):
-            entries.append(Entry(OWN_DRAFT, self.method, self.fixed))
-        entries.append(Entry(TUNED, self.method, self.fixed | candidate.overrides))
+        own = [] if self.is_own_draft(candidate) else [Entry(OWN_DRAFT, self.method, self.untuned)]
+        tuned = Entry(TUNED, self.method, self.fixed | candidate.overrides)
+        entries = [Entry(BASELINE, BASELINE, {}), *own, tuned]
         race = Race(self.pipe, entries, prompts, n, self.seed + 1000, self.shared, options.limited)
         folder = self.folder / RACE / digest([str(sorted(candidate.overrides.items())), str(n), *prompts])
         return report.rows(race.run(folder, progress), race.describe(), {})
 
     def is_own_draft(self, candidate: Candidate) -> bool:
-        """Return whether a candidate draws as the method's own draft does, whose tree may have another name."""
+        """Return whether a candidate draws as the method does without a tuning, whose tree may have another name."""
 
         def draft(settings: Settings) -> tuple[Any, Settings]:
             tree = settings.tree and (static_shape(settings.tree) or settings.tree)
-            return tree, replace(settings, tree=None, min_survival=settings.min_survival or None)
+            return tree, replace(settings, tree=None, fit=False, min_survival=settings.min_survival or None)
 
-        overrides = self.shared | {"fit": False} | self.fixed | candidate.overrides
-        return draft(self.pipe.settings(self.method, **overrides)) == draft(self.settings)
+        tuned = self.pipe.settings(self.method, **self.untuned | candidate.overrides)
+        return draft(tuned) == draft(self.pipe.fit(self.pipe.settings(self.method, **self.untuned)))
 
     def report(self, candidate: Candidate, race: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the results of a tuning as one JSON object; race: rows of figures, or none."""
