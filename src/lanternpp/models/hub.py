@@ -174,10 +174,8 @@ def cached(source: HubId) -> Path | None:
         with suppress(LocalEntryNotFoundError, IncompleteSnapshotError):
             folder = Path(find(allow_patterns=patterns))
             path = folder / source.file if source.file else folder
-            is_complete = (
-                path.is_file() if source.file else any(p.suffix in suffixes for p in path.rglob("*"))
-            )
-            if is_complete:
+            found = path.is_file() if source.file else any(p.suffix in suffixes for p in path.rglob("*"))
+            if found:
                 return path
     return None
 

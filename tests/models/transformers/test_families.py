@@ -366,6 +366,7 @@ def edited(folder: Path, to: Path, *removed: str, **changes: Any) -> Path:
         ({"model_type": ["chameleon"]}, "unhashable.*correct its config"),
         ({"quantization_config": {"quant_method": "own"}}, "knows no quantization_config.*own"),
         ({"vocabulary_map": {"IMGIMGAZ": 4, "IMGIMGBZ": 5}}, "has 2 codes and the tokenizer"),
+        ({"vocabulary_map": [4, 5]}, "correct its config"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused_in_one_line(

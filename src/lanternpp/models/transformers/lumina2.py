@@ -30,7 +30,8 @@ class Lumina2(Lumina):
     @classmethod
     def claims(cls, source: Source) -> bool:
         """Return whether a checkpoint is a Chameleon with codes of MoVQGAN in its vocabulary."""
-        return Chameleon.claims(source) and bool(cls.image_tokens(source.config.get("vocabulary_map") or {}))
+        words = source.config.get("vocabulary_map")
+        return Chameleon.claims(source) and isinstance(words, dict) and bool(cls.image_tokens(words))
 
     @staticmethod
     def image_tokens(words: Mapping[str, int]) -> list[int]:
