@@ -174,8 +174,8 @@ def cached(source: HubId) -> Path | None:
         with suppress(LocalEntryNotFoundError, IncompleteSnapshotError):
             folder = Path(find(allow_patterns=patterns))
             path = folder / source.file if source.file else folder
-            found = path.is_file() if source.file else any(p.suffix in suffixes for p in path.rglob("*"))
-            if found:
+            complete = path.is_file() if source.file else any(p.suffix in suffixes for p in path.rglob("*"))
+            if complete:
                 return path
     return None
 
