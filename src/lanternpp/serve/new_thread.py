@@ -6,7 +6,7 @@ import contextvars
 import ctypes
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -23,11 +23,14 @@ def run_in_new_thread(call: Callable[P, T], *args: P.args, **options: P.kwargs) 
     instead of letting them spin: on two cores a picture of nature-128 then takes 1.4 s, not 0.9. So only the drawing
     thread of a server keeps its pool, and everything else that computes there is called through this function.
     """
-    context = contextvars.copy_context()
+    context, future = contextvars.copy_context(), Future[T]()
     with ThreadPoolExecutor(1, "lanternpp-new-thread") as pool:
         thread = pool.submit(threading.get_ident).result()
-        future = pool.submit(lambda: context.run(call, *args, **options))
         try:
+            future = pool.submit(lambda: context.run(call, *args, **options))
+            # A wait without a timeout misses a signal that arrives just before it.
+            while not wait([future], 1).done:
+                pass
             return future.result()
         except KeyboardInterrupt:
             # Only the waiting was interrupted. The new thread has to end first: torch aborts if the program exits while a
