@@ -102,6 +102,7 @@ def test_a_step_that_hangs_does_not_keep_the_server_from_closing(slow, monkeypat
         running, waiting = put_all(batcher, seeds(1, 2))
         until(lambda: slow.admitted == [1])
         assert not batcher.close(timeout=0)
+        assert not batcher.close(), "a later call knows that pictures were given up"
         for ticket in (running, waiting):
             with pytest.raises(HTTPException, match=r"503: .* shut down before"):
                 ticket.result(0)

@@ -104,6 +104,16 @@ def test_a_start_that_is_refused_is_one_line(model, capsys, monkeypatch, options
     assert end.value.code == 2 and out == "" and err.count("\n") == 1 and said in err, err
 
 
+def test_an_idle_server_that_is_interrupted_twice_has_finished_all_pictures(pipe):
+    with batcher_of(pipe, slots=1, page=False) as batcher:
+
+        def ready() -> None:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+        assert run(create_app(batcher), batcher, bind("127.0.0.1", 0), 5.0, ready)
+
+
 def test_a_server_whose_batcher_breaks_ends_with_its_error(pipe):
     """Nothing would ever be drawn again: whatever supervises the process must see it end."""
     with batcher_of(pipe, slots=1, page=False) as batcher:

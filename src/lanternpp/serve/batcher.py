@@ -49,6 +49,7 @@ class Batcher:
         # changed in place, so that one thread may iterate over it while another thread adds a ticket.
         self._tickets: tuple[Ticket, ...] = ()
         self.closed = False  # whether new pictures are rejected
+        self._all_finished = True  # False once `close` has given pictures up
         self._seconds_between = 1.0  # seconds between two finished pictures
         self._scheduler = Scheduler(self._build, self.config.slots, self.config.max_engines)
         self._stop = False
@@ -145,7 +146,7 @@ class Batcher:
             self.closed = True
             if drain:
                 self._changed.wait_for(lambda: not self._tickets, timeout)
-            all_finished = not self._tickets
+            self._all_finished = self._all_finished and not self._tickets
             self._stop = True
             self._changed.notify_all()
         self._thread.join(JOIN_SECONDS)
@@ -153,7 +154,7 @@ class Batcher:
             message = "a step has taken %g s since drawing was to stop, and is waited for no longer"
             log.warning(message, JOIN_SECONDS)
             self._fail(self._tickets, closed(UNFINISHED))
-        return all_finished
+        return self._all_finished
 
     @staticmethod
     def _fail(tickets: Iterable[Ticket], error: Exception) -> None:

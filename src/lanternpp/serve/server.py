@@ -253,7 +253,7 @@ def run(
     pictures get 503 too, and a third one ends the server without responses. Returns whether all accepted pictures were finished.
     If the backend breaks, the server ends and the error is raised, so that a supervisor can start a new process.
     """
-    finished = True
+    finished = False
 
     class Server(uvicorn.Server):
         """uvicorn, except that it keeps listening while the backend drains."""
@@ -272,8 +272,6 @@ def run(
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             """Drain at the first signal, abandon accepted pictures at the second, end at the third."""
-            nonlocal finished
-            finished = False  # until `drain` has finished all pictures
             self.signals += 1
             if self.signals > 2:
                 self.should_exit = self.force_exit = True
@@ -287,8 +285,7 @@ def run(
             """Let the backend finish, then stop uvicorn, which sends the last responses."""
             nonlocal finished
             try:
-                # After a second signal has abandoned the pictures, the first drain finds none left and returns True.
-                finished = backend.close(True, seconds) and self.signals == 1
+                finished = backend.close(True, seconds)
             finally:
                 self.should_exit = True
 
