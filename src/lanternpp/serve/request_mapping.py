@@ -78,7 +78,7 @@ class RequestMapper:
         check_prompt(body.prompt)
         if len(body.prompt) > self.config.prompt_limit:
             raise InputError(
-                f"the prompt has {len(body.prompt)} characters; this server takes at most {self.config.prompt_limit}"
+                f"prompt has {len(body.prompt)} characters; this server takes at most {self.config.prompt_limit}"
             )
         if body.size not in (None, "auto", self.size):
             raise InputError(
@@ -91,9 +91,8 @@ class RequestMapper:
             raise InputError("response_format 'url' does not go with stream, whose events have b64_json")
         overrides = body.overrides()
         for name in overrides.keys() & PARTS.keys():
-            label, classes_by_name, *_ = PARTS[name]
-            if overrides[name] not in classes_by_name:
-                raise InputError(unknown(label, overrides[name], classes_by_name))
+            if overrides[name] not in (classes_by_name := PARTS[name][1]):
+                raise InputError(unknown(name, overrides[name], classes_by_name))
         settings = self.config.settings(self.pipe, body.method, overrides)
         num_codes = (settings.window or 0) * (settings.window_rows or 1) + (settings.alternatives or 0)
         if num_codes > MAX_NODES and overrides.keys() & WINDOW_DIALS:
