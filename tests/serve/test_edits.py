@@ -70,6 +70,8 @@ def test_the_openai_client_edits_a_picture_in_its_own_shape(client: openai.OpenA
     assert drawn(other.data[0].b64_json).size == (48, 96)  # of the last
     square = client.images.edit(image=png(WIDE), prompt="red sea", size="64x64", extra_body={"seed": 5})
     assert square.size == "64x64"
+    strip = client.images.edit(image=png(Image.new("1", (5000, 1))), prompt="red sea")
+    assert strip.size == "256x16", "a row of all codes"
     plain = client.images.generate(prompt="red sea", extra_body={"seed": 5})
     assert (
         plain.size == "64x64"
