@@ -79,7 +79,9 @@ class ServerSpec:
     def start(self) -> tuple[Batcher, FastAPI]:
         """Read the model; return a batcher, which the caller must close, and the app that uses it. Raises InputError."""
         pipe = run_in_new_thread(self.load_model)
-        warnings.simplefilter("ignore", PromptWarning)  # clients' prompts are not the operator's concern
+        # Clients' prompts and pictures are not the operator's concern.
+        warnings.simplefilter("ignore", PromptWarning)
+        warnings.filterwarnings("ignore", module="PIL")
         batcher = Batcher(pipe, self.config)
         return batcher, create_app(batcher)
 
