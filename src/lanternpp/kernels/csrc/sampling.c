@@ -66,58 +66,53 @@ static double sum_above(const float *x, int64_t size, int32_t bits) {
     return sum;
 }
 
-/* How many of x [size] are above a float >= 0 given by its bits. */
-static int64_t count_above(const bits32 *x, int64_t size, int32_t bits) {
+/* How many of x [size] are below `bits`, both floats >= 0 given by their bits. */
+static int64_t count_below(const bits32 *x, int64_t size, int32_t bits) {
     int64_t count = 0;
 #pragma omp simd reduction(+ : count)
-    for (int64_t i = 0; i < size; i++) count += x[i] > bits;
+    for (int64_t i = 0; i < size; i++) count += x[i] < bits;
     return count;
 }
 
-/* The bits of the smallest number with less than `limit` of x [size] >= 0 above it; `candidates` [size] is scratch. */
-static int32_t least_of(const float *x, int64_t size, int64_t limit, bits32 *candidates) {
-    const bits32 *from = (const bits32 *)x;
-    int32_t least = INT32_MAX;
-    int64_t above = 0; /* numbers above all candidates */
+/* The bits of the `rank`-th smallest of x [size], floats >= 0 given by their bits; x is scratch afterwards. */
+static int32_t smallest_of(bits32 *x, int64_t size, int64_t rank) {
+    int32_t found = 0;
+    int64_t below = 0; /* numbers below all candidates */
     for (int32_t bit = 1 << 30; bit; bit >>= 1) {
-        if (bit == 1 << 21) { /* continue with the candidates whose upper bits match */
-            const int32_t low = least & ~(2 * bit - 1);
+        if (bit == 1 << 19) { /* continue with the candidates whose upper bits match */
+            const int32_t high = found | (2 * bit - 1);
             int64_t count = 0;
-            above = count_above(from, size, least);
+            below = count_below(x, size, found);
 #ifdef __AVX512F__
             for (int64_t i = 0; i < size; i += LANES) {
-                const __m512i chunk = _mm512_loadu_si512(from + i), bottom = _mm512_set1_epi32(low), top = _mm512_set1_epi32(least);
-                const __mmask16 kept = _mm512_cmpgt_epi32_mask(chunk, bottom) & _mm512_cmple_epi32_mask(chunk, top);
-                _mm512_mask_compressstoreu_epi32(candidates + count, kept, chunk);
+                const __m512i chunk = _mm512_loadu_si512(x + i), bottom = _mm512_set1_epi32(found), top = _mm512_set1_epi32(high);
+                const __mmask16 kept = _mm512_cmpge_epi32_mask(chunk, bottom) & _mm512_cmple_epi32_mask(chunk, top);
+                _mm512_mask_compressstoreu_epi32(x + count, kept, chunk);
                 count += __builtin_popcount(kept);
             }
 #else
             for (int64_t i = 0; i < size; i++) {
-                candidates[count] = from[i];
-                count += from[i] > low && from[i] <= least;
+                x[count] = x[i];
+                count += x[count] >= found && x[count] <= high;
             }
 #endif
-            from = candidates;
             size = count;
         }
-        if (above + count_above(from, size, least & ~bit) < limit) least &= ~bit;
+        if (below + count_below(x, size, found | bit) < rank) found |= bit;
     }
-    return least;
+    return found;
 }
 
-/* Keep the largest of x [size] >= 0 whose sum is at least `limit`, of equal ones the first; counted: the `limit` largest and their equals.
-
-   `spare` [size] is scratch. */
-static void keep_largest(float *x, int64_t size, double limit, int counted, void *spare) {
-    int32_t least = counted ? least_of(x, size, (int64_t)limit, spare) : INT32_MAX; /* the smallest number with less than `limit` above it */
-    if (!counted)
-        for (int32_t bit = 1 << 30; bit; bit >>= 1)
-            if (sum_above(x, size, least & ~bit) < limit) least &= ~bit;
-    double sum = counted ? 0 : sum_above(x, size, least);
+/* Keep the largest of x [size] >= 0 whose sum is at least `limit`, of equal ones the first. */
+static void keep_largest(float *x, int64_t size, double limit) {
+    int32_t least = INT32_MAX; /* the smallest number with less than `limit` above it */
+    for (int32_t bit = 1 << 30; bit; bit >>= 1)
+        if (sum_above(x, size, least & ~bit) < limit) least &= ~bit;
+    double sum = sum_above(x, size, least);
     for (int64_t i = 0; i < size; i += LANES) {
         const f32x16 chunk = *(const f32x16 *)(x + i);
         *(f32x16 *)(x + i) = (f32x16)((i32x16)chunk & ((i32x16)chunk >= least));
-        for (unsigned equal = counted ? 0 : bits_of((i32x16)chunk == least); equal; equal &= equal - 1) {
+        for (unsigned equal = bits_of((i32x16)chunk == least); equal; equal &= equal - 1) {
             const int j = __builtin_ctz(equal);
             if (sum < limit) sum += chunk[j];
             else x[i + j] = 0;
@@ -133,12 +128,16 @@ static void probabilities(const Sampling *sampling, float *x, int64_t codes, int
     const float scale = greedy ? 1 : (float)(1 / sampling->temperature);
     for (int64_t i = codes; i < size; i++) x[i] = -INFINITY;
     const float highest = max_of(x, size);
-    for (int64_t i = 0; i < size; i += LANES) {
-        f32x16 *chunk = (f32x16 *)(x + i);
-        *chunk = exp_all((*chunk - highest) * scale);
+    int32_t furthest = INT32_MAX; /* the bits of the greatest distance from the highest logit that top-k keeps */
+    if (!greedy && sampling->top_k > 0 && sampling->top_k < codes) {
+        for (int64_t i = 0; i < size; i += LANES) *(f32x16 *)((float *)spare + i) = highest - *(const f32x16 *)(x + i);
+        furthest = smallest_of(spare, size, sampling->top_k);
     }
-    if (!greedy && sampling->top_k > 0 && sampling->top_k < codes) keep_largest(x, size, (double)sampling->top_k, 1, spare);
-    if (!greedy && sampling->top_p < 1) keep_largest(x, size, sampling->top_p * sum_all(x, size), 0, spare);
+    for (int64_t i = 0; i < size; i += LANES) {
+        const f32x16 distance = highest - *(const f32x16 *)(x + i);
+        *(f32x16 *)(x + i) = (f32x16)((i32x16)exp_all(distance * -scale) & ((i32x16)distance <= furthest));
+    }
+    if (!greedy && sampling->top_p < 1) keep_largest(x, size, sampling->top_p * sum_all(x, size));
     const float total = (float)sum_all(x, size);
     for (int64_t i = 0; i < size; i += LANES) *(f32x16 *)(x + i) /= total;
 }
