@@ -65,7 +65,7 @@ def enumerated(rule: Acceptance, p: torch.Tensor, q: torch.Tensor, tries: int) -
     """
     if not tries or not q.sum():
         return p, 0.0
-    distribution, cost = torch.zeros_like(p), float(tv_cost(rule, p[None], q[None]))
+    distribution, cost = torch.zeros_like(p), float(tv_cost(rule, p, q))
     for x in q.nonzero()[:, 0].tolist():
         code, chance = torch.tensor([x]), float(q[x])
         bent = rule.relax(p[None], code)

@@ -140,7 +140,7 @@ class Acceptance(ABC):
         On a CPU the codes with q > 0 in any row; on other devices all codes, which needs no transfer to the host.
         """
         if on_host(q):
-            draftable = (q > 0).flatten(0, -2).any(0).nonzero()[:, 0]
+            draftable = (q > 0).reshape(-1, q.shape[-1]).any(0).nonzero()[:, 0]
         else:
             draftable = torch.arange(q.shape[-1], device=q.device)
         for codes in draftable.split(max(1, CHUNK // p.numel())):

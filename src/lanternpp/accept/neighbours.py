@@ -79,9 +79,9 @@ class NeighbourAcceptance(DecayingAcceptance):
         neighbours for unfinished codes alone. On other devices chunks of neighbours are summed for all codes, which needs
         no transfer to the host.
         """
-        p_by_code = p.flatten(0, -2).T.contiguous()  # [V, M] of M distributions, so that a neighbour is a row
-        q_by_code = q.flatten(0, -2).T  # [V, M]
-        budget = self.budget(p).flatten(0, -2).T.contiguous()
+        p_by_code = p.reshape(-1, p.shape[-1]).T.contiguous()  # [V, M], so that a neighbour is a row
+        q_by_code = q.reshape(-1, q.shape[-1]).T  # [V, M]
+        budget = self.budget(p).reshape(-1, p.shape[-1]).T.contiguous()
         total, accepted = torch.zeros_like(p_by_code), p_by_code.clone()
         if not on_host(p):
             for neighbours in self.table.split(CHUNK, 1):
