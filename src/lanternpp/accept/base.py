@@ -276,7 +276,7 @@ def _sampled_excess(rule: Acceptance, p: Tensor, q: Tensor) -> Tensor:
     """Estimate `excess` from m = `NUM_SAMPLES` codes, spread evenly over the mass [q - p]+, its upper bound, [B].
 
     A code y contributes a share [min(q, accept_mass) - p]+ / [q - p]+ of its mass (stratified sampling at fixed
-    points), and the mean has at most 0.5 / sqrt(m) of the mass as its error.
+    points). Where codes are in no order, the standard error is at most 0.5 / sqrt(m) of the mass.
     """
     bound = (q - p).clamp(min=0)
     cdf = bound.cumsum(-1, dtype=torch.float64)
