@@ -168,7 +168,7 @@ def files(path: Path) -> list[Path]:
             raise InputError(f"{path} holds {len(candidates)} checkpoints ({names}): name one of them.")
         if candidates:
             return files(usual[0] if usual else candidates[0])
-    raise InputError(f"{path} holds no {', '.join((SAFE, *PICKLED))}, or its training never ended.")
+    raise InputError(f"{path} holds no checkpoint, such as model.safetensors, or its training never ended.")
 
 
 def join_names(items: Sequence[str]) -> str:
