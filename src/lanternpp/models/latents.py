@@ -152,8 +152,8 @@ class LatentTarget(PromptedTarget):
     def __init__(self, config: LatentConfig, kl: KL):
         super().__init__(config, kl)
         self.channels = config.channels
-        self.register_buffer("latent_mean", torch.zeros(config.channels))
-        self.register_buffer("latent_std", torch.ones(config.channels))
+        self.register_buffer("latent_mean", torch.zeros(config.channels, dtype=torch.float32))
+        self.register_buffer("latent_std", torch.ones(config.channels, dtype=torch.float32))
 
     def add_tables(self) -> None:
         """Make the linear map of input latents."""

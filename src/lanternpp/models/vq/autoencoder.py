@@ -192,7 +192,7 @@ class Quantiser(nn.Module):
 
     def __init__(self, codes: int, dim: int):
         super().__init__()
-        codebook = F.normalize(nn.init.normal_(torch.empty(codes, dim)), dim=-1)
+        codebook = F.normalize(nn.init.normal_(torch.empty(codes, dim, dtype=torch.float32)), dim=-1)
         self.register_buffer("codebook", codebook)
 
     def nearest(self, latents: Tensor) -> Tensor:

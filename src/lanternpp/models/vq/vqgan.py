@@ -153,7 +153,7 @@ class VQGAN(nn.Module):
         widths = [config.channels * multiple for multiple in reversed(config.multiples)]
         width = widths[0]
         latent = config.dim if config.spatial else 0
-        self.register_buffer("codebook", torch.zeros(config.codes, config.dim))
+        self.register_buffer("codebook", torch.zeros(config.codes, config.dim, dtype=torch.float32))
         self.expand = nn.Conv2d(config.dim, config.latent, 1)
         self.entry = nn.Conv2d(config.latent, width, 3, padding=1)
         self.middle = Chain(
