@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,7 @@ def test_a_pipeline_moves_to_another_dtype_and_back(model: Path) -> None:
         (lambda pipe: pipe.stream(PROMPT, lamda=3.0), "option 'lamda' is unknown"),
         (lambda pipe: pipe.stream("an elephant"), "names no subject"),
         (lambda pipe: pipe.to("abacus"), "device 'abacus' is unknown"),
+        (pickle.dumps, "cannot be pickled or copied; call from_pretrained in each"),
     ],
 )
 def test_what_cannot_be_done_is_one_sentence(

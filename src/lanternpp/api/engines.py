@@ -43,6 +43,10 @@ class Engines:
         self._lock = threading.RLock()  # held while a call draws; its progress may call again
         self._set_model(model)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Refuse to be pickled or copied."""
+        raise InputError("a pipeline cannot be pickled or copied; call from_pretrained in each process")
+
     def _set_model(self, model: Model) -> None:
         """Make engines of this model from now on; engines of the model before are not kept."""
         self.model, self.target, self.folder = model, model.target, model.folder
