@@ -126,7 +126,10 @@ class Defaults:
             untuned = resolve(chosen.method, own, other_overrides, auto)
             key = self._key(chosen.method, conditions(untuned, placement))
             entry = next((entry for entry in self.tuned if key.items() <= entry.items()), None)
-            own = with_tuned(own, chosen.method, entry["settings"]) if entry else own
+            if entry:
+                rows = own.get("methods", {})
+                row = {**rows.get(chosen.method, {}), **entry["settings"], "fit": False}
+                own = {**own, "methods": {**rows, chosen.method: row}}
         return resolve(chosen.method, own, overrides, auto)
 
     @cached_property
@@ -244,9 +247,3 @@ def with_parallel_drafter(defaults: Mapping[str, Any], lossless: bool) -> dict[s
             draft = {"proposer": parallel["proposer"], "tree": chain if relaxed else method.dials["tree"]}
             rows[name] = {**draft, **rows.get(name, {})}
     return {**defaults, "methods": rows}
-
-
-def with_tuned(defaults: Mapping[str, Any], method: str, tuned: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's defaults with a method's tuned settings in place of its own; the draft is then not fitted."""
-    rows = defaults.get("methods", {})
-    return {**defaults, "methods": {**rows, method: {**rows.get(method, {}), **tuned, "fit": False}}}

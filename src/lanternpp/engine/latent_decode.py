@@ -116,7 +116,11 @@ def verify_latents(
     if rule.lossless:
         bonus = draw_residual(*last, noise, channels)
     else:
-        bonus = published_draw(*last, log_factor[batch, num_accepted], noise, channels)
+        # As published: y is drawn from p and kept with probability [1 - q(y) / (Sigma p(y))]+, the last y always.
+        u = noise.fine(Noise.BONUS, TRIES, channels + 2)
+        y, kept = _draws(*last, u, channels, log_factor[batch, num_accepted])
+        kept[:, -1] = True
+        bonus = _first_kept(y, kept)
     path = torch.arange(draft.codes.shape[1], device=p.device).minimum(num_accepted[:, None])
     return verdict_of(draft, path, num_accepted + 1, bonus)
 
@@ -140,18 +144,6 @@ def draw_residual(p: Tensor, q: Tensor, rejected: Tensor, noise: Noise, channels
         if not len(undecided):
             break
     return latents
-
-
-def published_draw(
-    p: Tensor, q: Tensor, rejected: Tensor, log_factor: Tensor, noise: Noise, channels: int
-) -> Tensor:
-    """Draw from p [B, P] or, where a draft from q [B, P] was rejected [B], as the paper does: latents [B, C].
-
-    y is drawn from p and kept with probability [1 - q(y) / (Sigma p(y))]+, log_factor [B] being the logarithm of Sigma.
-    """
-    y, kept = _draws(p, q, rejected, noise.fine(Noise.BONUS, TRIES, channels + 2), channels, log_factor)
-    kept[:, -1] = True
-    return _first_kept(y, kept)
 
 
 def _draws(

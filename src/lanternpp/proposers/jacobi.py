@@ -129,7 +129,11 @@ class Jacobi(Proposer):
         self.last_place = torch.zeros_like(self.root)  # with a p in the first window
         self._probs = self.p.new_zeros(batch, nodes, vocab)  # the q of every node's child
         codebook = target.codebook
-        self._code_vectors = None if codebook is None else _scaled(codebook.to(like.device, dtype))
+        self._code_vectors: Tensor | None = None  # in units of the root mean square distance of two codes
+        if codebook is not None:
+            codebook = codebook.to(like.device, dtype)
+            spread = (codebook - codebook.mean(0)).square().sum(-1).mean() * 2
+            self._code_vectors = codebook / spread.sqrt().clamp(min=torch.finfo(dtype).tiny)
 
     def begin(self, new: Admission) -> None:
         """Reset the state of an admitted sample: no place has a p, and the p at `last_place` is uniform."""
@@ -247,9 +251,3 @@ class Jacobi(Proposer):
         mass = residual.sum(-1, keepdim=True)
         residual = (residual / mass).where(has_code & (mass > 0), new_q)
         return draw((residual * (1 - keep_prob)).scatter_add_(-1, codes, keep_prob), u)[..., 0]
-
-
-def _scaled(codebook: Tensor) -> Tensor:
-    """Return a codebook [V, D] in units of the root mean square distance of two codes."""
-    spread = (codebook - codebook.mean(0)).square().sum(-1).mean() * 2
-    return codebook / spread.sqrt().clamp(min=torch.finfo(codebook.dtype).tiny)
