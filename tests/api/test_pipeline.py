@@ -24,7 +24,7 @@ from lanternpp.accept.base import Acceptance
 from lanternpp.accept.scaled import Cool
 from lanternpp.engine.batching import draw_samples, generate
 from lanternpp.engine.compiled import tensor_bytes
-from lanternpp.engine.proposer import Proposer
+from lanternpp.engine.proposer import DraftSampling, Proposer
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.trees.chain import chain_tree
 from lanternpp.trees.dynamic import DynamicTree
@@ -281,6 +281,10 @@ def with_codes(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Draf
     return lambda draft: replace(draft, codes=change(draft.codes))
 
 
+def with_tree(**fields: Any) -> Callable[[Draft], Draft]:
+    return lambda draft: replace(draft, tree=replace(draft.tree, **fields))
+
+
 def with_probs(probs: torch.Tensor) -> Callable[[Draft], Draft]:
     return lambda draft: replace(draft, probs=probs)
 
@@ -289,6 +293,14 @@ def with_probs(probs: torch.Tensor) -> Callable[[Draft], Draft]:
     ("wrong", "said"),
     [
         ({"change": lambda draft: None}, "NoneType in place of a Draft"),
+        ({"change": lambda draft: Draft(None, None, None)}, "NoneType and NoneType in place of the Tree"),
+        ({"change": with_codes(torch.Tensor.tolist)}, "Tree and list in place"),
+        ({"change": with_tree(widths=(0, 0))}, r"widths \(0, 0\) or children do not fit its 3 nodes"),
+        ({"change": with_tree(mask=torch.ones(1, 3, 2, dtype=torch.bool))}, "a row of a bool mask"),
+        (
+            {"dials": {"verify"}, "draft_sampling": lambda parts: DraftSampling(True, True)},
+            "a draft without probs",
+        ),
         ({"change": with_codes(lambda codes: codes[:, 1:])}, "codes .1, 2. .* on a tree of .1, 3. nodes"),
         ({"change": with_codes(torch.Tensor.int)}, "give each node an int64 code"),
         ({"change": with_codes(lambda codes: codes + torch.tensor([0, 10**6, 0]))}, "none of the 32 from 0"),
@@ -314,7 +326,7 @@ def test_a_proposer_of_the_callers_own_is_refused_with_what_is_wrong(
 ) -> None:
     kind = type("Wrong", (Guess,), wrong)
     said = rejects(said, pipe, PROMPT, method="ar", proposer=kind)
-    assert "Wrong" in said or "medusa" in said
+    assert "Wrong" in said or "medusa" in said or "without probs" in said
 
 
 def test_the_third_draft_of_the_callers_own_is_not_checked(pipe: Pipeline) -> None:

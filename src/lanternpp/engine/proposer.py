@@ -14,7 +14,7 @@ from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
 from lanternpp.trees.base import TreeBuilder
-from lanternpp.types import Admission, Dials, Draft, TargetOutput
+from lanternpp.types import Admission, Dials, Draft, TargetOutput, Tree
 
 LATENTS_MESSAGE = (
     "this model draws continuous latents, which are drafted in a chain by an EAGLE drafter or not at all: use --method "
@@ -63,14 +63,20 @@ def fault_of(draft: object, proposer: Proposer, root: Tensor, running: Tensor) -
     if not isinstance(draft, Draft):
         return f"returns a {type(draft).__name__} in place of a Draft"
     tree, codes, probs, vocab = draft.tree, draft.codes, draft.probs, proposer.target.vocab
-    sizes = {tuple(x.shape[:2]) for x in (codes, tree.parent, tree.depth, tree.children, tree.mask)}
-    if sizes != {(len(root), codes.shape[-1])} or codes.dtype != torch.int64:
+    if not all(map(isinstance, (tree, codes), (Tree, Tensor))):
+        return f"returns {type(tree).__name__} and {type(codes).__name__} in place of the Tree and Tensor of a Draft"
+    fields = codes, tree.parent, tree.depth, tree.children, tree.mask
+    sizes = {tuple(x.shape[:2]) for x in fields} | {tuple(tree.mask.shape[::2])}
+    if sizes != {(len(root), *codes.shape[1:2])} or {x.dtype for x in fields} != {torch.int64, torch.bool}:
         shapes = f"codes {list(codes.shape)} of {codes.dtype} on a tree of {list(tree.depth.shape)} nodes"
-        return f"drafts {shapes}; give each node an int64 code, the root's first"
-    nodes = max(codes.shape[1], int(tree.children.max()) + 1)
-    levels = max(len(tree.widths), int(tree.depth.max()))
-    if nodes > proposer.size or levels > proposer.depth:
+        return f"drafts {shapes}; give each node an int64 code, parent and depth, int64 children, and a row of a bool mask"
+    nodes, levels = codes.shape[1], int(tree.depth.max())
+    if nodes > proposer.size or max(levels, len(tree.widths)) > proposer.depth:
         return f"drafts {nodes} nodes on {levels} levels, more than its size {proposer.size} and depth {proposer.depth}"
+    # The kernels read as many children of a node as the greatest width.
+    ranks = max(tree.widths, default=1)
+    if tree.children.shape[2] != ranks or levels > len(tree.widths) or int(tree.children.max()) >= nodes:
+        return f"drafts a tree whose widths {tree.widths} or children do not fit its {nodes} nodes on {levels} levels"
     if not bool(((codes[running] >= 0) & (codes[running] < vocab)).all()):
         return f"drafts codes that are none of the {vocab} from 0"
     if not codes[running, 0].equal(root[running]):
