@@ -168,6 +168,7 @@ def test_what_is_no_tokenizer_or_encoder_is_refused(run, tmp_path: Path) -> None
     files = published.write_llamagen(tmp_path / "files", text=True)
     convert = ("models", "convert", files / "t2i_XL_tiny.pt", tmp_path / "out")
     run(*convert, "--vq", files / "t2i_XL_tiny.pt").refused("no image tokenizer")
+    run(*convert, "--vq", files / "gone.pt").refused("gone.pt")
     run(*convert, "--text", tmp_path).refused("no folder of a T5")
     assert not (tmp_path / "out").exists()
 

@@ -178,7 +178,7 @@ class Engine:
         self._enter("draft")
         draft = self.run(self.proposer.propose, noise)
         if self.drafts_to_check:
-            check_draft(draft, self.proposer, self.codes, self.count)
+            check_draft(draft, self.proposer, self.codes, self.count, self.verifier is not verify_tokenwise)
             self.drafts_to_check -= 1
         self._enter("pass")
         features, logits = self.run(self._target_forward, draft)

@@ -45,20 +45,20 @@ class DraftSampling:
     fixed: bool = False  # all drafts have the same shape, and their trees a `layout`
 
 
-def check_draft(draft: object, proposer: Proposer, codes: Tensor, count: Tensor) -> None:
+def check_draft(draft: object, proposer: Proposer, codes: Tensor, count: Tensor, joint: bool) -> None:
     """Check a draft that follows the `count` [B] decided codes of codes [B, length], by host reads; raise InputError.
 
-    Only drafts of a caller's own proposer or tree builder are checked, and none of latents.
+    joint: it is verified jointly. Only drafts of a caller's own proposer or tree builder are checked, and none of latents.
     """
     for part in (proposer, getattr(proposer, "builder", proposer)):
         if type(part).__module__.startswith("lanternpp.") or proposer.target.channels:
             continue
         root = codes.gather(1, (count - 1)[:, None])[:, 0]
-        if fault := fault_of(draft, proposer, root, count < proposer.target.length):
+        if fault := fault_of(draft, proposer, root, count < proposer.target.length, joint):
             raise InputError(f"{type(part).__qualname__} {fault}")
 
 
-def fault_of(draft: object, proposer: Proposer, root: Tensor, running: Tensor) -> str | None:
+def fault_of(draft: object, proposer: Proposer, root: Tensor, running: Tensor, joint: bool) -> str | None:
     """Return what is wrong with a draft for the samples `running` [B] after the decided codes root [B], as a clause, or None."""
     if not isinstance(draft, Draft):
         return f"returns a {type(draft).__name__} in place of a Draft"
@@ -81,6 +81,8 @@ def fault_of(draft: object, proposer: Proposer, root: Tensor, running: Tensor) -
         return f"drafts codes that are none of the {vocab} from 0"
     if not codes[running, 0].equal(root[running]):
         return "drafts from another code than the last one decided; begin with self.root, which super().observe keeps"
+    if joint and (probs is None or not (tree.chain or tree.layout)):
+        return "drafts without probs, or on a branching tree without a layout; use verify token"
     if probs is None:
         return None
     if probs.shape == (*codes.shape, vocab):

@@ -31,7 +31,6 @@ from lanternpp.accept.base import Acceptance
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify.tokenwise import native_verdict, verdict_of
-from lanternpp.errors import InputError
 from lanternpp.types import Draft, Tree, Verdict
 
 
@@ -49,11 +48,10 @@ def verify_joint(
     variation between p and the rule's output distribution at every kept node. Two random numbers are drawn per pass, and
     nothing is transferred to the host.
     """
-    tree = draft.tree
-    if draft.probs is None or not (tree.chain or tree.layout):
-        raise InputError("a draft without probs, or of a branching tree without layout, needs verify token")
     if not measure_tv and (verdict := native_verdict(draft, logits, sampling, rule, noise, joint=True)):
         return verdict
+    assert draft.probs is not None
+    tree = draft.tree
     p = sampling.probs(logits)
     q = draft.probs * (tree.children[..., :1] >= 0) if tree.chain else draft.probs
     target = p if rule.lossless else _output_distributions(draft, p, q, logits, rule)

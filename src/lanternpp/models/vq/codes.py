@@ -109,7 +109,7 @@ def nearest(latents: Tensor, codebook: Tensor, by_product: bool = False) -> Tens
 
 
 def resized(picture: Image.Image, count: int, side: int) -> Tensor:
-    """Return an RGB picture, resized to about `count` squares of `side` pixels in its own shape, as [1, 3, H, W] in [-1, 1]."""
+    """Return an RGB picture in its own shape, up to `count` to 1, of about `count` squares of `side` pixels: [1, 3, H, W] in [-1, 1]."""
     ratio = min(max(picture.width / picture.height, 1 / count), count)
     height = int((count * side * side / ratio) ** 0.5)
     width, height = (max((pixels + side // 2) // side, 1) * side for pixels in (int(height * ratio), height))
