@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import combinations
 from operator import truediv
 from pathlib import Path
@@ -330,6 +330,7 @@ class Fit:
         return joined(self.store.steps.get(key, ()), self._disturbed.get(key, ()))
 
     @staticmethod
+    @lru_cache(64)
     def _candidates(settings: Settings, shape: Shape, counts: Counts) -> dict[str, tuple[Settings, float]]:
         """Return plain decoding, the method's own draft, and others whose acceptance is known, with their codes per pass."""
         if settings.window is not None:

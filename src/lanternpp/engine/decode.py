@@ -162,18 +162,26 @@ class Engine:
                 remedy = "use the dtype bfloat16 or float32"
             raise ModelError(f"the model's logits are no finite numbers in {dtype}; {remedy}")
 
-    @inference()
     def step(self) -> None:
-        """Propose a draft, run the target over all its nodes in one pass, verify it, commit the accepted path."""
-        if self.fused is not None and all(
-            type(observer).verified is Observer.verified for observer in self.observers
-        ):
-            self._fused_step(self.fused)
+        """Advance every sample by a step: in one call of C, or in a call for each phase if observers time them, else by parts."""
+        if self.fused is None or any(type(x).verified is not Observer.verified for x in self.observers):
+            self._step_by_parts()
             return
+        self._next_noise.clear()  # as the kernels take the step that its first noise is for
+        if not self.observers:
+            self.fused.run()
+            return
+        for stage, phase in enumerate(PHASES):
+            self._enter(phase)
+            self.fused.run(stage, stage)
+        self._enter("rest")
+
+    @inference()
+    def _step_by_parts(self) -> None:
+        """Propose a draft, run the target over all its nodes in one pass, verify it, commit the accepted path."""
         if not self._next_noise:
-            self._next_noise = self.noise.precomputed(self.proposer.depth, self.proposer.max_precomputed)[
-                ::-1
-            ]
+            steps = self.noise.precomputed(self.proposer.depth, self.proposer.max_precomputed)
+            self._next_noise = steps[::-1]
         noise = self._next_noise.pop()
         self._enter("draft")
         draft = self.run(self.proposer.propose, noise)
@@ -192,17 +200,6 @@ class Engine:
         self.run(self._commit, draft, verdict)
         self._enter("draft")
         self.run(self.proposer.observe, output)
-        self._enter("rest")
-
-    def _fused_step(self, fused: Step) -> None:
-        """Take the same step in one call, or in a call for each phase if observers time the phases."""
-        self._next_noise.clear()  # as the kernels take the step that its first noise is for
-        if not self.observers:
-            fused.run()
-            return
-        for stage, phase in enumerate(PHASES):
-            self._enter(phase)
-            fused.run(stage, stage)
         self._enter("rest")
 
     def _target_forward(self, draft: Draft) -> tuple[Tensor, Tensor]:
