@@ -8,7 +8,6 @@ from helpers.distributions import additive, chi_square, multiplicative, round_di
 from helpers.toys import Outputs, ToyTarget, eagle, neighbours
 
 from lanternpp.accept.base import Acceptance, tv_cost
-from lanternpp.accept.exact import Exact
 from lanternpp.accept.mixture import DraftMixture
 from lanternpp.accept.neighbours import Lantern, LanternPlusPlus
 from lanternpp.accept.scaled import Cool
@@ -18,7 +17,6 @@ from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.engine.verify.choose import VERIFIERS
 from lanternpp.engine.verify.tokenwise import verify_tokenwise, without
-from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.chain import chain_tree
 from lanternpp.trees.dynamic import DynamicTree
@@ -38,7 +36,7 @@ def distributions(count: int, power: float, zeros: float = 0.0) -> torch.Tensor:
     return p / p.sum(-1, keepdim=True)
 
 
-POINTS = torch.eye(VOCAB, dtype=torch.float64)  # drafters that are sure
+POINTS = torch.eye(VOCAB, dtype=torch.float64)  # drafters with all probability on one code
 P = torch.cat((distributions(60, 3.0), distributions(60, 2.0, 0.2), distributions(VOCAB, 2.0)))
 Q = torch.cat((distributions(60, 4.0, 0.1), distributions(60, 1.0), POINTS))
 MAKE = {
@@ -51,11 +49,11 @@ MAKE = {
     "cool 2": lambda residual: Cool(2.0, 0.3, residual),
     "cool 2, level 4": lambda residual: Cool(2.0, 0.3, residual).at(4),
 }
-WRITTEN_AGAIN = {
+REFERENCE = {
     "lantern 0.6": additive(TABLE.tolist(), 0.6),
     "lantern++ 9": multiplicative(TABLE.tolist(), 9.0),
 }
-both = pytest.mark.parametrize("residual", ["paper", "optimal"])
+every_residual = pytest.mark.parametrize("residual", ["paper", "optimal"])
 
 
 def enumerated(rule: Acceptance, p: torch.Tensor, q: torch.Tensor, tries: int) -> tuple[torch.Tensor, float]:
@@ -68,11 +66,11 @@ def enumerated(rule: Acceptance, p: torch.Tensor, q: torch.Tensor, tries: int) -
     distribution, cost = torch.zeros_like(p), float(tv_cost(rule, p, q))
     for x in q.nonzero()[:, 0].tolist():
         code, chance = torch.tensor([x]), float(q[x])
-        bent = rule.relax(p[None], code)
-        kept = min(chance, float(bent[0, x]))
+        relaxed = rule.relax(p[None], code)
+        kept = min(chance, float(relaxed[0, x]))
         distribution[x] += kept
         if kept < chance:
-            left = rule.residual(p[None], bent, q[None], code)[0]
+            left = rule.residual(p[None], relaxed, q[None], code)[0]
             below, more = enumerated(rule, left, without(q[None], code)[0], tries - 1)
             distribution, cost = distribution + (chance - kept) * below, cost + (chance - kept) * more
     return distribution, cost
@@ -83,7 +81,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("rule", MAKE)
-@both
+@every_residual
 def test_the_cost_of_a_child_is_the_distance_of_its_enumerated_distribution(rule, residual):
     made = MAKE[rule](residual)
     found = torch.stack([enumerated(made, p, q, 1)[0] for p, q in zip(P, Q, strict=True)])
@@ -104,21 +102,21 @@ def test_the_cost_of_a_child_is_the_distance_of_its_enumerated_distribution(rule
 
 
 @pytest.mark.parametrize("children", [1, 2, 3])
-@both
-@pytest.mark.parametrize("rule", WRITTEN_AGAIN)
+@every_residual
+@pytest.mark.parametrize("rule", REFERENCE)
 def test_the_distribution_of_several_children_is_that_of_the_paper(rule, residual, children):
     for p, q in zip(P[::4], Q[::4], strict=True):
-        again = round_distribution(
-            p.tolist(), q.tolist(), children, WRITTEN_AGAIN[rule], residual == "optimal"
+        expected = round_distribution(
+            p.tolist(), q.tolist(), children, REFERENCE[rule], residual == "optimal"
         )
         found, cost = enumerated(MAKE[rule](residual), p, q, children)
-        assert found.tolist() == pytest.approx(again, abs=1e-12)
-        assert distance(found, p) <= cost + 1e-12, "what is summed bounds the distance"
+        assert found.tolist() == pytest.approx(expected, abs=1e-12)
+        assert distance(found, p) <= cost + 1e-12, "the sum of the costs bounds the distance"
 
 
 @pytest.mark.parametrize("rule", [rule for rule in MAKE if "level" not in rule])
-@both
-def test_a_child_that_is_verified_costs_so_much(rule, residual):
+@every_residual
+def test_tokenwise_verification_reports_the_enumerated_cost(rule, residual):
     made, p, q, draws = MAKE[rule](residual), P[3], Q[3], 20_000
     noise = Noise(torch.arange(draws), torch.ones(draws, dtype=torch.int64))
     probs = q.expand(draws, 2, -1)
@@ -127,10 +125,10 @@ def test_a_child_that_is_verified_costs_so_much(rule, residual):
         chain_tree(draws, 1, torch.device("cpu")), torch.cat((torch.zeros_like(child), child), 1), probs
     )
     verdict = verify_tokenwise(draft, p.log().expand(draws, 2, -1), Sampling(), made, noise, measure_tv=True)
-    (found, _), spent = enumerated(made, p, q, 1), verdict.tv_cost
+    (found, _), cost = enumerated(made, p, q, 1), verdict.tv_cost
     assert chi_square(verdict.next_codes[:, 0].bincount(minlength=VOCAB), found) > 1e-3
-    assert spent[:, 0].min() == spent[:, 0].max() and not spent[:, 1].any()
-    assert spent[0, 0].item() == pytest.approx(distance(found, p).item())
+    assert cost[:, 0].min() == cost[:, 0].max() and not cost[:, 1].any()
+    assert cost[0, 0].item() == pytest.approx(distance(found, p).item())
 
 
 @pytest.mark.parametrize(
@@ -147,7 +145,7 @@ def test_a_child_that_is_verified_costs_so_much(rule, residual):
 def test_a_code_that_the_format_forbids_costs_nothing(rule, verify):
     count = 40_000
     p, q = distributions(2, 2.0).unbind()
-    q[3] += 2  # which is drafted often
+    q[3] += 2  # drafted often
     p[3] = 0
     p, q = p / p.sum(), (q / q.sum()).expand(count, 2, -1)
     noise = Noise(torch.arange(count), torch.ones(count, dtype=torch.int64))
@@ -174,8 +172,8 @@ def test_a_greedy_choice_costs_one_where_it_is_not_the_most_probable():
 # Through the engine.
 
 
-def finished(target, rule, builder, sampling, batch, measure_tv=True):
-    proposer = TreeProposer(eagle(target), builder) if builder else NoDraft()
+def draw(target, rule, builder, sampling, batch, measure_tv=True):
+    proposer = TreeProposer(eagle(target), builder)
     engine = Engine(target, proposer, rule, sampling, Guidance(3.0), batch, measure_tv)
     return generate(engine, ["a", "sea", None, "hill"], [3, 1, 4, 5])
 
@@ -184,36 +182,30 @@ def finished(target, rule, builder, sampling, batch, measure_tv=True):
     "tree", [lambda: StaticTree(EAGLE), lambda: DynamicTree(5, 4, 20)], ids=["static", "eagle2"]
 )
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0)], ids=["T=1", "greedy"])
-def test_a_picture_carries_what_it_cost_and_measuring_changes_nothing(tree, sampling):
+def test_pictures_report_their_cost_and_measuring_it_changes_no_code(tree, sampling):
     target = ToyTarget(grid=3)
     table = neighbours(target.codebook, 5)
     for rule in (Lantern(table, 0.4, "optimal"), LanternPlusPlus(table, 4.0), Cool(1.7, 0.1, "paper")):
-        four = finished(target, rule, tree(), sampling, 4)
-        alone = finished(target, rule, tree(), sampling, 1)
-        quiet = finished(target, rule, tree(), sampling, 4, measure_tv=False)
-        assert [h.codes.tolist() for h in four] == [h.codes.tolist() for h in quiet]
-        assert [h.accepted for h in four] == [h.accepted for h in alone] == [h.accepted for h in quiet]
-        assert [h.tv_cost for h in four] == pytest.approx([h.tv_cost for h in alone], abs=1e-5)
-        assert [h.tv_cost for h in quiet] == [None] * 4
-        assert all(h.tv_cost >= 0 for h in four)
+        four = draw(target, rule, tree(), sampling, 4)
+        alone = draw(target, rule, tree(), sampling, 1)
+        unmeasured = draw(target, rule, tree(), sampling, 4, measure_tv=False)
+        assert [sample.codes.tolist() for sample in four] == [sample.codes.tolist() for sample in unmeasured]
+        assert (
+            [sample.accepted for sample in four]
+            == [sample.accepted for sample in alone]
+            == [sample.accepted for sample in unmeasured]
+        )
+        assert [sample.tv_cost for sample in four] == pytest.approx(
+            [sample.tv_cost for sample in alone], abs=1e-5
+        )
+        assert [sample.tv_cost for sample in unmeasured] == [None] * 4
+        assert all(sample.tv_cost >= 0 for sample in four)
         if not isinstance(rule, Cool) or not sampling.greedy:
-            assert sum(h.tv_cost for h in four) > 0
-
-
-def test_the_exact_rule_and_plain_decoding_report_zero():
-    target = ToyTarget(grid=3)
-    lantern = Lantern(neighbours(target.codebook, 5), 0.4)
-    for rule, builder, measured in (
-        (Exact(), StaticTree(EAGLE), False),
-        (Exact(), StaticTree(EAGLE), True),
-        (lantern, None, True),
-    ):
-        samples = finished(target, rule, builder, Sampling(), 4, measured)
-        assert [sample.tv_cost for sample in samples] == [0.0] * 4
+            assert sum(sample.tv_cost for sample in four) > 0
 
 
 @pytest.mark.parametrize("verify", ["token", "block"])
-def test_the_cost_of_a_picture_is_that_of_the_nodes_it_kept(verify):
+def test_the_cost_of_a_picture_is_the_sum_over_its_accepted_nodes(verify):
     target, outputs = ToyTarget(grid=3), Outputs()
     rule = Lantern(neighbours(target.codebook, 5), 0.4, "optimal")
     proposer = TreeProposer(eagle(target), StaticTree(chain(3)))

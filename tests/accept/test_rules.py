@@ -41,20 +41,20 @@ every_rule = pytest.mark.parametrize("rule", RULES)
 
 
 @every_rule
-def test_relaxing_is_what_the_paper_says(rule):
-    ours, written_again = RULES[rule]
-    for p, x, bent in zip(P.tolist(), CODE.tolist(), ours.relax(P, CODE), strict=True):
-        assert bent.tolist() == pytest.approx(written_again(p, x), abs=1e-12)
+def test_relax_is_that_of_the_paper(rule):
+    ours, reference = RULES[rule]
+    for p, x, relaxed in zip(P.tolist(), CODE.tolist(), ours.relax(P, CODE), strict=True):
+        assert relaxed.tolist() == pytest.approx(reference(p, x), abs=1e-12)
 
 
-def test_a_code_the_target_rules_out_stays_out_under_lantern_pp():
+def test_lantern_pp_never_accepts_a_code_of_probability_0():
     p = distributions(1, 1.0)
     p[0, 3] = 0
     assert LanternPlusPlus(TABLE, 1e6).relax(p, torch.tensor([3]))[0, 3] == 0
     assert Lantern(TABLE, 0.5).relax(p, torch.tensor([3]))[0, 3] > 0
 
 
-@pytest.mark.parametrize("delta", [0.9, 1.0])  # 1 is a budget of everything, for the LANTERN of that paper
+@pytest.mark.parametrize("delta", [0.9, 1.0])  # 1 lets LANTERN accept everything
 @pytest.mark.parametrize("name", NAMED)
 def test_a_code_the_format_forces_is_never_relaxed(name, delta):
     for residual in RESIDUALS:
@@ -68,13 +68,13 @@ def test_a_code_the_format_forces_is_never_relaxed(name, delta):
         assert tv_cost(rule, forced, distributions(VOCAB, 0.1)).max() < 1e-12
 
 
-NOTHING = [Exact(), Lantern(TABLE, 0.0), LanternPlusPlus(TABLE, 1.0), Cactus(0.0), DraftMixture(0.0)]
+ZERO_BUDGET = [Exact(), Lantern(TABLE, 0.0), LanternPlusPlus(TABLE, 1.0), Cactus(0.0), DraftMixture(0.0)]
 
 
-@pytest.mark.parametrize("rule", [*NOTHING, Cool(1.0), Cool(0.6)], ids=lambda rule: type(rule).__name__)
-def test_a_budget_of_nothing_changes_nothing(rule):
+@pytest.mark.parametrize("rule", [*ZERO_BUDGET, Cool(1.0), Cool(0.6)], ids=lambda rule: type(rule).__name__)
+def test_a_budget_of_0_changes_nothing(rule):
     q = distributions(len(P), 2.0)
-    assert torch.allclose(rule.relax(P, CODE), P, atol=1e-15) or rule not in NOTHING
+    assert torch.allclose(rule.relax(P, CODE), P, atol=1e-15) or rule not in ZERO_BUDGET
     assert torch.allclose(rule.output_distribution(P, q), P, atol=1e-15)
     assert tv_cost(rule, P, q).max() < 1e-12
 
@@ -83,18 +83,18 @@ def test_a_budget_of_nothing_changes_nothing(rule):
 def test_cactus_keeps_within_its_divergence_where_a_code_stays_below_a_half(delta):
     rule = Cactus(delta, 0.7)
     for level in range(3):
-        bent = rule.at(level).relax(P[:120], CODE[:120])
+        relaxed = rule.at(level).relax(P[:120], CODE[:120])
         at = CODE[:120, None]
-        grown = bent.gather(1, at)[:, 0]
-        divergence = (bent * (bent / P[:120]).log()).sum(-1)
+        grown = relaxed.gather(1, at)[:, 0]
+        divergence = (relaxed * (relaxed / P[:120]).log()).sum(-1)
         most = delta * math.exp(-0.7 * level)
         below = divergence[grown <= 0.5]
         assert (below <= most + 1e-12).all() and (below > most / 4).any()
         assert (grown >= P[:120].gather(1, at)[:, 0]).all()
-        assert torch.allclose(bent.sum(-1), torch.ones(120).double())
+        assert torch.allclose(relaxed.sum(-1), torch.ones(120).double())
 
 
-def test_a_mixture_is_one_and_costs_its_share_of_the_distance():
+def test_a_mixture_has_the_mixed_distribution_and_its_share_of_the_distance():
     q = distributions(len(P), 2.0)
     q[0, :30] = 0
     q[0] /= q[0].sum()
@@ -111,9 +111,9 @@ def test_a_mixture_is_one_and_costs_its_share_of_the_distance():
 def test_every_relaxation_can_fall_with_the_level(name):
     made = Dials(lambda k: TABLE[:, :k], neighbours=12, delta={"cool": 2.0}.get(name, 0.6), lam=3.0, nu=0.5)
     rule, p, q = NAMED[name].build(made), P[:120], distributions(120, 2.0)
-    spent = [tv_cost(rule.at(level), p, q).mean() for level in range(5)]
+    costs = [tv_cost(rule.at(level), p, q).mean() for level in range(5)]
     assert rule.at(0).relax(p, CODE[:120]).equal(rule.relax(p, CODE[:120]))
-    assert all(b <= a for a, b in pairwise(spent)) and spent[4] < 0.6 * spent[0]
+    assert all(b <= a for a, b in pairwise(costs)) and costs[4] < 0.6 * costs[0]
     levels = torch.arange(5).view(5, 1).expand(5, 120)
     together = rule.output_distributions(p.expand(5, -1, -1), q.expand(5, -1, -1), levels, 5)
     by_level = Acceptance.output_distributions(rule, p.expand(5, -1, -1), q.expand(5, -1, -1), levels, 5)
@@ -125,7 +125,7 @@ def test_every_relaxation_can_fall_with_the_level(name):
     rejects("nu", NAMED[name].build, Dials(**vars(made) | {"nu": -1.0}))
 
 
-def test_a_rule_of_ones_own_may_differ_by_level():
+def test_a_custom_rule_may_differ_by_level():
     class AtFirst(LanternPlusPlus):
         def at(self, level):
             return AtFirst(self.table, 1.0 if level else self.lam, "optimal")
@@ -146,7 +146,7 @@ def test_a_rule_of_ones_own_may_differ_by_level():
 
 
 @pytest.mark.parametrize("residual", RESIDUALS)
-def test_a_relax_of_ones_own_is_not_verified_by_what_its_parent_computes(residual):
+def test_a_subclass_with_its_own_relax_does_not_use_its_parents_formulas(residual):
     class Never(LanternPlusPlus):
         def relax(self, p, code):
             return p
@@ -158,33 +158,33 @@ def test_a_relax_of_ones_own_is_not_verified_by_what_its_parent_computes(residua
     assert has_fast_distribution(LanternPlusPlus(TABLE, 50.0, "optimal"))
 
 
-def test_all_neighbours_are_heard_where_there_are_many(monkeypatch):
-    """In pieces, and on a CPU for those codes alone that want more."""
+def test_all_neighbours_count_where_there_are_many(monkeypatch):
+    """In chunks, and on a CPU the later ones only for codes whose budget is larger."""
     rule, q = Lantern(TABLE, 0.6), distributions(len(P), 1.0)
-    whole, cost = torch.minimum(q, rule.accept_mass(P, q)), tv_cost(rule, P, q)
+    mass, cost = torch.minimum(q, rule.accept_mass(P, q)), tv_cost(rule, P, q)
     monkeypatch.setattr(neighbours, "NUM_FIRST", 2)
     monkeypatch.setattr(neighbours, "CHUNK", 3)
-    assert torch.allclose(torch.minimum(q, rule.accept_mass(P, q)), whole, atol=1e-15)
-    assert torch.allclose(torch.minimum(q, Acceptance.accept_mass(rule, P, q)), whole, atol=1e-15)
+    assert torch.allclose(torch.minimum(q, rule.accept_mass(P, q)), mass, atol=1e-15)
+    assert torch.allclose(torch.minimum(q, Acceptance.accept_mass(rule, P, q)), mass, atol=1e-15)
     assert torch.allclose(tv_cost(rule, P, q), cost, atol=1e-15)
 
 
 @every_rule
 def test_an_empty_residual_is_the_relaxed_distribution_and_never_uniform(rule):
     ours = RULES[rule][0]
-    bent = ours.relax(P, CODE)
-    assert torch.equal(ours.residual(P, bent, bent.clone(), CODE), bent)
+    relaxed = ours.relax(P, CODE)
+    assert torch.equal(ours.residual(P, relaxed, relaxed.clone(), CODE), relaxed)
 
 
 def test_cool_accepts_with_the_weight_of_its_level():
     rule = Cool(1.5, 0.4)
     for level in range(4):
-        bent, before = rule.at(level).relax(P, CODE), P.gather(1, CODE[:, None])
+        relaxed, before = rule.at(level).relax(P, CODE), P.gather(1, CODE[:, None])
         others = torch.ones_like(P).scatter(1, CODE[:, None], 0)
         after = (1.5 * math.exp(-0.4 * level) * before).clamp(max=1).where(before < 1, before)
-        assert torch.allclose(bent.gather(1, CODE[:, None]), after)
+        assert torch.allclose(relaxed.gather(1, CODE[:, None]), after)
         rest = (P * others / (1 - before)).where(before < 1, 0) * (1 - after)
-        assert torch.allclose(bent * others, rest, atol=1e-15)
+        assert torch.allclose(relaxed * others, rest, atol=1e-15)
 
 
 def test_a_rule_is_built_from_the_dials_that_it_reads():
@@ -200,7 +200,7 @@ def test_a_rule_is_built_from_the_dials_that_it_reads():
         rejects("paper, optimal", build, Dials(lambda k: TABLE, **dials, residual="none"))
 
 
-def test_a_strength_that_means_nothing_is_refused():
+def test_a_strength_out_of_range_is_rejected():
     for rule, wrong in ((Lantern, (-0.1, 1.1, math.nan)), (LanternPlusPlus, (0.9, -1.0, math.nan))):
         for strength in wrong:
             rejects(str(strength), rule, TABLE, strength)

@@ -1,4 +1,4 @@
-"""The distributions the library must follow, written a second time, in plain Python, from the papers alone."""
+"""The distributions the library must follow, as a second implementation in plain Python, from the papers alone."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ def chi_square(counts: Tensor, distribution: Tensor) -> float:
     counts, distribution = counts.flatten().double(), distribution.flatten().double()
     distribution = distribution / distribution.sum() * counts.sum()
     assert not counts[distribution == 0].any(), "a code of probability 0 was drawn"
-    few = distribution < 5  # pooled into one cell
-    counts = torch.cat((counts[~few], counts[few].sum()[None]))
-    distribution = torch.cat((distribution[~few], distribution[few].sum()[None]))
+    rare = distribution < 5  # pooled into one cell
+    counts = torch.cat((counts[~rare], counts[rare].sum()[None]))
+    distribution = torch.cat((distribution[~rare], distribution[rare].sum()[None]))
     counts, distribution = counts[distribution > 0], distribution[distribution > 0]
     return _p_value((counts - distribution) ** 2 / distribution)
 
 
 def two_samples(one: Tensor, other: Tensor) -> float:
-    """The p-value of two tensors of as many rows, of whole numbers [n, d]: do their rows follow one distribution?"""
+    """The p-value of two tensors of as many rows, of integers [n, d]: do their rows follow one distribution?"""
     cells = torch.cat((one, other)).unique(dim=0, return_inverse=True)[1]
     counts = torch.stack([torch.bincount(half, minlength=int(cells.max()) + 1) for half in cells.chunk(2)])
-    few = counts.sum(0) < 10  # pooled into one cell
-    counts = torch.cat((counts[:, ~few], counts[:, few].sum(1, keepdim=True)), 1).double()
+    rare = counts.sum(0) < 10  # pooled into one cell
+    counts = torch.cat((counts[:, ~rare], counts[:, rare].sum(1, keepdim=True)), 1).double()
     a, b = counts[:, counts.sum(0) > 0]
     return _p_value((a - b) ** 2 / (a + b))
 
@@ -69,16 +69,16 @@ def multiplicative(near: Sequence[Sequence[int]], lam: float) -> Relax:
 
 
 def _move(p: Distribution, x: int, near: Sequence[int], budget: float) -> Distribution:
-    bent, lent = list(p), 0.0
+    relaxed, moved = list(p), 0.0
     if 1.0 in p:  # forced by the format
-        return bent
+        return relaxed
     for y in near:
-        if lent + p[y] > budget:
+        if moved + p[y] > budget:
             break
-        lent += p[y]
-        bent[y] = 0.0
-    bent[x] = p[x] + lent
-    return bent
+        moved += p[y]
+        relaxed[y] = 0.0
+    relaxed[x] = p[x] + moved
+    return relaxed
 
 
 def _normal(p: Distribution) -> Distribution:
@@ -90,7 +90,7 @@ def round_distribution(
 ) -> Distribution:
     """The distribution of the code a round decides after the root: `tries` children drawn from q without replacement.
 
-    optimal: after a refusal what p has beyond q is drawn from, not what the relaxed p has.
+    optimal: after a rejection the next code is drawn from the excess of p over q, instead of that of the relaxed p.
     """
     if tries == 0 or sum(q) == 0:
         return list(p)
@@ -98,13 +98,13 @@ def round_distribution(
     for x, chance in enumerate(q):
         if chance == 0:
             continue
-        bent = relax(p, x)
-        accept = min(1.0, bent[x] / chance)
+        relaxed = relax(p, x)
+        accept = min(1.0, relaxed[x] / chance)
         distribution[x] += chance * accept
         if accept == 1:
             continue
-        left = [max(b - c, 0.0) for b, c in zip(p if optimal else bent, q, strict=True)]
-        left = _normal(left) if sum(left) > 0 else bent
+        left = [max(b - c, 0.0) for b, c in zip(p if optimal else relaxed, q, strict=True)]
+        left = _normal(left) if sum(left) > 0 else relaxed
         others = [0.0 if y == x else c for y, c in enumerate(q)]
         others = _normal(others) if sum(others) > 0 else others
         for y, after in enumerate(round_distribution(left, others, tries - 1, relax, optimal)):
@@ -118,11 +118,11 @@ def point_round_distribution(
     """The same for children that are a top-k, not drawn: point masses."""
     distribution, r, reach = [0.0] * len(p), list(p), 1.0
     for x in children:
-        bent = relax(r, x)
-        distribution[x] += reach * bent[x]
-        reach *= 1 - bent[x]
-        left = [0.0 if y == x else b for y, b in enumerate(r if optimal else bent)]
-        r = _normal(left) if sum(left) > 0 else bent
+        relaxed = relax(r, x)
+        distribution[x] += reach * relaxed[x]
+        reach *= 1 - relaxed[x]
+        left = [0.0 if y == x else b for y, b in enumerate(r if optimal else relaxed)]
+        r = _normal(left) if sum(left) > 0 else relaxed
     return [a + reach * b for a, b in zip(distribution, r, strict=True)]
 
 
@@ -141,10 +141,10 @@ Stops = Callable[[Tensor, Tensor, Tensor, Tree], tuple[Tensor, Tensor]]
 
 
 def contexts(vocab: int, depth: int, kind: str, seed: int = 0) -> tuple[Contexts, Contexts]:
-    """What a target says at `depth` + 1 levels and a drafter at `depth`, in every context.
+    """The distributions of a target at `depth` + 1 levels and of a drafter at `depth`, in every context.
 
-    kind: "random"; "near", a drafter close to the target; "with zeros" in both; "a point", a drafter sure of a code;
-    "equal"; "forced", a target that is sure of a code at every other context, and a drafter with it at half of those;
+    kind: "random"; "near", a drafter close to the target; "with zeros" in both; "a point", a drafter with all probability on one code;
+    "equal"; "forced", a target with all probability on one code at every other context, and a drafter with the same at half of those;
     or "all of them", one context of each in turn.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -230,23 +230,23 @@ def tree_drafts(shape: Shape, p: Contexts, q: Contexts, draws: Tensor | None = N
 def tree_distribution(
     stops: Stops, drafts: Drafts, distribution: Tensor, p: Contexts
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Verification of all drafts against distribution [D, N, V]: the distribution of all sequences, the target p going on where a draft
-    ended; how often every node is kept, [N]; and of every node the mass of each code decided behind it, [contexts, V].
+    """Verification of all drafts against distribution [D, N, V]: the distribution of all sequences, with the target p continuing where a draft
+    ended; how often every node is accepted, [N]; and of every node the mass of each code decided after it, [contexts, V].
     """
     tree, vocab = drafts.draft.tree, distribution.shape[-1]
-    behind, left = stops(distribution, drafts.draft.probs, drafts.draft.codes, tree)
-    zero, one = torch.zeros_like(behind[:, :1]), torch.ones_like(behind[:, :1])
+    rejected, left = stops(distribution, drafts.draft.probs, drafts.draft.codes, tree)
+    zero, one = torch.zeros_like(rejected[:, :1]), torch.ones_like(rejected[:, :1])
     ends = torch.zeros(drafts.at.shape, dtype=torch.float64)
-    ends[:, tree.layout.order] = torch.cat((zero, behind, one), 1).diff(dim=1) * drafts.chance[:, None]
+    ends[:, tree.layout.order] = torch.cat((zero, rejected, one), 1).diff(dim=1) * drafts.chance[:, None]
     mass = left.sum(-1, keepdim=True)
     bonus = (left / mass).where(mass > 0, 0) * ends[..., None]  # [D, N, V]
     kept = (ends[:, None] * tree.mask.transpose(1, 2)).sum(-1)  # [D, N] it, or one below it, is the last
-    after, whole = [], torch.zeros(1, dtype=torch.float64)
+    after, total = [], torch.zeros(1, dtype=torch.float64)
     for depth in range(len(p)):
-        whole = whole[:, None] * p[depth]
+        total = total[:, None] * p[depth]
         for node in (tree.depth[0] == depth).nonzero()[:, 0].tolist():
-            whole.index_add_(0, drafts.at[:, node], bonus[:, node])
-        whole = whole.flatten()
+            total.index_add_(0, drafts.at[:, node], bonus[:, node])
+        total = total.flatten()
     for node in range(drafts.at.shape[1]):
         rows = vocab ** int(tree.depth[0, node])
         found = torch.zeros(rows, vocab, dtype=torch.float64).index_add_(
@@ -256,11 +256,11 @@ def tree_distribution(
             place = drafts.at[:, node] * vocab + drafts.draft.codes[:, kid]
             found.view(-1).index_add_(0, place, kept[:, kid])
         after.append(found)
-    return whole, kept.sum(0), after
+    return total, kept.sum(0), after
 
 
 def chain_distribution(stops: ChainStops, p: Contexts, q: Contexts) -> tuple[Tensor, Tensor]:
     """`tree_distribution` over all drafts of a chain: that of all sequences, and how often draft code 1, 2 .. is kept."""
     drafts = tree_drafts(chain(len(q)), p, q)
-    whole, kept, _ = tree_distribution(lambda p, q, codes, tree: stops(p, q, codes), drafts, drafts.p, p)
-    return whole, kept[1:]
+    total, kept, _ = tree_distribution(lambda p, q, codes, tree: stops(p, q, codes), drafts, drafts.p, p)
+    return total, kept[1:]

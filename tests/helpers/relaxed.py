@@ -1,4 +1,4 @@
-"""Relaxed rules, and over three to five codes what they do, which is then small enough to enumerate."""
+"""Relaxed rules, and their distributions over three to five codes, few enough to enumerate."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ OF_TABLE: dict[str, Callable[[Tensor], Acceptance]] = {  # of a table of neighbo
     "mixture": lambda table: DraftMixture(0.3, 0.2),
 }
 TABLES = {v: torch.stack([torch.arange(1, v).add(i).remainder(v) for i in range(v)]).int() for v in (3, 4, 5)}
-# of so many codes, each of which has all others as neighbours
+# for v codes, each of which has all others as neighbours
 RULES = {name: lambda v, made=made: made(TABLES[v]) for name, made in OF_TABLE.items()}
 
 
 def distributions_of(p: Contexts, q: Contexts, rule: Acceptance) -> Contexts:
-    """The distribution of every context under a relaxed rule; behind the last guess the target's own."""
+    """The distribution of every context under a relaxed rule; after the last draft code the target's own."""
     return [rule.at(level).output_distribution(p[level], q[level]) for level in range(len(q))] + [p[-1]]
