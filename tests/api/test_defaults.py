@@ -1,4 +1,4 @@
-"""What a model is drawn with by default: the method of `auto`, and what was tuned, where it was measured and nowhere else."""
+"""A model's defaults: the method of `auto`, and tunings, which hold only where they were measured."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def pipeline(folder: Path, **options: object) -> Pipeline:
 
 
 def tune(pipe: Pipeline, method: str, found: dict[str, object], batch_size: int = 1) -> None:
-    """Writes what a tuning has found."""
+    """Writes the result of a tuning."""
     conditions = pipe.conditions(pipe.settings(method, batch_size=batch_size))
     Defaults.read(pipe.folder).add_tuned(method, conditions, found, machine={})
 
@@ -60,7 +60,7 @@ def chosen(folder: Path, drafter: Path | None = None) -> Chosen:
     return Defaults.read(folder, drafter).chosen()
 
 
-def test_the_drafter_that_a_model_has_decides_and_what_is_taken_is_lossless(folder: Path) -> None:
+def test_auto_is_a_lossless_method_of_the_drafter_that_a_model_has(folder: Path) -> None:
     methods = [chosen(folder).method]
     for network in ("parallel", "drafter"):
         shutil.rmtree(folder / network)
@@ -69,7 +69,7 @@ def test_the_drafter_that_a_model_has_decides_and_what_is_taken_is_lossless(fold
     assert all(RULES[METHODS[name].dials["accept"]].lossless for name in methods)
 
 
-def test_what_the_model_names_comes_first_where_its_network_is_there(folder: Path) -> None:
+def test_auto_is_the_method_that_the_model_names_if_its_network_is_there(folder: Path) -> None:
     change(folder / "defaults.json", method="lantern-static")
     assert chosen(folder).method == "lantern-static"
     shutil.rmtree(folder / "parallel")
@@ -79,7 +79,7 @@ def test_what_the_model_names_comes_first_where_its_network_is_there(folder: Pat
     rejects(r"defaults.json: method 'fastest' is unknown", chosen, folder)
 
 
-def test_what_was_tuned_last_for_these_weights_comes_next(folder: Path) -> None:
+def test_auto_is_then_the_method_that_was_tuned_last_for_these_weights(folder: Path) -> None:
     pipe = pipeline(folder)
     for method in ("eagle", "lantern++"):
         tune(pipe, method, {"tree": "chain-2"})
@@ -95,7 +95,7 @@ def test_what_was_tuned_last_for_these_weights_comes_next(folder: Path) -> None:
     ("place", "method"),
     [("drafter", "eagle"), ("parallel", "parallel"), ("independent", "independent"), (".", "parallel")],
 )
-def test_a_drafter_that_is_given_decides_by_what_it_is(
+def test_auto_is_the_method_of_a_drafter_that_is_given(
     place: str, method: str, folder: Path, tmp_path: Path
 ) -> None:
     bare = without_a_default(write_model(tmp_path / "bare"))
@@ -106,7 +106,7 @@ def test_a_drafter_that_is_given_decides_by_what_it_is(
     assert given.holds("independent") is (place == "independent") is not given.holds("parallel")
 
 
-def test_methods_of_the_papers_drafter_take_the_parallel_one_where_it_is_the_only_one(
+def test_methods_of_the_papers_use_a_parallel_drafter_if_it_is_the_only_one(
     folder: Path, tmp_path: Path
 ) -> None:
     def draft(method: str, drafter: Path | None = None, **dials: str) -> tuple[str, str]:
@@ -128,7 +128,7 @@ def test_methods_of_the_papers_drafter_take_the_parallel_one_where_it_is_the_onl
     assert draft("lantern") == ("parallel", "chain-4")
 
 
-def test_it_draws_and_says_what_it_took(folder: Path) -> None:
+def test_a_result_says_which_method_auto_is(folder: Path) -> None:
     pipe = pipeline(folder)
     drawn, named = pipe(PROMPT, seed=3), pipe(PROMPT, seed=3, method="parallel")
     assert drawn.stats.method == "parallel" and "drafter" in str(drawn.stats.auto)
@@ -139,7 +139,7 @@ def test_the_shipped_model_draws_with_the_method_that_its_defaults_name() -> Non
     assert chosen(model_folder("nature-128")) == Chosen("lantern++", "the model's own default")
 
 
-def test_a_server_of_auto_gives_its_dials_to_the_method_that_auto_takes(folder: Path) -> None:
+def test_dials_of_a_server_apply_to_the_method_of_auto(folder: Path) -> None:
     pipe, config = pipeline(folder), ServerConfig(overrides={"tree": "chain-2", "cfg": 4.0})
     for named in (None, "auto", "parallel"):
         settings = config.settings(pipe, named, {})
@@ -147,7 +147,7 @@ def test_a_server_of_auto_gives_its_dials_to_the_method_that_auto_takes(folder: 
     assert config.settings(pipe, "eagle", {}).tree == "eagle-25"
 
 
-def test_a_tuning_is_the_default_where_it_was_measured_and_options_override_it(tuned: Path) -> None:
+def test_a_tuning_is_the_default_and_options_override_it(tuned: Path) -> None:
     assert tuned_path(tuned) == tuned / FILE
     found = settings(tuned)
     assert (found.tree, found.lam, found.neighbours) == (TREE, 3.0, 8)
@@ -170,11 +170,13 @@ def test_a_tuning_is_the_default_where_it_was_measured_and_options_override_it(t
         ("eagle", "float32", {}),
     ],
 )
-def test_elsewhere_a_tuning_is_passed_over(tuned: Path, method: str, dtype: str, overrides: dict) -> None:
+def test_a_tuning_does_not_hold_for_other_conditions(
+    tuned: Path, method: str, dtype: str, overrides: dict
+) -> None:
     assert settings(tuned, method, dtype, **overrides).tree in ("lantern-57", "eagle-25")
 
 
-def test_other_weights_are_not_what_was_tuned(tuned: Path, tmp_path: Path) -> None:
+def test_a_tuning_does_not_hold_for_other_weights(tuned: Path, tmp_path: Path) -> None:
     weights = tuned / "drafter" / "model.safetensors"
     other = shutil.copytree(tuned / "drafter", tmp_path / "other")
     assert pipeline(tuned, drafter=other).settings("lantern++").tree == "lantern-57"
@@ -184,14 +186,14 @@ def test_other_weights_are_not_what_was_tuned(tuned: Path, tmp_path: Path) -> No
     assert settings(tuned).tree == "lantern-57"
 
 
-def test_a_new_tuning_takes_the_place_of_the_old_one_alone(tuned: Path) -> None:
+def test_a_new_tuning_replaces_the_one_of_the_same_conditions(tuned: Path) -> None:
     pipe = pipeline(tuned)
     for batch_size, tree in ((1, "[[0]]"), (2, "[[0],[1]]")):
         tune(pipe, "lantern++", {"tree": tree}, batch_size)
     assert len(json.loads((tuned / FILE).read_text())["tuned"]) == 2
     single = settings(tuned)
     assert (single.tree, settings(tuned, batch_size=2).tree) == ("[[0]]", "[[0],[1]]")
-    assert pipeline(tuned).at_batch(single, 2).tree == "[[0],[1]]", "as a server asks"
+    assert pipeline(tuned).at_batch(single, 2).tree == "[[0],[1]]", "as a server does"
 
 
 @pytest.mark.parametrize(
@@ -203,12 +205,12 @@ def test_a_new_tuning_takes_the_place_of_the_old_one_alone(tuned: Path) -> None:
         lambda text: text.replace('"lam"', '"temperature"'),
     ],
 )
-def test_a_damaged_tuning_is_refused_in_one_sentence(tuned: Path, damage) -> None:
+def test_a_damaged_tuning_is_rejected(tuned: Path, damage) -> None:
     (tuned / FILE).write_text(damage((tuned / FILE).read_text()))
     rejects(r"tuned.json is damaged.*lanternpp tune", pipeline, tuned)
 
 
-def test_what_is_not_the_users_to_write_is_tuned_in_the_cache(tmp_path: Path, monkeypatch) -> None:
+def test_tunings_of_shipped_and_downloaded_models_are_in_the_cache(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     fetched = write_model(tmp_path / "models--them--theirs" / "snapshots" / "abc")
     shipped, hub = tuned_path(ASSETS / "nature-128"), tuned_path(fetched)

@@ -1,4 +1,4 @@
-"""Drafts that are fitted to the machine: the choice from made-up steps, what is stored, and what is counted while drawing."""
+"""Drafts that are fitted to the machine: the choice from given times, stored measurements, and counts while drawing."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from lanternpp.trees.static import chain
 from lanternpp.util.jsonfile import key_of
 
 PROMPT = "a red tulip"
-HALVES = Counts(((8.0,),) * 8, ((4.0,),) * 8, 1000)  # every guess is accepted half of the time
+HALVES = Counts(((8.0,),) * 8, ((4.0,),) * 8, 1000)  # every draft code is accepted half of the time
 STEPS = {PLAIN: 1.0, "chain-1": 1.2, "chain-2": 1.3, "chain-4": 2.0, "chain-8": 3.0}
 
 
@@ -63,7 +63,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """The tiny model, whose `parallel` is known to have every guess accepted half of the time."""
+    """The tiny model, whose acceptance rates of `parallel` are a half at every level."""
     folder = write_model(tmp_path / "tiny")
     settings = pipeline(folder).settings("parallel")
     write_rates(folder / "parallel", settings, HALVES)
@@ -128,7 +128,7 @@ def test_plain_decoding_is_chosen_where_no_draft_is_faster(pipe: Pipeline, timed
     assert torch.equal(drawn.codes, pipe(PROMPT, method="ar").codes) and drawn.stats.method == "ar"
 
 
-def test_a_draft_that_is_given_or_tuned_stays(pipe: Pipeline, model: Path, timed) -> None:
+def test_a_draft_that_is_given_or_tuned_is_not_fitted(pipe: Pipeline, model: Path, timed) -> None:
     asked = timed(STEPS)
     for method, given in (
         ("parallel", {"tree": "chain-5"}),
@@ -147,7 +147,7 @@ def test_a_draft_that_is_given_or_tuned_stays(pipe: Pipeline, model: Path, timed
 
 
 class OwnRule(LanternPlusPlus):
-    """A user's, whose code may be another tomorrow."""
+    """A custom rule, whose code may change."""
 
 
 class OwnProposer(Parallel):
@@ -157,9 +157,7 @@ class OwnProposer(Parallel):
 @pytest.mark.parametrize(
     "own", [{"accept": f"{__name__}:OwnRule"}, {"accept": OwnRule}, {"proposer": OwnProposer}]
 )
-def test_a_part_of_the_callers_own_is_neither_fitted_nor_counted(
-    model: Path, timed, own: dict[str, Any]
-) -> None:
+def test_custom_parts_are_neither_fitted_nor_counted(model: Path, timed, own: dict[str, Any]) -> None:
     asked, method = timed(STEPS), "lantern++" if "accept" in own else "parallel"
     dials = {"proposer": "parallel", "tree": None, "neighbours": 3} if "accept" in own else {}
     settings = pipeline(model).settings(method, **dials | own)
@@ -169,7 +167,7 @@ def test_a_part_of_the_callers_own_is_neither_fitted_nor_counted(
     assert not pipe.new_engine(settings).observers
 
 
-def test_every_batch_size_is_measured_for_itself_and_the_server_draws_with_it(pipe: Pipeline, timed) -> None:
+def test_every_batch_size_has_its_own_fit_which_a_server_uses(pipe: Pipeline, timed) -> None:
     asked = timed(STEPS)
     with_two = pipe.at_batch(pipe.settings("parallel", batch_size=1), 2)
     assert (with_two.tree, with_two.batch_size) == ("chain-2", 2) and len(asked) == 1
@@ -195,7 +193,7 @@ def test_another_process_reads_what_was_measured(model: Path, timed, own_cache: 
         assert json.loads(file.read_text())["facts"][name]
 
 
-def test_what_the_budget_left_out_is_measured_by_later_processes(model: Path, timed) -> None:
+def test_drafts_beyond_the_budget_are_measured_by_later_processes(model: Path, timed) -> None:
     for slower in (1.0, 8.0):  # than the machine was, for a while
         asked = timed({name: slower * seconds for name, seconds in STEPS.items()}, most=5)
         pipe = pipeline(model)
@@ -204,7 +202,7 @@ def test_what_the_budget_left_out_is_measured_by_later_processes(model: Path, ti
     assert drafted(pipeline(model)) == "chain-2" and len(asked) == 1
 
 
-def test_of_two_processes_that_measure_at_once_the_first_to_write_is_right(own_cache: Path) -> None:
+def test_of_two_processes_that_measure_at_once_the_first_to_write_sets_the_scale(own_cache: Path) -> None:
     slow, fast = fit.Store(), fit.Store()
     known, twice_as_fast = Step(PLAIN, 2, 1.0, 0.8, 1.0), Step(PLAIN, 2, 0.5, 0.4, 1.0)
     fast.add_steps("a", (known,))
@@ -212,7 +210,7 @@ def test_of_two_processes_that_measure_at_once_the_first_to_write_is_right(own_c
     assert slow.steps["a"] == (known, Step("chain-4", 6, 1.8, 1.2, 1.0))
 
 
-def test_what_was_measured_beside_other_work_is_not_kept(model: Path, timed, own_cache: Path) -> None:
+def test_disturbed_measurements_are_not_stored(model: Path, timed, own_cache: Path) -> None:
     asked = timed(STEPS, spread=1.6)
     for _ in range(2):
         pipe = pipeline(model)
@@ -220,11 +218,11 @@ def test_what_was_measured_beside_other_work_is_not_kept(model: Path, timed, own
     assert len(asked) == 2 and not own_cache.exists()
     pipe._fit.store.add_counts("a", HALVES)
     (file,) = own_cache.iterdir()
-    assert json.loads(file.read_text())["steps"] == {}, "nor with what is counted later"
+    assert json.loads(file.read_text())["steps"] == {}, "nor stored with later counts"
 
 
 @pytest.mark.parametrize("damage", ["{", '{"steps": {"a": [{"draft": "plain"}]}}'])
-def test_a_damaged_file_is_said_once_and_measured_anew(
+def test_a_damaged_file_warns_once_and_is_measured_again(
     pipe: Pipeline, model: Path, timed, own_cache: Path, damage: str
 ) -> None:
     asked = timed(STEPS)
@@ -238,7 +236,7 @@ def test_a_damaged_file_is_said_once_and_measured_anew(
     assert len(said) == 1 and len(asked) == 3 and json.loads(file.read_text())["steps"]
 
 
-def test_rates_that_are_not_known_are_counted_while_drawing(model: Path, timed) -> None:
+def test_unknown_rates_are_counted_while_drawing(model: Path, timed) -> None:
     (model / "parallel" / FILE).unlink()
     asked = timed(STEPS)
     pipe = pipeline(model)
@@ -256,16 +254,14 @@ def test_rates_that_are_not_known_are_counted_while_drawing(model: Path, timed) 
     assert MIN_PASSES <= known.passes <= int(observer.passes)
     assert known.codes(chain(6)) == pytest.approx(int(observer.codes) / int(observer.passes), rel=0.1)
     assert known.codes(chain(2)) < known.codes(chain(6))
-    other = pipeline(model)  # what one process counted another one knows
+    other = pipeline(model)  # another process reads the counts
     assert other.fit(other.settings("parallel")).fit and len(asked) == 1
     assert other.fit(other.settings("parallel", temperature=0.5)).fit is False, (
         "another strength, not counted yet"
     )
 
 
-def test_only_the_draft_to_fit_is_counted_and_not_by_engines_that_are_timed(
-    model: Path, tmp_path: Path
-) -> None:
+def test_only_the_fitted_draft_is_counted_and_not_by_timed_engines(model: Path, tmp_path: Path) -> None:
     (model / "parallel" / FILE).unlink()
     pipe = pipeline(model)
     race = Race(pipe, parse_methods("parallel"), [PROMPT], 1, 0, {}, measure_tv=False)
@@ -277,7 +273,7 @@ def test_only_the_draft_to_fit_is_counted_and_not_by_engines_that_are_timed(
     assert type(counter) is Counter
 
 
-def test_what_is_counted_adds_up_where_nothing_can_be_written(own_cache: Path, monkeypatch) -> None:
+def test_counts_add_up_where_nothing_can_be_written(own_cache: Path, monkeypatch) -> None:
     some = replace(HALVES, passes=MIN_PASSES // 2)
     first = fit.Store()
     assert first.add_counts("a", some) and first.complete_counts("a") is None
@@ -292,7 +288,7 @@ def test_what_is_counted_adds_up_where_nothing_can_be_written(own_cache: Path, m
     assert not other.add_counts("a", HALVES) and other.complete_counts("a") == enough, "enough stays as it is"
 
 
-def test_a_file_keeps_the_latest_settings_alone(own_cache: Path, monkeypatch) -> None:
+def test_a_file_keeps_only_the_latest_settings(own_cache: Path, monkeypatch) -> None:
     """A server's clients may ask for any number of temperatures."""
     monkeypatch.setattr(fit, "MAX_SETTINGS", 3)
     some = Counts(((1.0,),), ((1.0,),), 1)
@@ -338,7 +334,7 @@ def test_damaged_rates_are_refused(model: Path) -> None:
 
 @pytest.mark.parametrize("method", ["parallel", "lantern-static", "lantern-jacobi", "jacobi"])
 def test_every_method_with_a_fixed_shape_can_be_measured(model: Path, method: str, monkeypatch) -> None:
-    """With real steps; what they say is not looked at, but for the choice being one of those measured."""
+    """With real steps; only that the choice is one of the measured drafts is tested."""
     pipe, batch = pipeline(model), 3
     settings = pipe.settings(method, batch_size=batch, cfg=2.0)
     sixteen = Counts(((8.0,) * 5,) * 16, ((4.0,) * 5,) * 16, 1000)
@@ -355,7 +351,7 @@ def test_every_method_with_a_fixed_shape_can_be_measured(model: Path, method: st
     assert len(pipe(PROMPT, n=batch, method=method, cfg=2.0, batch_size=batch).images) == batch
 
 
-def test_a_measurement_ends_with_its_budget_but_knows_two_drafts(pipe: Pipeline, monkeypatch) -> None:
+def test_a_measurement_ends_with_its_budget_but_has_two_drafts(pipe: Pipeline, monkeypatch) -> None:
     made: dict[str, weakref.ref[Engine]] = {}
 
     def engine(tree: str) -> Engine:
@@ -378,10 +374,8 @@ def test_a_measurement_ends_with_its_budget_but_knows_two_drafts(pipe: Pipeline,
     assert measure([drafts[0], drafts[3]], 16) == measure([drafts[3], drafts[0]], 16) == ()
 
 
-def test_a_machine_that_does_not_name_its_processor_is_known_by_its_cores(
-    tmp_path: Path, monkeypatch
-) -> None:
-    """As those with cores of ARM, and those without /proc."""
+def test_a_machine_without_a_processor_name_is_identified_by_its_cores(tmp_path: Path, monkeypatch) -> None:
+    """As machines with cores of ARM, and those without /proc."""
     seen, cpuinfo = [], tmp_path / "cpuinfo"
     monkeypatch.setattr(fit, "CPUINFO", cpuinfo)
     for part, cores in (("", 4), ("", 8), ("0xd0c", 8), ("0xd40", 8)):
@@ -393,10 +387,10 @@ def test_a_machine_that_does_not_name_its_processor_is_known_by_its_cores(
 
 
 @pytest.mark.parametrize(("seconds", "cold"), [(1e-3, 1), (1.0, 3)])
-def test_a_step_is_timed_after_one_of_its_own_engine_unless_it_is_slow(
+def test_a_step_is_timed_after_one_of_the_same_engine_unless_it_is_slow(
     pipe: Pipeline, monkeypatch, seconds: float, cold: int
 ) -> None:
-    """Where a step after another engine's takes three times as long, as what it reads has left the caches."""
+    """A step after another engine's takes three times as long here, as its weights are no longer in the caches."""
     order = [None]
 
     def step(timed: TimedEngine, zero_cache: bool = False) -> tuple[float, float]:
@@ -414,7 +408,7 @@ def test_a_step_is_timed_after_one_of_its_own_engine_unless_it_is_slow(
 
 
 def test_steps_that_all_waited_for_a_core_are_disturbed(pipe: Pipeline, monkeypatch) -> None:
-    """As evenly as no spread shows; a thread that sleeps has no core either."""
+    """All by the same factor, so that the spread is small; a sleeping thread stands for one that waits."""
 
     def step(timed: TimedEngine, zero_cache: bool = False) -> tuple[float, float]:
         sleep(0.01)
@@ -425,7 +419,7 @@ def test_steps_that_all_waited_for_a_core_are_disturbed(pipe: Pipeline, monkeypa
     assert disturbed(measure(drafts, 16))
 
 
-def test_what_bounds_a_machine_is_read_from_its_passes() -> None:
+def test_memory_or_arithmetic_bounds_a_machine_by_the_times_of_its_passes() -> None:
     def steps(*passes: tuple[int, float]) -> list[Step]:
         return [Step(f"chain-{rows}", rows, 2 * seconds, seconds, 1.0) for rows, seconds in passes]
 
@@ -443,7 +437,7 @@ def test_what_bounds_a_machine_is_read_from_its_passes() -> None:
     assert not disturbed([Step("a", rows, 1, target, 1.0) for rows, target in ((2, 1), (16, 3.2), (8, 4.1))])
 
 
-def test_the_shipped_drafters_know_their_rates() -> None:
+def test_the_shipped_drafters_have_acceptance_rates() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pipe = Pipeline.from_pretrained("nature-128", device="cpu", tuned=False)

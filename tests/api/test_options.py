@@ -14,7 +14,7 @@ from helpers.processes import python
 import lanternpp
 
 DIAL, RULE = (block.text for block in blocks(DOCS / "extending.md", "py"))
-LOOK = f"""
+SCRIPT = f"""
 import inspect, json, sys
 from dataclasses import asdict
 from lanternpp import Pipeline
@@ -61,7 +61,7 @@ def test_a_dial_in_one_place_is_an_option_everywhere(tmp_path: Path) -> None:
         2,
         "lanternpp: error: --grain 2.0 is out of range; use 0 to 1\n",
     )
-    done = run("-c", LOOK)
+    done = run("-c", SCRIPT)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["keyword"] == "grain: float | None = None"

@@ -34,7 +34,7 @@ def plain(count: int, side: int = 10) -> list[Image.Image]:
     return [Image.new("RGB", (side, side), (40 * i, 0, 0)) for i in range(count)]
 
 
-def test_a_grid_is_the_squarest_and_goes_row_by_row() -> None:
+def test_a_grid_is_as_square_as_possible_and_filled_row_by_row() -> None:
     sizes = [grid(plain(count)).size for count in (1, 2, 3, 4, 5)]
     assert sizes == [(10, 10), (22, 10), (22, 22), (22, 22), (34, 22)]
     sheet = grid(plain(3))
@@ -87,7 +87,7 @@ def test_a_long_prompt_is_wrapped_and_cut() -> None:
     assert fit("word", 26, 600) == "word"
 
 
-def test_a_png_is_written_whole_with_its_notes(tmp_path: Path) -> None:
+def test_a_png_has_its_notes_and_leaves_no_other_file(tmp_path: Path) -> None:
     path = tmp_path / "new" / "x.png"
     save_png(plain(1)[0], path, {"prompt": "a tulip, élan 花"})
     first = path.read_bytes()
@@ -99,7 +99,7 @@ def test_a_png_is_written_whole_with_its_notes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["png", "tif"])
-def test_greys_of_16_bits_keep_their_shades(suffix: str, tmp_path: Path) -> None:
+def test_16_bit_greys_keep_their_shades(suffix: str, tmp_path: Path) -> None:
     shades, path = [0, 255, 32768, 65535], tmp_path / f"grey.{suffix}"
     deep = torch.tensor(shades).to(torch.uint16).numpy().tobytes()
     Image.frombytes("I;16", (4, 1), deep).save(path)
@@ -108,7 +108,7 @@ def test_greys_of_16_bits_keep_their_shades(suffix: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("mode", ["I", "F"])
-def test_pixels_of_no_known_range_are_refused(mode: str, tmp_path: Path) -> None:
+def test_32_bit_pixels_are_rejected(mode: str, tmp_path: Path) -> None:
     image = Image.new(mode, (2, 2))
     image.save(tmp_path / "x.tif")
     assert "32 bits" in str(open_image(tmp_path / "x.tif"))
@@ -116,7 +116,7 @@ def test_pixels_of_no_known_range_are_refused(mode: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
-def test_what_is_transparent_is_white(mode: str, tmp_path: Path) -> None:
+def test_transparent_pixels_become_white(mode: str, tmp_path: Path) -> None:
     image = Image.new("RGBA", (2, 1), (0, 0, 0, 0))
     image.putpixel((1, 0), (90, 90, 90, 255))
     image = image.convert(mode)

@@ -33,7 +33,7 @@ from lanternpp.types import Draft
 from lanternpp.util import devices
 
 PROMPT = "a red tulip"
-WAYS = [
+CALLS = [
     {"method": "parallel", "cfg": 1.0},
     {"method": "lantern++", "lam": 4.0, "tree": "chain-2"},
     {"method": "eagle", "temperature": 0.8, "cfg": 1.0},
@@ -45,9 +45,9 @@ class StopError(Exception):
     """What a progress bar of the tests raises."""
 
 
-def test_eight_threads_draw_what_each_would_draw_alone(model: Path, pipe: Pipeline) -> None:
-    requested = list(product(range(5), WAYS))
-    alone = [pipe(PROMPT, seed=seed, **way) for seed, way in requested]
+def test_calls_of_eight_threads_draw_what_they_draw_alone(model: Path, pipe: Pipeline) -> None:
+    requested = list(product(range(5), CALLS))
+    alone = [pipe(PROMPT, seed=seed, **call) for seed, call in requested]
     shared = Pipeline.from_pretrained(model, device="cpu", dtype="float32")
     together, made, make = threading.Barrier(8), [], shared.new_engine
     shared.new_engine = lambda *given: made.append(given) or make(*given)
@@ -61,11 +61,11 @@ def test_eight_threads_draw_what_each_would_draw_alone(model: Path, pipe: Pipeli
         together.wait(SECONDS)
         for turn in range(10):
             place = (7 * thread + turn) % len(requested)
-            seed, way = requested[place]
-            if turn == 4 + thread % 3:  # an error on the way must not be seen in anyone's pictures
+            seed, call = requested[place]
+            if turn == 4 + thread % 3:  # an error in one call must not change other pictures
                 with pytest.raises(StopError):
-                    shared(PROMPT, seed=seed + 100, progress=stop, **way)
-            result = shared(PROMPT, seed=seed, **way)
+                    shared(PROMPT, seed=seed + 100, progress=stop, **call)
+            result = shared(PROMPT, seed=seed, **call)
             assert torch.equal(result.codes, alone[place].codes)
             assert result.images[0].tobytes() == alone[place].images[0].tobytes()
             assert result.stats.accepted_per_pass == alone[place].stats.accepted_per_pass
@@ -73,10 +73,10 @@ def test_eight_threads_draw_what_each_would_draw_alone(model: Path, pipe: Pipeli
 
     with ThreadPoolExecutor(8) as pool:
         assert sum(pool.map(draw, range(8))) == 80
-    assert len(made) <= len(WAYS) + 8, "one of each settings at a time, and one after every error"
+    assert len(made) <= len(CALLS) + 8, "one of each settings at a time, and one after every error"
 
 
-def test_a_call_from_within_a_calls_progress_leaves_both_whole(pipe: Pipeline) -> None:
+def test_a_call_within_the_progress_of_another_changes_neither(pipe: Pipeline) -> None:
     alone = [pipe(PROMPT, seed=seed, method="eagle").codes for seed in (1, 2)]
     inner: list[torch.Tensor] = []
 
@@ -88,9 +88,7 @@ def test_a_call_from_within_a_calls_progress_leaves_both_whole(pipe: Pipeline) -
     assert torch.equal(outer, alone[0]) and torch.equal(inner[0], alone[1])
 
 
-def test_two_generators_of_one_engine_are_refused_and_of_two_are_sound(
-    pipe: Pipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_generators_need_two_engines(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (pipe.new_engine(pipe.settings("ar", batch_size=1)) for _ in range(2))
     alone = [one.codes for one in generate(first, [PROMPT] * 2, [5, 6])]
     one, other = (draw_samples(engine, [PROMPT] * 2, [5, 6]) for engine in (first, second))
@@ -157,7 +155,7 @@ def test_progress_adds_no_host_read(pipe: Pipeline) -> None:
     assert counted[0] == counted[1] and seen[-1] == (48, 48)
 
 
-def test_what_means_a_number_a_name_or_a_tree_is_taken(pipe: Pipeline, model: Path) -> None:
+def test_numpy_and_torch_numbers_and_lists_are_accepted_as_arguments(pipe: Pipeline, model: Path) -> None:
     usual = pipe(PROMPT, n=2, seed=3, method="eagle", cfg=3.0, tree="[[0]]")
     others = [
         {"seed": np.int64(3), "n": np.int32(2), "cfg": 3, "tree": [[0]]},
@@ -194,14 +192,14 @@ def test_what_means_a_number_a_name_or_a_tree_is_taken(pipe: Pipeline, model: Pa
         ({"method": 3}, "method 3 is no text"),
     ],
 )
-def test_what_means_nothing_is_one_sentence(given: dict, says: str, pipe: Pipeline) -> None:
+def test_wrong_arguments_are_rejected(given: dict, says: str, pipe: Pipeline) -> None:
     rejects(says, pipe, **{"prompt": PROMPT} | given)
 
 
 @pytest.mark.parametrize(
     "given", [{"model": 3}, {"drafter": 4}, {"size": 1.5}, {"device": 3}, {"dtype": None}]
 )
-def test_what_no_model_can_be_read_from_is_one_sentence(given: dict, model: Path) -> None:
+def test_wrong_arguments_of_from_pretrained_are_rejected(given: dict, model: Path) -> None:
     rejects("; (give|use) ", Pipeline.from_pretrained, **{"model": model} | given)
 
 
@@ -216,7 +214,7 @@ def test_a_large_batch_has_at_most_a_slot_for_each_picture(pipe: Pipeline) -> No
 
 
 @pytest.mark.parametrize("method", ["ar", "eagle"])
-def test_a_batch_without_memory_for_it_is_refused_with_the_figures(
+def test_a_batch_without_enough_memory_is_rejected_with_the_figures(
     method: str, pipe: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = pipe.settings(method, batch_size=100)
@@ -226,7 +224,7 @@ def test_a_batch_without_memory_for_it_is_refused_with_the_figures(
 
 
 class Scaled(Acceptance):
-    """Judges a code by a share of its probability."""
+    """Accepts a code by a share of its probability."""
 
     dials = frozenset({"delta"})
 
@@ -261,8 +259,8 @@ def test_a_rule_may_be_a_class_or_an_object(pipe: Pipeline) -> None:
     assert grown.stats.codes == 16
 
 
-class Guess(Proposer):
-    """Guesses two codes."""
+class TwoCodes(Proposer):
+    """Drafts two codes."""
 
     dials, size, depth = frozenset(), 3, 2
     change: Any = None
@@ -321,16 +319,16 @@ def with_probs(probs: torch.Tensor) -> Callable[[Draft], Draft]:
         ({"needs": "medusa"}, "comes without a medusa"),
     ],
 )
-def test_a_proposer_of_the_callers_own_is_refused_with_what_is_wrong(
+def test_a_wrong_custom_proposer_is_rejected_with_the_reason(
     pipe: Pipeline, wrong: dict[str, Any], said: str
 ) -> None:
-    kind = type("Wrong", (Guess,), wrong)
+    kind = type("Wrong", (TwoCodes,), wrong)
     said = rejects(said, pipe, PROMPT, method="ar", proposer=kind)
     assert "Wrong" in said or "medusa" in said
 
 
-def test_the_third_draft_of_the_callers_own_is_not_checked(pipe: Pipeline) -> None:
-    kind = type("Own", (Guess,), {})
+def test_only_the_first_drafts_of_a_custom_proposer_are_checked(pipe: Pipeline) -> None:
+    kind = type("Own", (TwoCodes,), {})
     engine = pipe.new_engine(pipe.settings("ar", proposer=kind))
     engine.admit(0, PROMPT, 0)
     engine.step()
@@ -339,7 +337,7 @@ def test_the_third_draft_of_the_callers_own_is_not_checked(pipe: Pipeline) -> No
     engine.step()
 
 
-def test_the_package_has_what_it_names() -> None:
+def test_every_public_name_of_the_package_exists() -> None:
     assert all(hasattr(lanternpp, name) for name in lanternpp.__all__)
     assert {"chain-4", "deep-8", "eagle-25", "lantern-57", "eagle2", "ddd"} <= set(lanternpp.TREES)
 

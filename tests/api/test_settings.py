@@ -1,4 +1,4 @@
-"""What a method's settings say: which dials its parts read, and what becomes of the others."""
+"""A method's settings: which dials its parts read, and what happens to the others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_every_method_has_the_dials_its_parts_read_and_no_other(name: str) -> No
         assert getattr(settings, dial) == said and (dial in read or said is None), dial
 
 
-def test_a_dial_of_the_row_goes_with_the_part_that_read_it() -> None:
+def test_a_dial_of_the_method_is_dropped_with_the_part_that_read_it() -> None:
     settings = resolve("lantern++", {}, {"accept": "exact"})
     assert (settings.neighbours, settings.lam, settings.tree) == (None, None, "lantern-57")
     settings = resolve("lantern++", {"methods": {"lantern++": {"lam": 5.0}}}, {"proposer": "jacobi"})
@@ -32,7 +32,7 @@ def test_a_dial_of_the_row_goes_with_the_part_that_read_it() -> None:
     assert resolve("lantern", {"methods": {"lantern": {"lam": 3.0}}}, {}).lam is None
 
 
-def test_defaults_are_lowered_to_the_codes_and_rows_of_a_model_and_what_is_given_is_not() -> None:
+def test_defaults_are_lowered_to_the_codes_and_rows_of_a_model_and_given_options_are_not() -> None:
     few = SimpleNamespace(channels=0, vocab=3, length=8, width=4)
     large = {"methods": {"lantern-jacobi": {"alternatives": 3, "neighbours": 1000, "window_rows": 3}}}
     for given in ({}, {"alternatives": 4, "window_rows": 5, "neighbours": 6}):
@@ -53,12 +53,12 @@ def test_an_option_that_has_another_name_is_rejected_with_it() -> None:
         ({"coupling": "maximum"}, "coupling 'maximum' is unknown; did you mean 'maximal'"),
     ],
 )
-def test_a_word_is_one_of_its_choices(given: dict[str, str], said: str) -> None:
+def test_an_unknown_choice_is_rejected(given: dict[str, str], said: str) -> None:
     rejects(said, resolve, "jacobi", {}, given)
     rejects(f"the model's defaults: {said}", resolve, "jacobi", given, {})
 
 
-def test_a_draft_is_verified_in_the_best_way_that_it_allows() -> None:
+def test_the_default_verifier_is_the_best_that_the_draft_allows() -> None:
     best = {name: resolve(name, {}, {}).verify for name in METHODS}
     for verify, methods in {
         "block": ("parallel", "independent", "jacobi"),
@@ -85,7 +85,7 @@ def test_a_draft_is_verified_in_the_best_way_that_it_allows() -> None:
 
 
 class Drawn(StaticTree):
-    """A tree that is drawn, and says nothing about its shape."""
+    """A tree that is drawn, without a fixed shape."""
 
     fixed = False
 
@@ -111,7 +111,7 @@ class Drawn(StaticTree):
         ("traversal", "eagle", {"tree": Drawn}, "decided while it is drawn; use verify token"),
     ],
 )
-def test_a_verifier_is_refused_where_the_distribution_would_change_or_nothing_be_gained(
+def test_a_verifier_is_rejected_where_it_changes_the_distribution_or_has_no_effect(
     verify, method, given, why
 ) -> None:
     rejects(why, resolve, method, {}, given | {"verify": verify})
@@ -142,8 +142,8 @@ class OwnChain(StaticTree):
         raise AssertionError("grow was called")
 
 
-def test_a_cut_is_for_chains_of_passes_of_any_length() -> None:
-    """One that was asked for is refused elsewhere; a default is dropped."""
+def test_min_survival_is_for_chains_in_passes_of_any_length() -> None:
+    """A given one is rejected for other drafts; a default is dropped."""
     default = {"methods": {"parallel": {"min_survival": 0.3}}}
     assert resolve("parallel", default, {}).min_survival == 0.3
     for given, why in (

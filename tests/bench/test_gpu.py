@@ -54,7 +54,7 @@ def status(
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda", "gpu"])
-def test_without_a_gpu_it_says_so_and_writes_nothing(
+def test_without_a_gpu_it_is_an_error_and_writes_nothing(
     status: Callable[..., int], device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert status("--device", device) == 2
@@ -93,12 +93,14 @@ def test_by_default_it_runs_the_tests_of_its_own_checkout(
         ("published_metrics.py", ("--help",), 0, "PICTURES holds metadata.jsonl"),
     ],
 )
-def test_a_script_ends_in_a_sentence(script: str, options: tuple[str, ...], ends: int, said: str) -> None:
+def test_scripts_print_errors_and_help_in_a_sentence(
+    script: str, options: tuple[str, ...], ends: int, said: str
+) -> None:
     done = python(BENCH / script, *options)
     assert done.returncode == ends and said in done.stdout + done.stderr and "Traceback" not in done.stderr
 
 
-def test_the_file_says_which_race_failed(status: Callable[..., int], tmp_path: Path) -> None:
+def test_the_report_says_which_race_failed(status: Callable[..., int], tmp_path: Path) -> None:
     (tmp_path / "test_none.py").write_text("")
     asked = ("--device", "cpu", "--dtype", "float33", "--tests", "test_none.py", "--random", "tiny")
     assert status(*asked) == 1
