@@ -20,7 +20,7 @@ from lanternpp.api.picture import save_png
 from lanternpp.evaluation import profile
 from lanternpp.util.files import locked
 
-TWO = ("--prompts", "prompts.txt")
+PROMPTS = ("--prompts", "prompts.txt")
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def bench(run, model, prompts):
     """Runs `bench` of these methods and options, for the prompts, to the folder b."""
 
     def command(methods: str, *options: object, of: Path = model, to: str = "b"):
-        return run("bench", "--model", of, *TWO, "--methods", methods, "-o", to, *options)
+        return run("bench", "--model", of, *PROMPTS, "--methods", methods, "-o", to, *options)
 
     return command
 
@@ -46,7 +46,7 @@ def own(model, tmp_path) -> Path:
     return write_classifier(Path(shutil.copytree(model, tmp_path / "own")))
 
 
-def test_a_bench_writes_figures_plots_and_pictures_and_is_told_again_by_resume(bench):
+def test_a_bench_writes_figures_plots_and_pictures_and_resume_reports_them_again(bench):
     requested = ("eagle, lantern++ lambda=3", "-n", 2)
     reported = bench(*requested, "--json").json
     assert reported == json.loads(Path("b/bench.json").read_text())
@@ -82,7 +82,7 @@ def test_a_paper_gives_the_settings_of_the_pictures_and_the_columns_of_its_table
         with Image.open(f"b/pictures/{slug}/{first['file_name']}") as image:
             assert image.info["prompt"] == first["text"]
             drawn[slug] = json.loads(image.info["settings"])
-    # --top-k goes before the paper's, the paper's before the model's defaults
+    # --top-k overrides the paper's, and the paper's the model's defaults
     assert all((each["cfg"], each["top_k"], each["fit"]) == (3.0, 0, False) for each in drawn.values())
     assert drawn["eagle"]["tree"] == "eagle-25" and drawn["lantern++_k=5_lambda=10"]["verify"] == "token"
     rows = list(csv.DictReader(Path("b/paper.csv").read_text().splitlines()))
@@ -132,41 +132,44 @@ def test_a_profile_of_each_method_has_the_phases_and_the_operations_of_its_steps
         (("--prompts", "absent.txt"), "absent.txt"),
         (("--prompts", "empty.txt"), "empty.txt"),
         ((), "--prompts FILE"),
-        ((*TWO, "-n", 3, "--batch-size", 2), "batches of 2"),
-        ((*TWO, "--reference", "nowhere"), "nowhere"),
-        ((*TWO, "--batch-sizes", "1,x"), "'1,x'"),
-        ((*TWO, "--batch-sizes", "0,2"), "'0,2'"),
-        ((*TWO, "--batch-sizes", "1", "--batch-size", 2), "--batch-sizes"),
-        ((*TWO, "--features", "inceptoin"), "did you mean 'inception'?"),
-        ((*TWO, "--quality", "--methods", "ar"), "has no classifier"),
-        ((*TWO, "--equal-tv", "much"), "'much' must be numbers"),
-        ((*TWO, "--equal-tv", "0.1,1"), "above 0 and below 1"),
-        ((*TWO, "--equal-tv", "0.1", "--fit"), "leave out --fit"),
-        ((*TWO, "--equal-tv", "0.1", "--methods", "eagle"), "has the rule 'exact'"),
-        ((*TWO, "--equal-tv", "0.1", "--methods", "lantern++ lambda=2"), "leave it out"),
-        ((*TWO, "--paper", "lantern++-anol"), "did you mean 'lantern++-anole'?"),
-        ((*TWO, "--paper", "sjd-lumina", "--equal-tv", "0.1"), "leave one out"),
+        ((*PROMPTS, "-n", 3, "--batch-size", 2), "batches of 2"),
+        ((*PROMPTS, "--reference", "nowhere"), "nowhere"),
+        ((*PROMPTS, "--batch-sizes", "1,x"), "'1,x'"),
+        ((*PROMPTS, "--batch-sizes", "0,2"), "'0,2'"),
+        ((*PROMPTS, "--batch-sizes", "1", "--batch-size", 2), "--batch-sizes"),
+        ((*PROMPTS, "--features", "inceptoin"), "did you mean 'inception'?"),
+        ((*PROMPTS, "--quality", "--methods", "ar"), "has no classifier"),
+        ((*PROMPTS, "--equal-tv", "much"), "'much' must be numbers"),
+        ((*PROMPTS, "--equal-tv", "0.1,1"), "above 0 and below 1"),
+        ((*PROMPTS, "--equal-tv", "0.1", "--fit"), "leave out --fit"),
+        ((*PROMPTS, "--equal-tv", "0.1", "--methods", "eagle"), "has the rule 'exact'"),
+        ((*PROMPTS, "--equal-tv", "0.1", "--methods", "lantern++ lambda=2"), "leave it out"),
+        ((*PROMPTS, "--paper", "lantern++-anol"), "did you mean 'lantern++-anole'?"),
+        ((*PROMPTS, "--paper", "sjd-lumina", "--equal-tv", "0.1"), "leave one out"),
         (("--pictures", "none"), "none is no folder"),
         (("--pictures", "mine", "--methods", "ar"), "draws nothing: leave out --methods"),
         (("--pictures", "mine", "-n", 3, "--seed", 1, "-o", "b"), "leave out --n, --output, --seed"),
         (("--pictures", "mine", "--resume", "--no-plots"), "leave out --resume, --no-plots"),
         (("--pictures", "mine", "--no-quality", "--temperature", 0), "leave out --temperature, --no-quality"),
-        ((*TWO, "--no-quality", "--reference", "mine", "--clip", "absent"), "leave out --reference, --clip"),
+        (
+            (*PROMPTS, "--no-quality", "--reference", "mine", "--clip", "absent"),
+            "leave out --reference, --clip",
+        ),
     ],
 )
-def test_what_cannot_be_done_is_refused_before_anything_is_drawn(run, model, prompts, options, named):
+def test_wrong_options_are_rejected_before_anything_is_drawn(run, model, prompts, options, named):
     Path("empty.txt").write_text("\n# nothing\n")
     saved(Path("mine"), splashes("red", 3))
     run("bench", "--model", model, *options).refused(named)
 
 
 def test_relaxed_rules_of_codes_are_not_raced_on_latents(run, prompts, tmp_path):
-    options = "bench", *TWO, "--model", write_diffusion(tmp_path), "-n", 1, "--no-plots"
+    options = "bench", *PROMPTS, "--model", write_diffusion(tmp_path), "-n", 1, "--no-plots"
     run(*options, "--equal-tv", "0.1").refused("--equal-tv is for models of codes")
     assert "draws latents, or lacks a network or codebook for them: " in run(*options).err
 
 
-def test_pictures_too_few_to_measure_are_refused_if_asked_for_and_else_only_timed(bench, own, tmp_path):
+def test_too_few_pictures_are_rejected_with_a_reference_and_otherwise_only_timed(bench, own, tmp_path):
     quick = ("ar", "--no-plots", "--no-measure-tv", "-n")
     (tmp_path / "red").mkdir()
     bench(*quick, 1, "--reference", tmp_path / "red", of=own).refused("2 pictures of each method are too few")
@@ -176,7 +179,7 @@ def test_pictures_too_few_to_measure_are_refused_if_asked_for_and_else_only_time
     assert enough["frechet"] > 0 and {"precision", "recall", "prompt_accuracy"} <= enough.keys()
 
 
-def test_rules_race_at_the_strengths_that_spend_the_same(bench, monkeypatch):
+def test_rules_race_at_strengths_of_equal_total_variation(bench, monkeypatch):
     monkeypatch.setattr(
         Pipeline, "fit", lambda pipe, settings: settings if not settings.fit else pytest.fail()
     )
@@ -249,9 +252,9 @@ def test_a_folder_of_pictures_is_measured_without_drawing(run, own, elsewhere, m
     assert table.code == 0 and "Fréchet" in table.out and "100 %" in table.out
 
 
-def test_the_shipped_classifier_knows_what_the_shipped_model_drew(run, prompts):
+def test_the_shipped_classifier_recognises_pictures_of_the_shipped_model(run, prompts):
     prompts.write_text("a photo of a sunflower under a blue sky\na photo of a forest\n")
-    asked = ("--methods", "ar", "-n", 2, *TWO, "--no-measure-tv", "--no-plots", "--json")
+    asked = ("--methods", "ar", "-n", 2, *PROMPTS, "--no-measure-tv", "--no-plots", "--json")
     (row,) = run("bench", *asked).json["methods"]
     assert row["prompt_accuracy"] >= 3 / 4 and row["frechet"] > 0 and row["precision"] > 0
 

@@ -47,7 +47,7 @@ def compare(run, model, calls):
     return lambda *options: run("compare", PROMPT, "--model", model, *options)
 
 
-def test_the_sides_take_turns_after_a_warm_up_each_and_medians_count(compare, calls, elsewhere: Path) -> None:
+def test_methods_take_turns_after_a_warm_up_and_medians_are_reported(compare, calls, elsewhere: Path) -> None:
     figures = compare("-n", 2, "--seed", 7, "--json").json
     assert [call.settings.method for call in calls] == ["ar", "lantern++"] * 4
     assert all(call.seeds == [7, 8] for call in calls)
@@ -63,7 +63,7 @@ def test_the_sides_take_turns_after_a_warm_up_each_and_medians_count(compare, ca
         assert image.width > 1000 and image.text["prompt"] == PROMPT
 
 
-def test_plain_ar_gets_the_methods_sampling_and_none_of_its_dials(compare, calls) -> None:
+def test_plain_decoding_has_the_methods_sampling_and_none_of_its_dials(compare, calls) -> None:
     compare("--lambda", 3, "--tree", "chain-3", "--top-k", 0)
     ar, other = (call.settings for call in calls[:2])
     assert (ar.method, ar.cfg, ar.top_k, ar.compile, ar.batch_size) == ("ar", 2.0, 0, False, 1)
@@ -71,10 +71,10 @@ def test_plain_ar_gets_the_methods_sampling_and_none_of_its_dials(compare, calls
     assert (other.method, other.lam, other.tree, other.cfg) == ("lantern++", 3, "chain-3", 2.0)
 
 
-def test_measuring_is_a_run_of_its_own_and_all_runs_of_a_side_have_one_draft(
+def test_variation_is_measured_in_a_separate_run_and_all_runs_have_the_same_draft(
     compare, calls, monkeypatch
 ) -> None:
-    """Though a fit gives another whenever it is asked, as it does where acceptance becomes known meanwhile."""
+    """Though a fit returns another draft in every call, as it may once acceptance rates are known."""
     levels = iter(range(2, 100))
     monkeypatch.setattr(Pipeline, "fit", lambda pipe, settings: with_tree(settings, f"chain-{next(levels)}"))
     ar, method = compare("--measure-tv", "--json").json["methods"]
@@ -83,7 +83,7 @@ def test_measuring_is_a_run_of_its_own_and_all_runs_of_a_side_have_one_draft(
     assert method["tv_cost"] > 0 and method["seconds"] == 4.0 and not ar["tv_cost"]
 
 
-def test_the_table_has_every_figure_and_says_what_was_drafted_and_what_bounds_the_machine(
+def test_the_table_has_every_figure_the_draft_and_what_bounds_the_machine(
     compare, calls, monkeypatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "300")
@@ -105,7 +105,7 @@ def test_the_table_has_every_figure_and_says_what_was_drafted_and_what_bounds_th
         ("cpu", False, (), False),
     ],
 )
-def test_a_gpu_whose_steps_are_not_compiled_is_told_how(
+def test_a_gpu_without_compiled_steps_gets_a_hint(
     device: str, compiled: bool, options: tuple[str, ...], said: bool, compare, monkeypatch
 ) -> None:
     describe = Pipeline.describe
@@ -114,7 +114,7 @@ def test_a_gpu_whose_steps_are_not_compiled_is_told_how(
     assert ("`lanternpp models warm`" in compare(*options).err) is said
 
 
-def test_it_says_that_a_variation_cannot_be_measured(run, tmp_path: Path) -> None:
+def test_a_variation_that_cannot_be_measured_is_reported(run, tmp_path: Path) -> None:
     model = write_diffusion(tmp_path / "latents")
     outcome = run("compare", PROMPT, "--model", model, "--accept", "cspd", "--measure-tv", "--runs", 1)
     assert "eagle, rule cspd (auto: its drafter)" in outcome.out and "lossless" not in outcome.out

@@ -1,4 +1,4 @@
-"""`--dtype`: what auto means, what is told of it, and weights in 8 bits."""
+"""`--dtype`: auto, what is reported, and weights in 8 bits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lanternpp.util.devices import pick_dtype
 DRAW = ("generate", "a red tulip", "--model")
 
 
-def test_auto_is_half_width_on_every_gpu_and_on_a_cpu_that_multiplies_so(monkeypatch) -> None:
+def test_auto_is_half_precision_on_every_gpu_and_on_cpus_with_bfloat16(monkeypatch) -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     for amx, avx in product((False, True), repeat=2):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)
@@ -33,9 +33,7 @@ def test_auto_is_half_width_on_every_gpu_and_on_a_cpu_that_multiplies_so(monkeyp
         assert pick_dtype("auto", gpu) is kind
 
 
-def test_without_products_of_bfloat16_the_kernels_decide_and_what_was_chosen_is_told(
-    run, model, monkeypatch
-) -> None:
+def test_without_bfloat16_the_kernels_decide_the_dtype_which_is_reported(run, model, monkeypatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     assert f" on cpu ({'int8 weights, bfloat16' if kernels() else 'float32'}) with " in run(*DRAW, model).out
@@ -46,7 +44,7 @@ def test_without_products_of_bfloat16_the_kernels_decide_and_what_was_chosen_is_
     assert "cpu (float64)" in reported
 
 
-def test_a_model_of_latents_is_drawn_by_the_kernels_too(tmp_path, monkeypatch) -> None:
+def test_a_model_of_latents_uses_the_kernels(tmp_path, monkeypatch) -> None:
     """In bfloat16 where the CPU has no products of it: every wide linear layer is packed, but for a diffusion head in float32."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
@@ -59,7 +57,7 @@ def test_a_model_of_latents_is_drawn_by_the_kernels_too(tmp_path, monkeypatch) -
     assert pipe("a red tulip", seed=1).images[0].size == (4, 4)
 
 
-def test_8_bits_by_torchao_draw_and_tell_what_they_do_to_the_logits(run, model, monkeypatch) -> None:
+def test_8_bits_by_torchao_draw_and_report_their_effect_on_the_logits(run, model, monkeypatch) -> None:
     monkeypatch.setenv(SWITCH, "0")
     done = run(*DRAW, model, "--dtype", "int8", "--json")
     assert done.code == 0
@@ -79,7 +77,7 @@ def test_kernels_draw_from_8_bits_without_torchao(run, model, monkeypatch) -> No
 
 
 @pytest.mark.skipif(kernels() is None, reason="no kernels here")
-def test_layers_that_stay_with_pytorch_are_not_said_to_have_8_bits(run, tmp_path, monkeypatch) -> None:
+def test_layers_that_stay_with_pytorch_are_not_reported_as_8_bits(run, tmp_path, monkeypatch) -> None:
     write_janus(tmp_path / "janus")
     monkeypatch.setattr(stack, "FORMS", {})
     done = run(*DRAW, tmp_path / "janus", "--dtype", "int8")
@@ -88,12 +86,12 @@ def test_layers_that_stay_with_pytorch_are_not_said_to_have_8_bits(run, tmp_path
 
 
 @pytest.mark.parametrize("switch", ["0", "1"])
-def test_8_bits_of_latents_are_refused_with_and_without_kernels(run, tmp_path, monkeypatch, switch) -> None:
+def test_8_bits_of_latents_are_rejected_with_and_without_kernels(run, tmp_path, monkeypatch, switch) -> None:
     monkeypatch.setenv(SWITCH, switch)
     run(*DRAW, write_diffusion(tmp_path), "--dtype", "int8").refused("draws continuous latents; leave it out")
 
 
-def test_8_bits_without_torchao_nor_kernels_are_refused_before_a_model_is_read(
+def test_8_bits_without_torchao_and_kernels_are_rejected_before_a_model_is_read(
     run, broken, monkeypatch, elsewhere
 ) -> None:
     monkeypatch.setenv(SWITCH, "0")

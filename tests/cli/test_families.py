@@ -22,7 +22,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_a_picture_that_the_prompt_shows_is_edited(run, models: Path, tmp_path: Path) -> None:
+def test_a_given_picture_is_edited(run, models: Path, tmp_path: Path) -> None:
     photo = tmp_path / "photo.png"
     Image.new("RGB", (80, 48), "red").save(photo)
     draw = ("generate", PROMPT, "--model", models / "emu3.5", "--method", "ar", "--json")
@@ -75,7 +75,7 @@ def test_a_size_is_an_option_of_models_that_draw_several(
     assert json.loads((tmp_path / "wide/target/config.json").read_text())["size"] == "24x16"
 
 
-def test_verbs_that_write_pictures_refuse_a_model_whose_codes_cannot_become_one(run, tmp_path: Path) -> None:
+def test_verbs_that_write_pictures_reject_a_model_without_pixels(run, tmp_path: Path) -> None:
     write_glm_image(tmp_path / "glm" / "vision_language_encoder", positions=2048)
     write_glm_processor(tmp_path / "glm" / "processor")
     prompts = tmp_path / "prompts.txt"

@@ -1,4 +1,4 @@
-"""What the command line says of a draft that was fitted to the machine, and how a user keeps it from that."""
+"""Drafts that are fitted to the machine in the output of the command line, and how a job keeps its draft."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPT = "a red tulip"
 
 @pytest.fixture
 def fitted(model: Path, monkeypatch: pytest.MonkeyPatch):
-    """Every draft code of `parallel` is accepted half of the time, and steps take what `seconds` says."""
+    """Every draft code of `parallel` is accepted half of the time, and steps take these seconds."""
     seconds: dict[str, float] = {}
     monkeypatch.delenv("LANTERNPP_FIT")
     settings = Pipeline.from_pretrained(model, device="cpu").settings("parallel")
@@ -36,7 +36,7 @@ def fitted(model: Path, monkeypatch: pytest.MonkeyPatch):
     path.unlink()
 
 
-def test_the_closing_line_the_notes_and_the_json_say_what_was_drafted(run, model, fitted, elsewhere) -> None:
+def test_the_last_line_the_notes_and_the_json_have_the_fitted_draft(run, model, fitted, elsewhere) -> None:
     fitted |= {"plain": 1.0, "chain-2": 1.1}
     command = ("generate", PROMPT, "--model", model, "--method", "parallel")
     assert "parallel, a chain of 2, fitted to this CPU" in run(*command, "-o", "a.png").out
@@ -52,21 +52,21 @@ def test_the_closing_line_the_notes_and_the_json_say_what_was_drafted(run, model
 @pytest.mark.parametrize(
     ("fastest", "said"), [("chain-2", "a chain of 2, fitted"), ("plain", "plain decoding is the fastest")]
 )
-def test_a_job_that_goes_on_draws_the_same_bytes_after_another_fit(
+def test_a_resumed_job_draws_the_same_bytes_after_another_fit(
     run, model, fitted, elsewhere, fastest, said
 ) -> None:
     (elsewhere / "p.txt").write_text(f"{PROMPT}\na tulip\n")
     command = ("generate", "--prompts", "p.txt", "-o", "o", "--model", model, "--method", "parallel")
     fitted |= {"plain": 2.0, "chain-2": 3.0, fastest: 1.1}
     assert said in run(*command).out
-    whole = contents(elsewhere / "o")
+    before = contents(elsewhere / "o")
     sorted((elsewhere / "o").glob("*.png"))[1].unlink()
     fitted |= {"plain": 2.0, "chain-2": 8.0, "chain-3": 1.1}
     (cache,) = (elsewhere.parent / "cache" / "lanternpp").glob("fit-*")
     cache.unlink()  # measured again, and another draft is the fastest now
     out = run(*command).out
     assert "1 were there already" in out and said in out
-    assert contents(elsewhere / "o") == whole
+    assert contents(elsewhere / "o") == before
     run(*command, "--temperature", 0.5).refused("temperature 1.0 -> 0.5")
     assert "o: 2 pictures" in run(*command, "--temperature", 0.5, "--overwrite").out
     run(*command[:-1], "ar").refused("method 'parallel' -> 'ar'")

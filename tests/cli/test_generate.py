@@ -45,7 +45,7 @@ def test_every_part_can_be_overridden(options, said, run, model) -> None:
     assert {key: settings[key] for key in said} == said
 
 
-def test_the_total_variation_is_told_where_it_was_measured(run, model) -> None:
+def test_the_total_variation_is_reported_if_it_was_measured(run, model) -> None:
     args = ["generate", PROMPT, "--model", model, "-n", 2, "--lambda", 20]
     assert "total variation" not in run(*args).out
     cost = float(run(*args, "--measure-tv").out.split("total variation ")[1].split()[0])
@@ -74,7 +74,7 @@ def test_the_same_twice_is_the_same_file_and_another_seed_is_another_picture(run
     assert Image.open(elsewhere / "one.png").size == (34, 34), "a grid of three"
 
 
-def test_a_picture_of_other_settings_stays_under_its_name(run, model, elsewhere: Path) -> None:
+def test_a_picture_of_other_settings_is_not_replaced(run, model, elsewhere: Path) -> None:
     def draw(*more: object) -> str:
         return run("generate", PROMPT, "--model", model, "--json", *more).json["file"]
 
@@ -91,22 +91,22 @@ def test_a_picture_of_other_settings_stays_under_its_name(run, model, elsewhere:
     assert draw() == f"{name}-4.png"
 
 
-def test_an_interrupt_keeps_what_was_finished(run, model, elsewhere: Path, monkeypatch) -> None:
+def test_an_interrupt_keeps_finished_pictures(run, model, elsewhere: Path, monkeypatch) -> None:
     draw = ("generate", PROMPT, "--model", model, "--batch-size", 2, "-n", 9)
     assert run(*draw, "-o", "whole.png").code == 0
     with monkeypatch.context() as patch:
-        finished, step, harvest = [], Engine.step, Engine.collect
+        finished, step, collect = [], Engine.step, Engine.collect
 
-        def keep(engine: Engine, slot: int) -> FinishedSample:
+        def recorded(engine: Engine, slot: int) -> FinishedSample:
             finished.append(slot)
-            return harvest(engine, slot)
+            return collect(engine, slot)
 
         def stop(engine: Engine) -> None:
             if len(finished) >= 4:
                 raise KeyboardInterrupt
             step(engine)
 
-        patch.setattr(Engine, "collect", keep)
+        patch.setattr(Engine, "collect", recorded)
         patch.setattr(Engine, "step", stop)
         outcome = run(*draw)
     name, count = "out/a-photo-of-a-red-tulip-0.png", len(finished)
@@ -122,11 +122,11 @@ def test_an_interrupt_keeps_what_was_finished(run, model, elsewhere: Path, monke
         assert len(seeds) == count == int(part.text["images"])
         for place, seed in enumerate(seeds):
             assert tile(part, squarest(count), place) == tile(whole, 3, seed)
-    assert run(*draw).out.startswith(f"{name}: ")  # the whole takes the place of the part
+    assert run(*draw).out.startswith(f"{name}: ")  # all pictures replace those of the interrupted run
     assert (elsewhere / name).read_bytes() == (elsewhere / "whole.png").read_bytes()
 
 
-def test_a_cache_that_cannot_be_written_costs_a_warning(run, model, elsewhere: Path, monkeypatch) -> None:
+def test_a_cache_that_cannot_be_written_is_a_warning(run, model, elsewhere: Path, monkeypatch) -> None:
     (elsewhere / "file").write_text("mine")
     monkeypatch.setattr(engines, "cache_folder", lambda beside: elsewhere / "file" / "cache")
     outcome = run("generate", PROMPT, "--model", model, "-o", "x.png")
@@ -134,7 +134,7 @@ def test_a_cache_that_cannot_be_written_costs_a_warning(run, model, elsewhere: P
     assert "file/cache" in outcome.err and (elsewhere / "x.png").exists()
 
 
-def test_names_of_files_come_from_any_prompt(run, model, elsewhere: Path) -> None:
+def test_file_names_of_any_prompt(run, model, elsewhere: Path) -> None:
     assert run("generate", "../Tulip/ rouge: " + "é" * 300, "--model", model).code == 0
     (file,) = (elsewhere / "out").iterdir()
     assert file.name.startswith("tulip-rouge-é") and len(file.name) < 70

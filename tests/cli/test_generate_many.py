@@ -55,7 +55,7 @@ def test_one_png_for_each_prompt_and_seed_with_the_bytes_of_its_prompt_alone(
     assert made[PROMPTS[1], "8"].read_bytes() == (elsewhere / "alone.png").read_bytes()
 
 
-def test_what_is_there_is_not_drawn_again_and_neither_it_nor_the_order_matters(
+def test_existing_pictures_are_not_drawn_again_and_the_order_does_not_matter(
     job, requested, elsewhere: Path
 ) -> None:
     job("-o", "one", "--batch-size", 3)
@@ -74,7 +74,7 @@ def test_what_is_there_is_not_drawn_again_and_neither_it_nor_the_order_matters(
     assert contents(elsewhere / "two") == after
 
 
-def test_a_killed_job_goes_on(run, elsewhere: Path) -> None:
+def test_a_killed_job_resumes(run, elsewhere: Path) -> None:
     model = write_model(elsewhere / "longer", grid=8)
     (elsewhere / "many.txt").write_text("a tulip\nred tulip\n")
     args = ["--prompts", "many.txt", "--model", model, "-n", 20, "--batch-size", 2]
@@ -91,24 +91,26 @@ def test_a_killed_job_goes_on(run, elsewhere: Path) -> None:
     assert contents(elsewhere / "a") == contents(elsewhere / "b")
 
 
-def test_halves_leftovers_and_what_is_damaged_inside_go(job, elsewhere: Path) -> None:
+def test_truncated_damaged_and_temporary_files_are_replaced(job, elsewhere: Path) -> None:
     job("-o", "out")
-    whole = contents(elsewhere / "out")
+    before = contents(elsewhere / "out")
     truncated, empty, other, flipped, *_ = sorted((elsewhere / "out").iterdir())
     damaged = bytearray(flipped.read_bytes())
     damaged[damaged.index(b"IDAT") + 40] ^= 1
     flipped.write_bytes(damaged)
     truncated.write_bytes(truncated.read_bytes()[:-20])
     empty.write_bytes(b"")
-    dead = python("-c", "import os; print(os.getpid())")
-    left = other.with_name(f".{other.name}.{int(dead.stdout)}.tmp")
+    ended = python("-c", "import os; print(os.getpid())")
+    left = other.with_name(f".{other.name}.{int(ended.stdout)}.tmp")
     left.write_bytes(b"half")
     os.utime(left, (0, 0))
     assert "3 pictures, 7 were there already" in job("-o", "out").out
-    assert contents(elsewhere / "out") == whole
+    assert contents(elsewhere / "out") == before
 
 
-def test_a_job_has_its_folder_for_itself(job, run, model, requested, elsewhere: Path, monkeypatch) -> None:
+def test_a_second_job_in_the_same_folder_is_rejected(
+    job, run, model, requested, elsewhere: Path, monkeypatch
+) -> None:
     reported = []
 
     def second(renderer: Renderer, prompts: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -126,16 +128,16 @@ def test_a_job_has_its_folder_for_itself(job, run, model, requested, elsewhere: 
     assert "nothing to draw" in job("-o", "new/out").out
 
 
-def test_a_folder_whose_other_job_ends_now_is_refused_in_one_sentence(tmp_path: Path, monkeypatch) -> None:
-    def gone(self: Path, **_: object) -> str:
+def test_a_folder_whose_other_job_ends_meanwhile_is_rejected(tmp_path: Path, monkeypatch) -> None:
+    def missing(self: Path, **_: object) -> str:
         raise FileNotFoundError(self)
 
     with FileLock(tmp_path / LOCK):
-        monkeypatch.setattr(Path, "read_text", gone)
+        monkeypatch.setattr(Path, "read_text", missing)
         rejects("being filled by another process", locked(tmp_path).__enter__)
 
 
-def test_other_settings_do_not_mix(job, elsewhere: Path) -> None:
+def test_other_settings_need_overwrite(job, elsewhere: Path) -> None:
     job("-o", "out", "--temperature", 0.5)
     before = contents(elsewhere / "out")
     job("-o", "out", "--temperature", 0.75).refused("temperature 0.5 -> 0.75", "--overwrite")
@@ -146,27 +148,27 @@ def test_other_settings_do_not_mix(job, elsewhere: Path) -> None:
     assert "nothing to draw" in job("-o", "out", "--temperature", 0.75, "--overwrite").out
 
 
-def test_a_line_that_cannot_be_drawn_is_named_before_anything_is(job, requested, elsewhere: Path) -> None:
+def test_a_prompt_that_cannot_be_drawn_is_rejected_with_its_line(job, requested, elsewhere: Path) -> None:
     requested.write_text("red tulip\n\na pine tree\na red tulip\na rose\n")
     job("-o", "out").refused("prompts.txt, line 3: prompt 'a pine tree' names no subject", "1 more")
     assert not (elsewhere / "out").exists()
 
 
-def test_unknown_words_are_told_of_a_few_prompts(job, requested) -> None:
+def test_unknown_words_of_only_the_first_prompts_are_reported(job, requested) -> None:
     requested.write_text("".join(f"a red tulip in year {i}\n" for i in range(20)))
     reported = job("-o", "out").err.splitlines()
     assert len(reported) == 6 and "in, year, 4" in reported[4] and "15 more prompts" in reported[5]
     assert all(line.startswith("lanternpp: warning: ") for line in reported) and "red, tulip" in reported[4]
 
 
-def test_a_full_disk_leaves_whole_pictures(job, elsewhere: Path, monkeypatch) -> None:
-    whole, write = [], Path.write_bytes
+def test_a_full_disk_leaves_only_complete_pictures(job, elsewhere: Path, monkeypatch) -> None:
+    complete, write = [], Path.write_bytes
 
     def fill(self: Path, data: bytes) -> int:
-        if len(whole) == 3:
+        if len(complete) == 3:
             write(self, data[:10])
             raise OSError(errno.ENOSPC, "No space left on device")
-        whole.append(self)
+        complete.append(self)
         return write(self, data)
 
     monkeypatch.setattr(Path, "write_bytes", fill)
@@ -176,7 +178,7 @@ def test_a_full_disk_leaves_whole_pictures(job, elsewhere: Path, monkeypatch) ->
     assert "7 pictures, 3 were there already" in job("-o", elsewhere / "out").out
 
 
-def test_a_disk_that_is_full_already_keeps_no_folder(job, elsewhere: Path, monkeypatch) -> None:
+def test_a_disk_that_is_full_from_the_start_leaves_no_folder(job, elsewhere: Path, monkeypatch) -> None:
     def full(self: Path, *given: object, **more: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -216,7 +218,7 @@ def test_the_figures_of_a_job(job) -> None:
         (["a tulip", "--ray"], "--ray goes with --prompts"),
     ],
 )
-def test_refusals(args, names, run, model, elsewhere: Path) -> None:
+def test_wrong_options_are_rejected(args, names, run, model, elsewhere: Path) -> None:
     (elsewhere / "p.txt").write_text("red tulip\n")
     (elsewhere / "empty.txt").write_text("# nothing\n\n")
     os.mkfifo(elsewhere / "pipe.txt")  # nobody writes into it
@@ -229,7 +231,7 @@ def test_without_ray_one_sentence_says_what_to_install(job, monkeypatch) -> None
     job("-o", "out", "--ray", "local").refused("pip install 'lanternpp[ray]'")
 
 
-def test_ray_alone_means_this_machine() -> None:
+def test_ray_without_a_value_is_this_machine() -> None:
     assert with_values(["--ray", "--actors", "2"]) == ["--ray", "local", "--actors", "2"]
     assert with_values(["-n", "2", "--ray"]) == ["-n", "2", "--ray", "local"]
     assert with_values(["--ray", "auto", "-n", "2"]) == ["--ray", "auto", "-n", "2"]

@@ -49,7 +49,7 @@ def test_methods_of_every_proposer_draw(method: str, kind: str, more, run, model
     assert Path(figures["file"]).is_file()
 
 
-def test_checkpoints_that_cannot_be_used_are_refused_in_one_line(run, tmp_path: Path) -> None:
+def test_wrong_checkpoints_are_rejected(run, tmp_path: Path) -> None:
     folder = checkpoints.write_llamagen(tmp_path / "m")
     draw = ("generate", "7", "--model", folder, "--method", "ar")
     run("generate", "a cat", *draw[2:]).refused("'a cat'", "0 to 9")
@@ -71,7 +71,7 @@ def test_checkpoints_that_cannot_be_used_are_refused_in_one_line(run, tmp_path: 
     run(*draw).refused("no model family known here", "'llama'", "LlamaGen's .pt files")
 
 
-def test_without_its_encoder_a_text_is_refused_unless_its_features_are_stored(run, tmp_path: Path) -> None:
+def test_without_its_encoder_a_text_is_rejected_unless_its_features_are_stored(run, tmp_path: Path) -> None:
     folder = checkpoints.write_llamagen(tmp_path / "m", text=True)
     (folder / "flan-t5-xl" / "model.safetensors").unlink()
     draw = ("--model", folder, "--method", "ar", "--json")

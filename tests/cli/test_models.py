@@ -25,7 +25,7 @@ from lanternpp.nn import checkpoints
 from lanternpp.trees import TREES
 
 
-def test_eight_bits_draw_much_the_same_from_a_quarter_of_the_bytes(run, model: Path, tmp_path: Path) -> None:
+def test_weights_in_8_bits_are_close_and_less_than_half_as_large(run, model: Path, tmp_path: Path) -> None:
     out, model = tmp_path / "small", Path(shutil.copytree(model, tmp_path / "tiny"))
     rates = ("acceptance.json", "parallel/acceptance.json")  # by which drafts are fitted
     for name in rates:
@@ -58,13 +58,13 @@ def test_eight_bits_draw_much_the_same_from_a_quarter_of_the_bytes(run, model: P
         (("nature-128", "file/m"), ["cannot be a folder", "file is a file"]),
     ],
 )
-def test_what_cannot_be_converted_is_refused(run, model, arguments, named, elsewhere: Path) -> None:
+def test_wrong_conversions_are_rejected(run, model, arguments, named, elsewhere: Path) -> None:
     (elsewhere / "file").write_text("mine")
     run("models", "convert", *[model if a == "MODEL" else a for a in arguments]).refused(*named)
     assert not (elsewhere / "out").exists()
 
 
-def test_a_model_is_replaced_only_when_asked_to(run, model: Path, tmp_path: Path) -> None:
+def test_a_model_is_replaced_only_with_overwrite(run, model: Path, tmp_path: Path) -> None:
     trained = write_model(tmp_path / "trained", grid=8)
     (trained / "notes.txt").write_text("mine")
     (trained / "target" / "state.pt").write_bytes(b"of its training")
@@ -86,7 +86,7 @@ def test_a_model_is_replaced_only_when_asked_to(run, model: Path, tmp_path: Path
     assert {name: len(data) for name, data in after.items()} == {name: len(new[name]) for name in new}
 
 
-def test_files_that_a_model_would_replace_are_kept_until_asked_to_and_others_always(
+def test_files_are_replaced_only_with_overwrite_and_others_are_kept(
     run, model: Path, elsewhere: Path, tmp_path: Path
 ) -> None:
     mine = dict.fromkeys(("text/notes", "classifier/work", "defaults.json", "README.md"), b"mine")
@@ -105,15 +105,15 @@ def test_files_that_a_model_would_replace_are_kept_until_asked_to_and_others_alw
 
 def test_published_files_become_a_folder_that_draws_the_same(run, tmp_path: Path) -> None:
     files = published.write_llamagen(tmp_path / "files", text=True)
-    apart = tmp_path / "apart"
-    apart.mkdir()
+    parts = tmp_path / "parts"
+    parts.mkdir()
     for name in ("t2i_XL_tiny.pt", "vq_ds16.pt", "flan-t5-xl"):
-        shutil.move(files / name, apart / name)
+        shutil.move(files / name, parts / name)
     (tmp_path / "alone").mkdir()
-    target = shutil.move(apart / "t2i_XL_tiny.pt", tmp_path / "alone" / "t2i.pt")
+    target = shutil.move(parts / "t2i_XL_tiny.pt", tmp_path / "alone" / "t2i.pt")
     out = tmp_path / "out"
     run("models", "convert", target, out, "--size", 64).refused("--vq FILE")
-    args = ("--vq", apart / "vq_ds16.pt", "--text", apart / "flan-t5-xl")
+    args = ("--vq", parts / "vq_ds16.pt", "--text", parts / "flan-t5-xl")
     run("models", "convert", target, out, *args).refused("--size")
     assert not out.exists()
     done = run("models", "convert", target, out, *args, "--size", 64, "--store", "float32")
@@ -133,7 +133,7 @@ def test_published_files_become_a_folder_that_draws_the_same(run, tmp_path: Path
     assert sizes[0] < sizes[1] / 3
 
 
-def test_networks_and_settings_in_a_published_folder_come_along(run, tmp_path: Path) -> None:
+def test_networks_and_settings_in_a_published_folder_are_converted_too(run, tmp_path: Path) -> None:
     files, out = with_drafters(published.write_llamagen(tmp_path / "files", text=True)), tmp_path / "out"
     shutil.rmtree(files / "drafter")
     published.write_drafter(files / "drafter", text=True)
@@ -164,7 +164,7 @@ def in_half(folder: Path) -> None:
         T5EncoderModel.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
 
 
-def test_what_is_no_tokenizer_or_encoder_is_refused(run, tmp_path: Path) -> None:
+def test_wrong_tokenizers_and_encoders_are_rejected(run, tmp_path: Path) -> None:
     files = published.write_llamagen(tmp_path / "files", text=True)
     convert = ("models", "convert", files / "t2i_XL_tiny.pt", tmp_path / "out")
     run(*convert, "--vq", files / "t2i_XL_tiny.pt").refused("no image tokenizer")
@@ -173,7 +173,7 @@ def test_what_is_no_tokenizer_or_encoder_is_refused(run, tmp_path: Path) -> None
     assert not (tmp_path / "out").exists()
 
 
-def test_a_classifier_and_a_smaller_target_come_along_without_the_states_of_training(
+def test_a_classifier_and_a_smaller_target_are_copied_without_training_states(
     run, model: Path, tmp_path: Path
 ) -> None:
     source, small = write_classifier(Path(shutil.copytree(model, tmp_path / "own"))), tmp_path / "small"
@@ -188,13 +188,13 @@ def test_a_classifier_and_a_smaller_target_come_along_without_the_states_of_trai
         "model.safetensors",
         "reference.safetensors",
     }
-    # refused if it were another's
+    # raises if it were of other weights
     assert len(read_reference(small, read_classifier(small))) == 24
     assert (small / "prompts.txt").read_text() == "a red tulip\n"
     assert contents(small / "independent") == before
 
 
-def test_models_names_everything_whole_however_narrow_the_terminal(run, monkeypatch) -> None:
+def test_models_truncates_no_name_on_a_narrow_terminal(run, monkeypatch) -> None:
     for columns in (40, 80, 200):
         monkeypatch.setenv("COLUMNS", str(columns))
         outcome = run("models")
@@ -206,7 +206,7 @@ def test_models_names_everything_whole_however_narrow_the_terminal(run, monkeypa
             assert (each.drafter or "--drafter") in words
 
 
-def test_models_says_what_each_method_draws_with_on_a_model(run, broken: Path) -> None:
+def test_models_lists_the_draft_of_each_method_on_a_model(run, broken: Path) -> None:
     reported = run("models", "--json").json
     assert next(row for row in reported["models"] if row["name"] == "nature-128")["bytes"] > 1e6
     assert {row["name"]: row["nodes"] for row in reported["trees"]}["lantern-57"] == 57
@@ -226,7 +226,7 @@ def test_models_says_what_each_method_draws_with_on_a_model(run, broken: Path) -
     run("models", "--model", "somebody/something").refused("is not on this machine")
 
 
-def test_without_anything_to_compile_it_says_so_and_a_batch_size_is_refused(
+def test_warm_without_anything_to_compile_and_with_wrong_options(
     run, model, tmp_path: Path, monkeypatch
 ) -> None:
     outcome = run("models", "warm", "--model", model, "--device", "cpu")

@@ -1,4 +1,4 @@
-"""Parts of one's own: a rule or tree in a file on the path, named by its module; a family whose module the environment names."""
+"""Custom parts: a rule or tree in a file on the path, named by its module; a family whose module the environment names."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Half(Acceptance):
         others = (p / (1 - before)).where(before < 1, 0) * (1 - after)
         return others.scatter(-1, at, after)
 
-class Picky(Half):
+class OfDelta(Half):
     dials = frozenset({"delta"})
 
-class Doubled(Picky):
+class Doubled(OfDelta):
     def relax(self, p, code):
         return super().relax(p.double(), code)
 
@@ -71,16 +71,16 @@ def own_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "my_rules.py"
 
 
-def test_a_part_that_does_not_say_reads_everything(own_rules) -> None:
+def test_a_rule_without_dials_reads_all_dials(own_rules) -> None:
     said = {"lam": 2.0, "delta": 0.4, "residual": "optimal"}
     settings = resolve("eagle", {}, {"accept": "my_rules:Half", **said})
     assert {name: getattr(settings, name) for name in said} == said
     with pytest.raises(InputError, match=r"lambda 2.0 would change nothing.*they take tree, verify, delta"):
-        resolve("eagle", {}, {"accept": "my_rules:Picky", **said})
+        resolve("eagle", {}, {"accept": "my_rules:OfDelta", **said})
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle2", "jacobi"])
-def test_it_draws(method: str, own_rules, run, model) -> None:
+def test_a_custom_rule_draws(method: str, own_rules, run, model) -> None:
     args = ["generate", PROMPT, "--model", model, "--method", method, "--json", "-n", 6]
     passes = []
     for floor in (0.0, 0.9):
@@ -92,7 +92,7 @@ def test_it_draws(method: str, own_rules, run, model) -> None:
 
 
 @pytest.mark.parametrize("verb", [("generate",), ("compare", "--runs", 1)])
-def test_a_rule_in_place_of_the_methods_own_is_named(verb: tuple[str, ...], own_rules, run, model) -> None:
+def test_a_rule_that_replaces_the_methods_is_reported(verb: tuple[str, ...], own_rules, run, model) -> None:
     common = (*verb, PROMPT, "--model", model, "-o", "own.png", "--overwrite")
     args = (*common, "--method", "eagle")
     for rule in ("my_rules:Half", "my_rules:Doubled"):
@@ -116,7 +116,7 @@ def test_a_rule_in_place_of_the_methods_own_is_named(verb: tuple[str, ...], own_
         (OF_DRAFT + "p + q", "relax_with_draft of acceptance rule 'my_rules:Broken' returns numbers"),
     ],
 )
-def test_a_rule_that_cannot_judge_is_refused_before_anything_is_drawn(
+def test_a_wrong_rule_is_rejected_before_anything_is_drawn(
     method: str, said: str, own_rules: Path, run, model
 ) -> None:
     own_rules.write_text(f"{RULES}    {method}\n")
@@ -124,7 +124,7 @@ def test_a_rule_that_cannot_judge_is_refused_before_anything_is_drawn(
     run(*draw, "my_rules:Broken").refused(said)
 
 
-def test_what_is_no_rule_is_one_sentence_of_where_it_is_looked_for(own_rules: Path, run, model) -> None:
+def test_a_name_that_is_no_rule_is_rejected_with_where_it_was_looked_for(own_rules: Path, run, model) -> None:
     names = {
         "my_rules:Quarter": "my_rules:Quarter",
         "no_rules:Half": "in the current folder",
@@ -138,7 +138,7 @@ def test_what_is_no_rule_is_one_sentence_of_where_it_is_looked_for(own_rules: Pa
 def test_a_tree_may_be_a_list_in_a_module_of_the_current_folder(
     own_rules, elsewhere: Path, run, model, monkeypatch
 ) -> None:
-    """Which only the command line looks into."""
+    """Only the command line imports from it."""
     (elsewhere / "my_trees.py").write_text("TREE = [[0], [1], [0, 0]]\nGAPS = [[0, 0]]\n")
     monkeypatch.setattr(sys, "path", [*sys.path])
     args = ["generate", PROMPT, "--model", model, "--method", "eagle", "--json", "--tree"]
@@ -148,8 +148,8 @@ def test_a_tree_may_be_a_list_in_a_module_of_the_current_folder(
         run(*args, name).refused(says)
 
 
-def test_what_an_own_rule_spends_is_estimated_where_the_codes_are_many(own_rules) -> None:
-    """Near what asking for every code gives, and the same each time."""
+def test_the_cost_of_a_custom_rule_is_estimated_if_there_are_many_codes(own_rules) -> None:
+    """Near the sum over every code, and the same each time."""
     from my_rules import Half
 
     generator = torch.Generator().manual_seed(3)
@@ -168,7 +168,7 @@ def test_what_an_own_rule_spends_is_estimated_where_the_codes_are_many(own_rules
 
 
 @pytest.mark.parametrize("codes", [50, 2000])
-def test_what_a_rule_that_reads_the_drafts_probabilities_spends_is_measured_with_them(codes: int) -> None:
+def test_the_cost_of_a_rule_that_reads_the_drafts_probabilities_depends_on_them(codes: int) -> None:
     """A mixture, by `relax_with_draft` alone: its cost is the drafter's share of TV(p, q)."""
 
     class Mixture(Exact):
@@ -198,7 +198,7 @@ def grey(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return elsewhere
 
 
-def test_it_draws_where_the_environment_names_its_module(grey: Path, run, monkeypatch) -> None:
+def test_a_custom_family_draws_if_the_environment_names_its_module(grey: Path, run, monkeypatch) -> None:
     draw = ("generate", "7", "--model", "grey-model", "--method", "ar", "-o", "7.png")
     refused = {
         "": "a model family of your own is known once its file is imported, which LANTERNPP_IMPORT",

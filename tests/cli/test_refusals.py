@@ -18,7 +18,7 @@ from lanternpp import Pipeline
 from lanternpp.models.hub import quiet
 
 PROMPT = "a red tulip"
-BEFORE_ANY_MODEL = [
+BEFORE_A_MODEL_IS_READ = [
     ([" \n "], "prompt ' \\n '"),
     (["\udcff tulip"], r"prompt '\udcff tulip' is no text in UTF-8"),
     ([PROMPT, "--temperature", "-0.5"], "--temperature -0.5"),
@@ -72,9 +72,12 @@ BEFORE_ANY_MODEL = [
 
 @pytest.mark.parametrize(
     ("verb", "args", "names"),
-    [("generate", *row) for row in BEFORE_ANY_MODEL] + [("compare", *row) for row in BEFORE_ANY_MODEL[::6]],
+    [("generate", *row) for row in BEFORE_A_MODEL_IS_READ]
+    + [("compare", *row) for row in BEFORE_A_MODEL_IS_READ[::6]],
 )
-def test_refused_before_any_model_is_read(verb, args, names, run, elsewhere, monkeypatch) -> None:
+def test_wrong_options_are_rejected_before_a_model_is_read(
+    verb, args, names, run, elsewhere, monkeypatch
+) -> None:
     monkeypatch.setattr(Pipeline, "from_pretrained", lambda **_: pytest.fail("a model was read"))
     run(verb, *args).refused(names)
 
@@ -94,11 +97,11 @@ def test_refused_before_any_model_is_read(verb, args, names, run, elsewhere, mon
     ],
     ids=lambda v: " ".join(map(str, v))[-24:],
 )
-def test_refused_by_the_model(args, names, run, model) -> None:
+def test_options_that_the_model_does_not_support_are_rejected(args, names, run, model) -> None:
     run("generate", PROMPT, *args, *(() if "--model" in args else ("--model", model))).refused(names)
 
 
-def test_other_verbs_subjects_and_outputs_are_refused(run, model, elsewhere) -> None:
+def test_unknown_verbs_and_subjects_and_wrong_outputs_are_rejected(run, model, elsewhere) -> None:
     run("generate", "a red\nbicycle", "--model", model).refused("use one of: tulip")
     run("paint", "x").refused("paint")
     run("compare", PROMPT, "--runs", "0").refused("--runs 0")
@@ -113,21 +116,21 @@ def test_other_verbs_subjects_and_outputs_are_refused(run, model, elsewhere) -> 
 
 
 @pytest.mark.parametrize(("verb", "content"), [("generate", "text"), ("compare", "picture")])
-def test_a_file_that_lanternpp_has_not_written_stays(verb, content, run, model, elsewhere) -> None:
-    theirs = elsewhere / "x.png"
+def test_a_file_that_lanternpp_has_not_written_is_kept(verb, content, run, model, elsewhere) -> None:
+    file = elsewhere / "x.png"
     if content == "text":
-        theirs.write_text("mine")
+        file.write_text("mine")
     else:
-        Image.new("RGB", (2, 2)).save(theirs)
-    before = theirs.read_bytes()
+        Image.new("RGB", (2, 2)).save(file)
+    before = file.read_bytes()
     said = ("'x.png' is a file that lanternpp has not written", "--overwrite")
     run(verb, PROMPT, "--model", model, "-o", "x.png").refused(*said)
-    assert theirs.read_bytes() == before
+    assert file.read_bytes() == before
     assert run(verb, PROMPT, "--model", model, "-o", "x.png", "--overwrite").code == 0
     assert run(verb, "a tulip", "--model", model, "-o", "x.png").code == 0, "one of lanternpp is replaced"
 
 
-def test_a_smaller_target_that_is_missing_or_of_other_codes_is_refused(run, model, smaller, broken) -> None:
+def test_a_smaller_target_that_is_missing_or_of_other_codes_is_rejected(run, model, smaller, broken) -> None:
     draw = ("generate", PROMPT, "--method", "independent", "--model")
     shutil.rmtree(broken / "independent")
     run(*draw, broken).refused("name a model folder of the same codes with --drafter")
@@ -154,7 +157,7 @@ def test_a_full_disk_leaves_the_old_picture(run, model, elsewhere, monkeypatch) 
     assert (elsewhere / "x.png").read_bytes() == b"old"
 
 
-def test_published_files_that_do_not_fit_are_refused(run, tmp_path: Path) -> None:
+def test_published_files_that_do_not_fit_are_rejected(run, tmp_path: Path) -> None:
     anole, drafters = tmp_path / "anole", (tmp_path / "wide", tmp_path / "published")
     with quiet():
         write_chameleon(anole)
@@ -196,6 +199,6 @@ TARGET, VQ, DRAFTER, DEFAULTS = (
         (DEFAULTS, {"methods": {"eagle": {"tree": [[0]]}}}, "methods.eagle.tree [[0]] is no text"),
     ],
 )
-def test_a_spoiled_config_of_ours_is_refused(file: str, fields: dict, said: str, run, broken: Path) -> None:
+def test_a_wrong_config_of_ours_is_rejected(file: str, fields: dict, said: str, run, broken: Path) -> None:
     change(broken / file, **fields)
     run("generate", "a red tulip", "--model", broken, "--method", "eagle").refused(said)

@@ -26,10 +26,10 @@ from lanternpp.proposers.jacobi import COUPLINGS, INITS
 from lanternpp.training.team import Report
 from lanternpp.util.terminal import progress_bar
 
-MORE = (), ("--help",), ("x", "--steps", 50)  # arguments after a retired verb
+ARGUMENTS = (), ("--help",), ("x", "--steps", 50)  # arguments after a retired verb
 
 
-def test_help_loads_nothing_that_takes_long() -> None:
+def test_help_imports_no_slow_module() -> None:
     """Of any verb."""
     code = """
 import sys
@@ -46,7 +46,7 @@ for args in (["--version"], ["--help"], *([verb, "--help"] for verb in VERBS)):
     assert (done.returncode, done.stderr) == (0, "") and done.stdout
 
 
-def test_help_names_everything_that_a_dial_may_be_and_version_the_version(run) -> None:
+def test_help_lists_the_choices_of_every_dial(run) -> None:
     known = {"proposer": PROPOSERS, "accept": RULES, "residual": RESIDUALS, "coupling": COUPLINGS}
     known |= {"init": INITS, "verify": VERIFIERS}
     assert run("--version").out == f"lanternpp {lanternpp.__version__}\n" and "Usage" in run().out
@@ -67,7 +67,9 @@ def test_every_option_has_help(verb: str, run, monkeypatch) -> None:
 
 def test_a_retired_verb_or_option_names_its_replacement(run) -> None:
     retired = {
-        (*verb.split(), *more): (f"`{verb}`", f"`{now}`") for verb, now in RETIRED.items() for more in MORE
+        (*verb.split(), *more): (f"`{verb}`", f"`{now}`")
+        for verb, now in RETIRED.items()
+        for more in ARGUMENTS
     }
     for option, now in RENAMED.items():
         for given in ([option, "2"], [f"{option}=2"]):
@@ -78,13 +80,13 @@ def test_a_retired_verb_or_option_names_its_replacement(run) -> None:
         assert outcome.err == f"lanternpp: error: {old} is now {now}\n"
 
 
-def test_a_model_that_ships_is_not_said_to_be_in_a_cache(run) -> None:
+def test_a_shipped_model_needs_a_folder_for_the_drafter(run) -> None:
     said = "nature-128 ships with this package: name a folder for the drafter with -o DIR"
     run("train", "--model", "nature-128", "--self", "--minutes", 1).refused(said)
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_reader_that_leaves_early_ends_the_listing_without_a_word(unbuffered: str) -> None:
+def test_a_closed_pipe_ends_the_listing_without_a_message(unbuffered: str) -> None:
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     reading, writing = os.pipe()
     os.close(reading)
@@ -95,14 +97,14 @@ def test_a_reader_that_leaves_early_ends_the_listing_without_a_word(unbuffered: 
     assert done.returncode in (1, 141) and done.stderr == ""
 
 
-LOCKED = PermissionError(13, "Permission denied", "/locked/file")
+UNREADABLE = PermissionError(13, "Permission denied", "/some/file")
 
 
 @pytest.mark.parametrize(
     ("raised", "code", "said"),
-    [(KeyboardInterrupt(), 130, "interrupted"), (LOCKED, 2, "error: /locked/file: Permission denied")],
+    [(KeyboardInterrupt(), 130, "interrupted"), (UNREADABLE, 2, "error: /some/file: Permission denied")],
 )
-def test_ctrl_c_and_a_file_that_cannot_be_used_are_one_line(raised, code, said, run, monkeypatch, elsewhere):
+def test_ctrl_c_and_a_file_that_cannot_be_read_are_one_line(raised, code, said, run, monkeypatch, elsewhere):
     def stop(**_: object) -> None:
         raise raised
 
@@ -120,7 +122,9 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_a_bar_says_which_time_is_gone_and_which_is_left(training: bool, tmp_path: Path, monkeypatch) -> None:
+def test_a_progress_bar_has_the_elapsed_and_the_remaining_time(
+    training: bool, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", Terminal())
@@ -135,7 +139,7 @@ def test_a_bar_says_which_time_is_gone_and_which_is_left(training: bool, tmp_pat
     assert re.search(r"25 ?% 0:00:\d\d elapsed, [-:0-9]+ left", shown)
 
 
-def test_a_model_without_a_drafter_draws_without_a_word_on_methods(run, broken: Path) -> None:
+def test_a_model_without_a_drafter_draws_without_a_method_option(run, broken: Path) -> None:
     for kind in ("drafter", "parallel"):
         shutil.rmtree(broken / kind)
     draw = ("generate", "a red tulip", "--model", broken)
@@ -154,8 +158,8 @@ def test_a_model_without_a_drafter_draws_without_a_word_on_methods(run, broken: 
     assert raced.err.count("\n") == 1 and "eagle2" in raced.err
 
 
-def test_an_odd_terminal_gets_its_answer(model: Path, tmp_path: Path) -> None:
-    """No columns, and an encoding without the letters of a path."""
+def test_a_terminal_without_columns_and_with_another_encoding(model: Path, tmp_path: Path) -> None:
+    """The encoding lacks letters of the path."""
     environment = {**os.environ, "COLUMNS": "0", "PYTHONIOENCODING": "ascii"}
     run = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 200}
     drawn = subprocess.run([*LANTERNPP, "generate", "a red tulip", "--model", model, "-o", "\xf6.png"], **run)

@@ -38,7 +38,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def shelf(published: Path, elsewhere: Path) -> Path:
+def workdir(published: Path, elsewhere: Path) -> Path:
     """The same in the folder where commands run, with prompts."""
     shutil.copytree(published, elsewhere, dirs_exist_ok=True)
     (elsewhere / "prompts.txt").write_text("a red tulip\nthe red\na photo of a tulip\n")
@@ -59,7 +59,7 @@ def own(name: str) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("name", ["c2i", "janus"])
-def test_a_newcomers_drafter_works_in_compare(name: str, run, shelf: Path) -> None:
+def test_a_first_drafter_works_in_compare(name: str, run, workdir: Path) -> None:
     compare = ("compare", PROMPT[name], "--model", name, "--runs", 1)
     relaxed = (*compare, "--method", "lantern++")
     run(*relaxed).refused("comes without a drafter", "train one")
@@ -87,14 +87,14 @@ def test_a_newcomers_drafter_works_in_compare(name: str, run, shelf: Path) -> No
 
 
 def test_a_corrupt_photo_is_named_once_and_left_out(
-    run, shelf: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
+    run, workdir: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train = ("train", "--model", "janus", "--data", "photos", "--crops", 1, *SMALL)
     (photos / "train/red/004.png").write_bytes(b"\x89PNG\r\n\x1a\nnothing")
     done = run(*train)
     assert done.code == 0 and done.err.count("warning") == 1, done.err
     assert "1 of 100 pictures skipped in photos/train: red/004.png" in done.err
-    facts = json.loads((shelf / "janus/parallel/provenance.json").read_text())["data"]
+    facts = json.loads((workdir / "janus/parallel/provenance.json").read_text())["data"]
     assert (facts["train"], facts["skipped"]) == (99, ["red/004.png"])
     (photos / "train/blue/005.png").unlink()
     monkeypatch.setattr(pictures, "SHARD_SIZE", 50)  # each in a shard of its own
@@ -103,23 +103,21 @@ def test_a_corrupt_photo_is_named_once_and_left_out(
         assert again.code == 2 and "2 of 100 pictures in photos/train are unreadable" in again.err
 
 
-def test_a_file_of_the_cache_that_is_broken_or_something_else_is_named(
-    run, shelf: Path, photos: Path
-) -> None:
+def test_a_damaged_or_foreign_file_of_the_cache_is_named(run, workdir: Path, photos: Path) -> None:
     train = ("train", "--model", "janus", "--kind", "eagle", "--data", "photos", "--crops", 1, *SMALL)
     assert run(*train, "--cache-features").code == 0
     for name, content in (("features-", b"{}"), ("features-", None), ("train-", b"{}"), ("train-", None)):
-        (path,) = shelf.rglob(f"{name}*/00000.safetensors")
+        (path,) = workdir.rglob(f"{name}*/00000.safetensors")
         path.write_bytes(content) if content else save_file({"codes": torch.zeros(1)}, path)
-        run(*train, "--cache-features").refused(str(path.relative_to(shelf)), "delete it to make it again")
+        run(*train, "--cache-features").refused(str(path.relative_to(workdir)), "delete it to make it again")
 
 
 def test_other_settings_are_named_before_anything_is_drawn_or_encoded(
-    run, shelf: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
+    run, workdir: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train = ("train", "--model", "janus", *own("janus"))
     assert run(*train).code == 0
-    before = contents(shelf)
+    before = contents(workdir)
     for where, name in ((teacher.OwnCodes, "draw"), (pictures.Rows, "decode")):
         monkeypatch.setattr(where, name, lambda *_: pytest.fail("work was done"))
     run(*train, "--lr", 0.01, "--loss", "lk").refused("lr 0.002 -> 0.01", "loss 'both' -> 'lk'")
@@ -127,74 +125,74 @@ def test_other_settings_are_named_before_anything_is_drawn_or_encoded(
     run(*train, "--cfg", 2).refused("cfg 5.0 -> 2.0; data '", "the training data")
     run(*train[:5], 9, *train[6:]).refused("(data '", "the training data")
     run(*train[:3], "--data", "photos", *SMALL).refused("(data '")
-    assert contents(shelf) == before
-    with locked(shelf / "janus/parallel"):
+    assert contents(workdir) == before
+    with locked(workdir / "janus/parallel"):
         run(*train[:5], 6, *train[6:]).refused("janus/parallel is being filled by another process")
     for content in ({"settings": [1]}, {}, None):
-        path = shelf / "janus/parallel/state.pt"
+        path = workdir / "janus/parallel/state.pt"
         path.write_bytes(b"PK") if content is None else checkpoints.write_pt(path, content)
         run(*train).refused("state.pt is no state of this training: pass --restart to start over")
 
 
-def test_a_drafter_goes_on_from_recorded_runs_in_another_folder(run, shelf: Path) -> None:
+def test_a_drafter_is_trained_on_recorded_runs_into_another_folder(run, workdir: Path) -> None:
     base = ("train", "--model", "t2i", "--self", "--prompts", "prompts.txt", *SMALL)
     runs = ("--rollouts", 5, "--drafter", "t2i/parallel", "-o", "next")
     run(*base, *runs).refused("there is none in --drafter t2i/parallel")
-    drafter = write_model(shelf / "mm") / "drafter"
+    drafter = write_model(workdir / "mm") / "drafter"
     eagle = ("--rollouts", 5, "--drafter", drafter, "-o", "next")
     run(*base, *eagle).refused("mm/drafter: train one first")
     run(*base, *runs[2:], "--rollouts", 0).refused("--rollouts 0 is out of range")
     run(*base, "--rollouts", 5).refused("there is none in --drafter DIR: train one first")
     run(*base, "--method", "lantern++").refused("--method has no effect with --self")
     assert run(*base, "--samples", 6).code == 0
-    first = weights(shelf / "t2i/parallel")
+    first = weights(workdir / "t2i/parallel")
     run(*base, *runs[:4]).refused("t2i/parallel holds the drafter that it begins with", "-o DIR")
     assert run(*base, *runs).code == 0
-    second = weights(shelf / "next")
-    assert second != first == weights(shelf / "t2i/parallel")
+    second = weights(workdir / "next")
+    assert second != first == weights(workdir / "t2i/parallel")
     again = run(*base, *runs)
-    assert again.code == 0 and "recorded runs" not in again.err and weights(shelf / "next") == second
+    assert again.code == 0 and "recorded runs" not in again.err and weights(workdir / "next") == second
     run(*base, *runs[2:], "--rollouts", 6).refused("(data '")
-    (shelf / "t2i/defaults.json").write_text('{"cfg": 7.5, "top_k": 9}')
+    (workdir / "t2i/defaults.json").write_text('{"cfg": 7.5, "top_k": 9}')
     run(*base, *runs).refused("(data '", "sampling.top_k 48 -> 9")
-    (shelf / "t2i/defaults.json").unlink()
+    (workdir / "t2i/defaults.json").unlink()
     relaxed = (*base, *runs, "--method", "lantern++")
     run(*relaxed).refused("(data '")
     more = run(*relaxed, "--restart", "--levels", 16, "--aux-layers", 1, "--layers", 2)
-    assert more.code == 0 and "recorded runs" in more.err and weights(shelf / "next") != second
+    assert more.code == 0 and "recorded runs" in more.err and weights(workdir / "next") != second
     assert "--model t2i --drafter next --method parallel" in more.err
-    config = json.loads((shelf / "next/config.json").read_text())
+    config = json.loads((workdir / "next/config.json").read_text())
     assert (config["queries"], config["aux_layers"], config["layers"]) == (15, [0], 2)
     compare = ("compare", PROMPT["t2i"], "--model", "t2i", "--drafter", "next", "--runs", 1)
     drawn = run(*compare, "--method", "parallel", "--tree", "chain-16")
     assert (drawn.code, drawn.err) == (0, "")
 
 
-def test_nothing_is_replaced_but_a_drafter_that_was_trained_there(
-    run, shelf: Path, monkeypatch: pytest.MonkeyPatch
+def test_only_a_drafter_that_was_trained_there_is_replaced(
+    run, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train = ("train", "--model", "c2i", *own("c2i"), "--device", "cpu")
-    write_model(shelf / "mm")
-    before = contents(shelf)
+    write_model(workdir / "mm")
+    before = contents(workdir)
     for folder in ("janus", "c2i", "mm", "mm/target", "mm/drafter"):
         for more in ((), ("--restart",)):
             said = f"{folder} holds something other than a drafter of --kind"
             run(*train, "-o", folder, *more).refused(said)
     run(*train, "-o", "mm/parallel").refused("mm/parallel holds a drafter without the state", "--restart")
-    assert contents(shelf) == before
+    assert contents(workdir) == before
     assert run(*train, "-o", "mm/parallel", "--restart").code == run(*train, "-o", "mm/parallel").code == 0
-    assert (shelf / "mm/parallel" / FILE).exists()
+    assert (workdir / "mm/parallel" / FILE).exists()
 
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(drafter, "record_rates", stop)
     run(*train, "-o", "mm/parallel", "--restart", "--seed", 1)
-    assert not (shelf / "mm/parallel" / FILE).exists(), "the rates of the weights before"
+    assert not (workdir / "mm/parallel" / FILE).exists(), "the rates of the weights before"
 
 
-def test_acceptance_is_counted_on_prompts_that_were_held_out(
-    run, shelf: Path, monkeypatch: pytest.MonkeyPatch
+def test_acceptance_is_counted_on_held_out_prompts(
+    run, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn, record = [], drafter.record_rates
 
@@ -204,18 +202,18 @@ def test_acceptance_is_counted_on_prompts_that_were_held_out(
 
     monkeypatch.setattr(drafter, "record_rates", spy)
     assert run("train", "--model", "t2i", *own("t2i")).code == 0
-    (kept,) = (shelf / "t2i" / "codes").glob("self-*")
+    (kept,) = (workdir / "t2i" / "codes").glob("self-*")
     assert run("train", "--model", "t2i", "-o", "mine", "--codes", kept, *SMALL).code == 0
     assert drawn[0] == ("a photo of a tulip",)
     assert drawn[1] and set(drawn[1]) <= {"a red tulip", "the red", "a photo of a tulip"}
 
 
-def test_a_folder_of_codes_is_learned_from(run, shelf: Path) -> None:
+def test_a_folder_of_codes_is_learned_from(run, workdir: Path) -> None:
     assert run("train", "--model", "janus", *own("janus")).code == 0
-    (kept,) = (shelf / "janus" / "codes").glob("self-*")
+    (kept,) = (workdir / "janus" / "codes").glob("self-*")
     train = ("train", "--model", "janus", "-o", "mine", *SMALL)
     assert run(*train, "--codes", kept).code == 0
-    facts = json.loads((shelf / "mine/provenance.json").read_text())["data"]
+    facts = json.loads((workdir / "mine/provenance.json").read_text())["data"]
     assert (facts["train"], facts["val"], facts["folder"]) == (9, 1, kept.name)
     train = ("train", "--model", "janus", "-o", "other", *SMALL)
     run(*train, "--codes", kept, "--self").refused("--self has no effect with --codes")
@@ -236,8 +234,8 @@ def test_a_folder_of_codes_is_learned_from(run, shelf: Path) -> None:
         (torch.zeros(2, 16), "{"),
     ],
 )
-def test_a_wrong_file_of_codes_is_one_sentence(codes: torch.Tensor, facts: str, run, shelf: Path) -> None:
-    save_file({"codes": codes}, shelf / "x.safetensors", metadata={"facts": facts})
+def test_a_wrong_file_of_codes_is_rejected(codes: torch.Tensor, facts: str, run, workdir: Path) -> None:
+    save_file({"codes": codes}, workdir / "x.safetensors", metadata={"facts": facts})
     refused = run("train", "--model", "janus", "-o", "mine", "--codes", ".", *SMALL)
     said = "cannot be read (Expecting property name" if facts == "{" else "is no file of this model's codes"
     refused.refused(f"x.safetensors {said}")
@@ -274,11 +272,9 @@ def test_files_of_latents_are_finite_and_alike(latents: torch.Tensor, tmp_path: 
         (("--aux-layers", 2), "--aux-layers 2 is too many: the target has 1 layers below"),
     ],
 )
-def test_what_a_training_cannot_do_is_refused(
-    options: tuple[object, ...], said: str, run, shelf: Path
-) -> None:
+def test_wrong_options_are_rejected(options: tuple[object, ...], said: str, run, workdir: Path) -> None:
     run("train", "--model", "janus", *own("janus"), *options).refused(said)
-    assert not list((shelf / "janus").glob("*/state.pt"))
+    assert not list((workdir / "janus").glob("*/state.pt"))
 
 
 def weights(folder: Path) -> dict[str, list[float]]:

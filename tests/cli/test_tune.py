@@ -43,7 +43,7 @@ def raced(monkeypatch):
     return measure
 
 
-def test_what_is_found_becomes_the_default(run, own, raced):
+def test_the_found_draft_becomes_the_default(run, own, raced):
     raced(1, 1.5, 2)
     reported = run("tune", "--model", own, *FEW, "-o", "t", "--json").json
     assert reported == json.loads(Path("t/tune.json").read_text())
@@ -117,11 +117,11 @@ def test_the_figures_are_shown_and_more_trials_go_on(run, own, monkeypatch):
         (("--drafter", "nowhere"), "nowhere"),
     ],
 )
-def test_what_cannot_be_tuned_is_refused(run, own, options, named):
+def test_wrong_options_are_rejected(run, own, options, named):
     run("tune", "--model", own, "--prompts", "p.txt", *options).refused(named)
 
 
-def test_a_budget_of_variation_picks_the_strength_and_races_against_plain_decoding(run, own, raced):
+def test_a_budget_of_variation_sets_the_strength_and_races_against_plain_decoding(run, own, raced):
     raced(1, 3, 2)  # the method's own strength may cost more
     asked = ("tune", "--model", own, *FEW, "--no-plots", "--budget-pictures", 2)
     shown = run(*asked, "-o", "t", "--budget-tv", 1000)
@@ -141,7 +141,7 @@ def test_a_budget_of_distance_is_measured_against_plain_decoding(run, own):
     assert 0 < reported["cost"] < reported["limit"]
 
 
-def test_least_survival_is_tuned_with_the_chain_and_drawn_with(run, own):
+def test_min_survival_is_tuned_with_the_chain_and_used(run, own):
     """With a parallel drafter that predicts what is accepted: more at some codes than at others."""
     config, tensors = checkpoints.load(own / "parallel")
     generator = torch.Generator().manual_seed(0)
@@ -161,7 +161,7 @@ def test_least_survival_is_tuned_with_the_chain_and_drawn_with(run, own):
     assert given["settings"]["min_survival"] == 0.35
 
 
-def test_a_default_that_cannot_be_written_is_told_of_before_anything_is_drawn(run, tmp_path, monkeypatch):
+def test_a_default_that_cannot_be_written_is_rejected_before_anything_is_drawn(run, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     run("tune", "--method", "eagle").refused("cannot be a folder", str(tmp_path / "file"))
