@@ -46,8 +46,8 @@ def http(server: str):
         yield made
 
 
-def refusal(answer: httpx.Response) -> tuple[int, str]:
-    """Status and sentence of a refusal, whose shape is OpenAI's."""
+def error_of(answer: httpx.Response) -> tuple[int, str]:
+    """The status and message of an error in OpenAI's format."""
     assert set(answer.json()) == {"error"}
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
     return answer.status_code, answer.json()["error"]["message"]
@@ -97,7 +97,7 @@ def test_the_openai_client_streams(pipe, monkeypatch):
     assert first.getpixel((15, 15)) == (128, 128, 128) != drawn(events[-1].b64_json).getpixel((15, 15))
 
 
-def test_the_rule_is_a_field_like_the_tree(tmp_path):
+def test_the_rule_is_a_field_of_the_request(tmp_path):
     pipe = tiny(write_diffusion(tmp_path))
     fields = {"method": "eagle", "accept": "cspd"}
     with client_of(pipe) as latents:
@@ -109,17 +109,17 @@ def test_the_rule_is_a_field_like_the_tree(tmp_path):
         assert drawn(one["b64_json"]).tobytes() == expected.tobytes()
         lacking = latents.post(IMAGES, json={"prompt": "a red tulip", "method": "independent"})
         lacks = f"method 'independent' needs a smaller target, which {pipe.name} lacks; use another method"
-        assert refusal(lacking) == (400, lacks)
+        assert error_of(lacking) == (400, lacks)
 
 
 @pytest.mark.parametrize(("form", "kind"), [("png", "PNG"), ("jpeg", "JPEG"), ("webp", "WEBP")])
-def test_formats(client, form, kind):
+def test_output_formats(client, form, kind):
     answer = client.images.generate(prompt="a tulip", response_format="url", output_format=form)
     head, _, data = answer.data[0].url.partition(",")
     assert head == f"data:image/{form};base64" and drawn(data).format == kind
 
 
-def test_hints_of_openai_are_ignored_and_what_changes_a_picture_is_not(http):
+def test_openai_hints_are_ignored_and_unsupported_fields_are_rejected(http):
     hints = {"background": "opaque", "quality": "high", "style": "vivid", "complexity": "low", "user": "u"}
     hints |= {"moderation": "low", "input_fidelity": "high", "safety_identifier": "s"}
     first, second = (http.post(IMAGES, json={"prompt": "tulip", "seed": 3, **more}) for more in ({}, hints))
@@ -130,7 +130,7 @@ def test_hints_of_openai_are_ignored_and_what_changes_a_picture_is_not(http):
         assert refused.status_code == 400 and refused.json()["error"]["param"] == name
 
 
-def test_a_seed_that_is_not_given_is_told(client):
+def test_a_random_seed_is_reported(client):
     first, second = (client.images.generate(prompt="a tulip").data[0].lanternpp["seed"] for _ in range(2))
     assert first != second
 
@@ -174,11 +174,11 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_one_sentence_for_every_bad_request(http, name):
+def test_every_wrong_request_has_a_message_in_one_sentence(http, name):
     body, status, said = WRONG[name]
     content = json.dumps(body) if isinstance(body, dict) else body
     answer = http.post(IMAGES, content=content, headers={"content-type": "application/json"})
-    got, sentence = refusal(answer)
+    got, sentence = error_of(answer)
     assert got == status and said in sentence and "\n" not in sentence and "Traceback" not in sentence
     # OpenAI's client reads it.
     assert answer.headers.get("x-should-retry") == ("false" if name == "late" else None)
@@ -188,7 +188,7 @@ def test_one_sentence_for_every_bad_request(http, name):
     assert not isinstance(body, dict) or name not in body or answer.json()["error"]["param"] == name
 
 
-def test_options_of_the_command_line_become_fields_wherever_they_stand():
+def test_options_of_the_command_line_become_fields_in_messages():
     said = response_for(
         InputError("nu 1 is wrong; take lam (--lambda), or a chain (as with --tree), not '--tree lambda'")
     )
@@ -197,32 +197,32 @@ def test_options_of_the_command_line_become_fields_wherever_they_stand():
     )
 
 
-def test_a_model_that_cannot_draw_is_no_fault_of_the_request():
+def test_an_error_of_the_model_is_status_500():
     assert response_for(InputError("no")).status_code == 400
     assert response_for(ModelError("no finite numbers")).status_code == 500
 
 
-def test_a_body_whose_length_is_not_announced_is_limited_too(http):
+def test_a_chunked_body_is_limited_too(http):
     chunks = (b"x" * 1000 for _ in range(10))
-    assert refusal(http.post(IMAGES, content=chunks, headers={"content-type": "application/json"}))[0] == 413
+    assert error_of(http.post(IMAGES, content=chunks, headers={"content-type": "application/json"}))[0] == 413
 
 
-def test_a_client_that_vanishes_within_its_body_made_no_mistake(server, http):
+def test_a_client_that_disconnects_within_its_body_is_status_499(server, http):
     with dial(server) as line:
         line.sendall(request()[:-3])
     until(lambda: f'{{route="{IMAGES}",status="499"}}' in http.get("/metrics").text)
 
 
-def test_other_paths_and_ways(http):
-    assert refusal(http.get("/v1/models/other"))[0] == 404
-    assert refusal(http.get("/etc/passwd"))[0] == 404
-    assert refusal(http.get(IMAGES))[0] == 405
+def test_other_paths_and_methods(http):
+    assert error_of(http.get("/v1/models/other"))[0] == 404
+    assert error_of(http.get("/etc/passwd"))[0] == 404
+    assert error_of(http.get(IMAGES))[0] == 405
     for path in ("/healthz", "/v1/models", "/metrics"):
         assert http.head(path).status_code == 200 and int(http.head(path).headers["content-length"]) > 0
     form = http.post(
         IMAGES, content='{"prompt": "tulip"}', headers={"content-type": "text/plain"}
     )  # no preflight
-    assert refusal(form)[0] == 400
+    assert error_of(form)[0] == 400
 
 
 @pytest.fixture(scope="module")
@@ -241,10 +241,10 @@ HOSTS |= dict.fromkeys(
 
 
 @pytest.mark.parametrize(("host", "status"), HOSTS.items())
-def test_names_of_a_server(named, host, status):
+def test_only_host_names_of_the_server_are_answered(named, host, status):
     answer = named.get("/healthz", headers={"host": host})
     assert answer.status_code == status
-    assert status == 200 or "--allow-host NAME" in refusal(answer)[1]
+    assert status == 200 or "--allow-host NAME" in error_of(answer)[1]
 
 
 PAGES = {  # headers that a browser sends to draw.example, and whether they are answered
@@ -266,13 +266,13 @@ PAGES = {  # headers that a browser sends to draw.example, and whether they are 
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_of_another_site_can_neither_draw_nor_read(named, name):
+def test_requests_of_pages_of_other_sites_are_rejected(named, name):
     headers, status = PAGES[name]
     assert named.get("/v1/models", headers={"host": "draw.example", **headers}).status_code == status
     for method, path in (("POST", IMAGES), ("GET", "/healthz"), ("OPTIONS", IMAGES)) if status == 403 else ():
         body = {"json": {"prompt": "tulip"}} if method == "POST" else {}
         answer = named.request(method, path, headers={"host": "draw.example", **headers}, **body)
-        assert refusal(answer)[0] == 403, path
+        assert error_of(answer)[0] == 403, path
         assert not [name for name in answer.headers if name.startswith("access-control-")]
 
 
@@ -287,14 +287,14 @@ def test_a_request_line_with_a_whole_url_is_answered_as_its_path(server):
             assert line.recv(100).startswith(f"HTTP/1.1 {status}".encode()), url
 
 
-def test_answers_make_browsers_careful(http):
+def test_answers_have_security_headers(http):
     headers = http.get("/v1/models").headers
     assert headers["cross-origin-resource-policy"] == "same-origin"
     assert headers["x-content-type-options"] == "nosniff" and headers["x-frame-options"] == "DENY"
     assert "default-src 'none'" in headers["content-security-policy"]
 
 
-def test_health_and_figures(http, client):
+def test_health_and_metrics(http, client):
     assert http.get("/healthz").json() == {"status": "ok", "running": 0, "queued": 0}
     client.images.generate(prompt="a tulip")
     text = http.get("/metrics").text
@@ -311,14 +311,14 @@ def test_health_and_figures(http, client):
         assert figure in text
 
 
-def test_keys(pipe):
+def test_api_keys(pipe):
     with app_of(pipe, ServerConfig(keys=["another-key-of-ours", KEY])) as (_, address):
         with httpx.Client(base_url=address, timeout=300) as http:
             assert http.get("/healthz").status_code == 200
             for path in ("/v1/models", "/metrics", "/openapi.json", "/"):
                 for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic ???"}):
                     answer = http.get(path, headers=headers)
-                    assert refusal(answer)[0] == 401 and "www-authenticate" in answer.headers
+                    assert error_of(answer)[0] == 401 and "www-authenticate" in answer.headers
             assert http.get("/v1/models", headers=AUTHORIZED).status_code == 200
             # browsers send these by themselves
             assert http.get("/metrics", auth=("anyone", KEY)).status_code == 401
@@ -343,7 +343,9 @@ def ask(address: str, **fields: object) -> socket.socket:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_vanishes_frees_its_slot_within_a_step_and_its_place_in_the_queue(busy, stream, caplog):
+def test_a_client_that_disconnects_frees_its_slot_within_a_step_and_its_place_in_the_queue(
+    busy, stream, caplog
+):
     pipe, batcher, address = busy
     first = ask(address, stream=stream, seed=1)
     until(lambda: pipe.admitted == [1])
@@ -361,15 +363,15 @@ def test_a_client_that_vanishes_frees_its_slot_within_a_step_and_its_place_in_th
     other.close()
     tickets.clear()
     gc.collect()
-    assert not caplog.text  # it happens every day
+    assert not caplog.text  # a disconnected client is not logged
 
 
-def test_a_full_queue_is_429_with_a_time_to_wait_and_takes_all_or_none(busy):
+def test_a_full_queue_is_status_429_and_accepts_all_pictures_of_a_request_or_none(busy):
     pipe, batcher, address = busy
 
     def answer(**fields: object) -> tuple[httpx.Response, int, str]:
         said = httpx.post(address + IMAGES, json={"prompt": "tulip", **fields}, timeout=120)
-        return said, *refusal(said)
+        return said, *error_of(said)
 
     lines = [ask(address, seed=1)]
     # it leaves the queue after it has its slot
@@ -388,11 +390,11 @@ def test_a_full_queue_is_429_with_a_time_to_wait_and_takes_all_or_none(busy):
         line.close()
 
 
-def test_what_breaks_says_nothing_of_how_and_costs_nobody_else(busy, caplog):
+def test_an_internal_error_is_logged_and_does_not_affect_other_requests(busy, caplog):
     pipe, _, address = busy
     pipe.allow()
     for seed, why in ((666, "out of memory"), (13, "a step broke")):
         answer = httpx.post(address + IMAGES, json={"prompt": "tulip", "seed": seed}, timeout=120)
-        assert refusal(answer) == (500, "the server failed at this request; its log has the error")
+        assert error_of(answer) == (500, "the server failed at this request; its log has the error")
         assert why in caplog.text
         assert httpx.post(address + IMAGES, json={"prompt": "tulip"}, timeout=120).status_code == 200

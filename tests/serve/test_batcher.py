@@ -1,11 +1,11 @@
-"""What becomes of submitted pictures: slots, deadlines, refusals, failures, shutdown. Steps happen when a test allows them."""
+"""Submitted pictures: slots, deadlines, rejections, failures, shutdown. Engines step when a test allows them to."""
 
 from __future__ import annotations
 
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from fastapi.testclient import TestClient
@@ -14,10 +14,13 @@ from helpers.refusals import rejects
 from helpers.served import asked, batcher_of, put, put_all, settings
 from starlette.exceptions import HTTPException
 
-from lanternpp import InputError
+from lanternpp import InputError, Pipeline
 from lanternpp.serve import batcher as batcher_module
 from lanternpp.serve.app import create_app
 from lanternpp.serve.tickets import Ticket
+
+PROMPTS = ("a red tulip", "a tulip", "red tulip")
+METHODS = ("ar", "eagle", "lantern++", "parallel", "independent", "jacobi", "lantern-jacobi", "eagle2")
 
 
 def seeds(*numbers: int) -> list[Ticket]:
@@ -38,15 +41,15 @@ def test_pictures_join_a_running_batch_and_leave_it(slow):
         until(lambda: batcher.running == 0)
 
 
-def test_a_picture_whose_prefill_has_begun_has_left_the_queue(slow, monkeypatch):
+def test_a_picture_leaves_the_queue_when_its_prefill_begins(slow, monkeypatch):
     begun, go, admit = threading.Event(), threading.Event(), batcher_module.BatchRunner.admit
 
-    def slowly(runner, ticket):
+    def slow_admit(runner, ticket):
         begun.set()
         assert go.wait(SECONDS)
         admit(runner, ticket)
 
-    monkeypatch.setattr(batcher_module.BatchRunner, "admit", slowly)
+    monkeypatch.setattr(batcher_module.BatchRunner, "admit", slow_admit)
     with batcher_of(slow, slots=1, queue=1) as batcher:
         put(batcher, asked(1))
         assert begun.wait(SECONDS) and batcher.queued == 0
@@ -56,7 +59,7 @@ def test_a_picture_whose_prefill_has_begun_has_left_the_queue(slow, monkeypatch)
         go.set()
 
 
-def test_a_request_whose_encoding_does_not_begin_has_left_the_queue(slow, monkeypatch):
+def test_a_request_whose_encoding_fails_leaves_the_queue(slow, monkeypatch):
     def no_thread(tickets):
         raise RuntimeError("can't start new thread")
 
@@ -66,7 +69,7 @@ def test_a_request_whose_encoding_does_not_begin_has_left_the_queue(slow, monkey
         assert client.post("/v1/images/generations", json=body).status_code == 500 and batcher.queued == 0
 
 
-def test_a_deadline_holds_in_the_queue_and_in_a_slot(slow):
+def test_deadlines_apply_in_the_queue_and_in_a_slot(slow):
     with batcher_of(slow, slots=1) as batcher:
         running, waiting, fine = (put(batcher, asked(seed, deadline=600.5)) for seed in (1, 2, 3))
         until(lambda: slow.admitted == [1])
@@ -83,7 +86,7 @@ def test_a_deadline_holds_in_the_queue_and_in_a_slot(slow):
             put(batcher, asked(4, prompt="never", deadline=600.5, arrived=time.monotonic() - 700))
 
 
-def test_an_engine_that_cannot_be_built_fails_its_picture_alone(slow):
+def test_an_engine_that_cannot_be_built_fails_only_its_picture(slow):
     def at_batch(settings, rows):
         if settings.temperature == 0:
             raise InputError("no drafter")
@@ -96,7 +99,7 @@ def test_an_engine_that_cannot_be_built_fails_its_picture_alone(slow):
         assert put(batcher, asked(2)).result(120)
 
 
-def test_a_step_that_hangs_does_not_keep_the_server_from_closing(slow, monkeypatch, caplog):
+def test_the_server_closes_while_a_step_hangs(slow, monkeypatch, caplog):
     monkeypatch.setattr(batcher_module, "JOIN_SECONDS", 0.05)
     with batcher_of(slow, slots=1) as batcher:
         running, waiting = put_all(batcher, seeds(1, 2))
@@ -109,7 +112,7 @@ def test_a_step_that_hangs_does_not_keep_the_server_from_closing(slow, monkeypat
         assert "waited for no longer" in caplog.text
 
 
-def test_who_has_no_place_costs_no_encoding_and_encoding_stops_no_drawing(slow, monkeypatch):
+def test_only_accepted_prompts_are_encoded_and_drawing_continues_meanwhile(slow, monkeypatch):
     """Prompts are encoded once there is a place for their pictures, while the thread that draws goes on."""
     encoding, go, encode = [], threading.Semaphore(0), slow.target.prompt
 
@@ -136,18 +139,18 @@ def test_who_has_no_place_costs_no_encoding_and_encoding_stops_no_drawing(slow, 
         batcher.close()
         with pytest.raises(HTTPException, match="503"):
             put(batcher, asked(5, prompt="never"))
-    assert encoding == ["a red tulip", "red tulip"], "and the thread that draws encodes nothing"
+    assert encoding == ["a red tulip", "red tulip"], "the thread that draws encodes nothing"
 
 
-def test_a_client_that_changes_a_dial_in_every_request_leaves_a_runner_to_others(slow):
-    def dialled(seed, client):
+def test_a_client_that_changes_a_dial_in_every_request_does_not_use_all_runners(slow):
+    def ticket_of(seed, client):
         return Ticket("a red tulip", seed, settings("ar", temperature=0.1 + seed / 100), client=client)
 
     with batcher_of(slow, slots=1, queue=40, max_engines=3) as batcher:
-        put_all(batcher, [dialled(seed, "many") for seed in range(10)])
+        put_all(batcher, [ticket_of(seed, "many") for seed in range(10)])
         until(lambda: len(slow.admitted) == 2)
-        put(batcher, dialled(20, "one"))
-        slow.allow(1)  # nobody is done by then
+        put(batcher, ticket_of(20, "one"))
+        slow.allow(1)  # no picture is finished by then
         until(lambda: 20 in slow.admitted)
         assert slow.admitted == [0, 1, 20]
         slow.allow()
@@ -162,3 +165,51 @@ def test_the_batch_runners_of_a_client_step_in_turn(slow):
         until(lambda: len(slow.admitted) == 2)
         slow.allow(3)
         until(lambda: [runner.batch.counts[0] for runner in batcher._scheduler.runners] == [3, 3])
+
+
+# A picture has the same bytes as when it is drawn alone at the same rows, whatever else is in the batch.
+
+
+def check_same(pipe: Pipeline, ticket: Ticket) -> None:
+    """Assert that a picture equals the one drawn alone in a new engine of the same batch size."""
+    drawn = ticket.result(300)
+    pipe.release()
+    result = pipe(ticket.prompt, seed=ticket.seed, **asdict(drawn.settings))
+    assert drawn.codes.tolist() == result.codes[0].tolist()
+    assert drawn.image.tobytes() == result.images[0].tobytes()
+    assert list(drawn.accepted) == result.stats.accepted_per_pass
+
+
+@pytest.mark.parametrize("method", ["ar", "lantern++", "jacobi"])
+def test_pictures_do_not_depend_on_others_in_the_batch(pipe, method):
+    settings = pipe.settings(method)
+    tickets = [Ticket(PROMPTS[i % 3], 7 * i, settings, client=str(i % 2)) for i in range(7)]
+    with batcher_of(pipe, slots=4, max_engines=2) as batcher:
+        cancelled = tickets[1]
+        for ticket in tickets[:5]:
+            put(batcher, ticket)
+        until(lambda: cancelled.started is not None)
+        cancelled.cancel()
+        for ticket in tickets[5:]:
+            put(batcher, ticket)
+        for ticket in tickets:
+            if ticket is not cancelled:
+                check_same(pipe, ticket)
+
+
+def test_a_dropped_sample_leaves_no_trace_in_its_slot(pipe):
+    for method in METHODS:
+        engine = pipe.new_engine(pipe.settings(method, batch_size=2))
+        assert engine.done() == [0, 1], "every slot is idle at first"
+        engine.admit(0, "a red tulip", 1)
+        engine.admit(1, "a tulip", 2)
+        engine.step()
+        engine.drop(0)
+        assert engine.done() == ([0] if int(engine.count[1]) < engine.target.length else [0, 1])
+        engine.admit(0, "red tulip", 3)
+        while len(engine.done()) < 2:
+            engine.step()
+        for slot, (prompt, seed) in enumerate([("red tulip", 3), ("a tulip", 2)]):
+            pipe.release()
+            expected = pipe(prompt, seed=seed, method=method, batch_size=2).codes[0].tolist()
+            assert engine.collect(slot).codes.tolist() == expected, (method, slot)

@@ -1,4 +1,4 @@
-"""Connections that are slow, many or endless: a real server lets those in that ask as others do."""
+"""Slow, many or endless connections: a real server still answers ordinary requests."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ INCOMPLETE = {  # what is sent, and how the answer begins
 }
 
 
-def test_who_sends_no_whole_request_is_not_waited_for(slow: PacedPipe) -> None:
+def test_incomplete_requests_time_out(slow: PacedPipe) -> None:
     with server(slow, Limits(**SHORT)) as (_, address), ExitStack() as ends:
         lines = [ends.enter_context(dial(address)) for _ in INCOMPLETE]
         for line, sent in zip(lines, INCOMPLETE, strict=True):
@@ -62,7 +62,9 @@ def test_who_sends_no_whole_request_is_not_waited_for(slow: PacedPipe) -> None:
         assert httpx.get(f"{address}/healthz").status_code == 200
 
 
-def test_a_byte_now_and_then_buys_no_time(slow: PacedPipe, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_slow_request_times_out_although_bytes_arrive(
+    slow: PacedPipe, caplog: pytest.LogCaptureFixture
+) -> None:
     with server(slow, Limits(**SHORT)) as (_, address), dial(address) as line:
         line.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Slow: ")
 
@@ -74,7 +76,7 @@ def test_a_byte_now_and_then_buys_no_time(slow: PacedPipe, caplog: pytest.LogCap
         until(refused, 60, every=0.05)
 
 
-def test_a_body_that_comes_after_its_answer_takes_no_time_from_the_next_request(slow: PacedPipe) -> None:
+def test_a_body_after_its_answer_does_not_count_in_the_time_of_the_next_request(slow: PacedPipe) -> None:
     with server(slow, Limits(request=2.0), keys=[KEY]) as (_, address), dial(address) as line:
         line.sendall(request()[:-3])
         assert line.recv(1 << 16).startswith(b"HTTP/1.1 401 ")
@@ -87,7 +89,7 @@ def test_a_body_that_comes_after_its_answer_takes_no_time_from_the_next_request(
         assert line.recv(100).startswith(b"HTTP/1.1 200 ")
 
 
-def test_a_request_that_is_drawn_is_waited_for(slow: PacedPipe) -> None:
+def test_drawing_does_not_count_in_the_time_of_a_request(slow: PacedPipe) -> None:
     with server(slow, Limits(request=1.0)) as (batcher, address), dial(address) as line:
         line.sendall(request())
         until(lambda: batcher.running == 1)
@@ -96,7 +98,7 @@ def test_a_request_that_is_drawn_is_waited_for(slow: PacedPipe) -> None:
         assert line.recv(100).startswith(b"HTTP/1.1 200 ")
 
 
-def test_who_sends_requests_is_let_in_however_many_hold_connections_open(slow: PacedPipe, caplog) -> None:
+def test_requests_are_answered_while_all_connections_are_held_open(slow: PacedPipe, caplog) -> None:
     with server(slow, Limits(connections=10)) as (batcher, address), ExitStack() as ends:
         drawn = ends.enter_context(dial(address))
         drawn.sendall(request())
@@ -105,11 +107,11 @@ def test_who_sends_requests_is_let_in_however_many_hold_connections_open(slow: P
             ends.enter_context(dial(address)).sendall(b"GET / HTTP/1.1\r\nX: ")
             assert httpx.get(f"{address}/healthz").status_code == 200
         slow.allow()
-        assert drawn.recv(100).startswith(b"HTTP/1.1 200 "), "its request was whole"
+        assert drawn.recv(100).startswith(b"HTTP/1.1 200 "), "its request was complete"
         assert caplog.text.count("all 10 connections are in use") == 1
 
 
-def test_who_takes_nothing_of_an_answer_is_not_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_does_not_read_its_answer_times_out(caplog: pytest.LogCaptureFixture) -> None:
     async def large(scope, receive, send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         for _ in range(1000 if scope["path"] == "/large" else 0):
@@ -124,8 +126,8 @@ def test_who_takes_nothing_of_an_answer_is_not_waited_for(caplog: pytest.LogCapt
 
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("leaves", [True, False])
-def test_a_request_sent_ahead_is_not_drawn(slow: PacedPipe, together: bool, leaves: bool) -> None:
-    """In one piece with the first, or while that is drawn. The first ends with its client, or its answer ends the connection."""
+def test_a_pipelined_request_is_not_drawn(slow: PacedPipe, together: bool, leaves: bool) -> None:
+    """It is sent together with the first, or while that is drawn. The client disconnects, or the answer ends the connection."""
     with server(slow, Limits()) as (batcher, address):
         with dial(address) as line:
             line.sendall(request(seed=1) + request(seed=2) if together else request(seed=1))
@@ -145,7 +147,7 @@ def test_a_request_sent_ahead_is_not_drawn(slow: PacedPipe, together: bool, leav
         assert slow.admitted == [1] and slow.dropped == [1] * leaves
 
 
-def test_nobody_sends_ahead_without_end(slow: PacedPipe) -> None:
+def test_data_sent_ahead_is_limited(slow: PacedPipe) -> None:
     with server(slow, Limits()) as (_, address), dial(address) as line:
         line.sendall(request())
         until(lambda: slow.admitted)
@@ -154,7 +156,7 @@ def test_nobody_sends_ahead_without_end(slow: PacedPipe) -> None:
                 line.sendall(b"x" * 65536)
 
 
-def test_what_is_no_request_is_refused_quietly(slow: PacedPipe, caplog) -> None:
+def test_malformed_requests_are_rejected_without_a_traceback(slow: PacedPipe, caplog) -> None:
     with server(slow, Limits(**SHORT), keys=[KEY]) as (_, address):
         for sent in (
             b"\0" * 100 + b"\r\n\r\n",
@@ -169,10 +171,10 @@ def test_what_is_no_request_is_refused_quietly(slow: PacedPipe, caplog) -> None:
 
 
 @pytest.mark.parametrize(("proxies", "clients"), [((), 1), (("127.0.0.1",), 3), (("10.0.0.0/8",), 1)])
-def test_only_a_named_proxy_says_who_its_clients_are(
+def test_forwarded_addresses_count_only_from_named_proxies(
     slow: PacedPipe, proxies: tuple[str, ...], clients: int
 ) -> None:
-    """Else one client is as many as it likes, and the turns of the others are late."""
+    """Otherwise a client could claim to be many, and get more turns."""
     with server(slow, Limits(), proxies) as (batcher, address), ExitStack() as ends:
         for seed in range(3):
             line = ends.enter_context(dial(address))
@@ -188,7 +190,7 @@ def few_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (FEW // 2, FEW))
 
 
-def test_a_real_process_outlives_floods_of_headers_and_of_connections(model) -> None:
+def test_a_process_survives_floods_of_headers_and_of_connections(model) -> None:
     """The attack needs no key; memory does not grow, and other clients are answered meanwhile."""
     with serving(model, "--no-page", "--api-key", KEY, limit=few_files) as (process, address):
 

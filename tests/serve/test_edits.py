@@ -89,7 +89,7 @@ def test_an_edit_streams(client: openai.OpenAI) -> None:
     assert seen[-1].size == "48x96" and drawn(seen[-1].b64_json).size == (48, 96)
 
 
-def test_the_part_that_is_not_decided_is_grey(editor: Pipeline) -> None:
+def test_undecided_codes_are_grey(editor: Pipeline) -> None:
     """Codes that end a row take no room."""
     target = editor.target.shaped(editor.target.depicted("red", [TALL]).shape)  # type: ignore[attr-defined]
     for decided, left in ((4, [(0, 16)]), (6, [(32, 16), (0, 32)]), (7, [(0, 32)])):
@@ -135,7 +135,7 @@ WRONG |= {f"a broken form {form!r}": ({"content": form, "headers": HALF}, "") fo
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_one_sentence_for_every_bad_edit(server: str, name: str) -> None:
+def test_every_wrong_edit_has_a_message_in_one_sentence(server: str, name: str) -> None:
     given, said = WRONG[name]
     answer = httpx.post(server + EDITS, timeout=300, **given)
     message = answer.json()["error"]["message"]
@@ -143,7 +143,7 @@ def test_one_sentence_for_every_bad_edit(server: str, name: str) -> None:
     assert "\n" not in message and " at 0x" not in message and "Traceback" not in message
 
 
-def test_a_model_that_draws_from_text_alone_says_so(pipe: Pipeline) -> None:
+def test_a_model_that_draws_from_text_alone_rejects_edits(pipe: Pipeline) -> None:
     with client_of(pipe) as http:
         answer = http.post(EDITS, data=RED, files={"image": PICTURE})
     assert answer.status_code == 400
@@ -160,7 +160,7 @@ def test_uploads_are_limited(server: str, announced: bool) -> None:
     assert httpx.post(f"{server}/v1/images/generations", content=b"x" * (1 << 21)).status_code == 413
 
 
-def test_a_size_that_the_server_was_given_holds_for_edits(tmp_path: Path) -> None:
+def test_a_given_size_applies_to_edits(tmp_path: Path) -> None:
     write_emu35(tmp_path / "emu35")
     pipe = Pipeline.from_pretrained(tmp_path / "emu35", device="cpu", dtype="float32", size="32x64")
     assert pipe("red", image=WIDE, method="ar").images[0].size == (32, 64)

@@ -37,7 +37,7 @@ except KeyboardInterrupt: print("interrupted")
 """
 
 
-def test_it_leaves_no_thread_of_openmp_and_an_interrupt_ends_it_without_an_abort() -> None:
+def test_a_new_thread_leaves_no_openmp_threads_and_can_be_interrupted() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "3"}
     command = [sys.executable, "-c", RUN]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
@@ -55,17 +55,17 @@ def test_a_server_computes_in_threads_that_end(pipe: Pipeline, monkeypatch: pyte
     """Prompts are read, and previews drawn, in threads that end; pictures in the one that stays."""
     threads: dict[str, set[threading.Thread]] = {"prompt": set(), "images": set()}
 
-    def watch(owner: object, name: str) -> None:
+    def record(owner: object, name: str) -> None:
         call = getattr(owner, name)
 
-        def noted(*args: object, **options: object) -> object:
+        def recorded(*args: object, **options: object) -> object:
             threads[name].add(threading.current_thread())
             return call(*args, **options)
 
-        monkeypatch.setattr(owner, name, noted)
+        monkeypatch.setattr(owner, name, recorded)
 
-    watch(pipe.target, "prompt")
-    watch(pipe, "images")
+    record(pipe.target, "prompt")
+    record(pipe, "images")
     with client_of(pipe) as http:
         body = {"prompt": "red tulip", "stream": True, "partial_images": 2}
         assert "completed" in http.post(IMAGES, json=body).text

@@ -1,4 +1,4 @@
-"""What the page shows of a model, and its files, without a browser."""
+"""The page's setup for a model, and its files, without a browser."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_rule_and_chains_can_be_chosen_where_the_model_has_a_diffusion_head(
     assert choices["tree"] and all(build_tree(tree).chain for tree in choices["tree"])
 
 
-def test_what_the_server_was_started_with_holds_on_the_page(pipe: Pipeline) -> None:
+def test_the_page_has_the_options_of_the_server(pipe: Pipeline) -> None:
     config = ServerConfig(overrides={"top_k": 5, "lam": 4.0, "tree": "[[0],[0,0]]"})
     shown = setup(pipe, config)
     mine = shown["methods"]["lantern++"]
@@ -63,7 +63,7 @@ def test_a_method_whose_network_is_missing_is_not_offered(tmp_path: Path) -> Non
     assert {"parallel", "jacobi", "independent"} <= set(offered)
 
 
-def test_the_page_shadows_no_route_and_runs_nothing_that_is_not_its_own(pipe: Pipeline) -> None:
+def test_the_page_hides_no_route_and_runs_only_its_own_scripts(pipe: Pipeline) -> None:
     with client_of(pipe, page=True) as http:
         for path, (_, kind) in FILES.items():
             answer = http.get(path)
@@ -79,13 +79,13 @@ def test_the_page_shadows_no_route_and_runs_nothing_that_is_not_its_own(pipe: Pi
             assert http.get(path).status_code == 404, path
 
 
-def test_with_keys_the_page_is_open_and_says_nothing(pipe: Pipeline) -> None:
+def test_with_keys_the_page_needs_none_but_its_setup_does(pipe: Pipeline) -> None:
     with client_of(pipe, ServerConfig(keys=[KEY]), page=True) as http:
         assert {http.get(path).status_code for path in FILES} == {200}
         assert http.get("/page/setup").status_code == 401
         assert http.get("/page/setup", headers=AUTHORIZED).json()["model"] == pipe.name
 
 
-def test_without_the_page_its_paths_are_nothing(pipe: Pipeline) -> None:
+def test_without_the_page_its_paths_are_not_found(pipe: Pipeline) -> None:
     with client_of(pipe) as http:
         assert {http.get(path).status_code for path in (*FILES, "/page/setup")} == {404}

@@ -29,7 +29,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 QUIET = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync")
 QUIET += ("--disable-background-networking", "--disable-component-update")
 QUIET += ("--host-resolver-rules=MAP *.test 127.0.0.1",)
-PATIENCE = 150_000  # milliseconds; a busy machine is slow
+TIMEOUT = 150_000  # milliseconds; a busy machine is slow
 MOUNTAIN = "a photo of a mountain covered in snow under a blue sky"
 CONTRAST = """() => {
   const numbers = (colour) => colour.match(/[\\d.]+/g).map(Number);
@@ -80,7 +80,7 @@ def browser() -> Iterator[Browser]:
 def opened(browser: Browser, address: str, **options: object) -> Iterator[Page]:
     """A page in a context of its own. What breaks in it, its content policy above all, breaks the test."""
     with browser.new_context(viewport={"width": 1280, "height": 900}, **options) as context:
-        context.set_default_timeout(PATIENCE)
+        context.set_default_timeout(TIMEOUT)
         page = context.new_page()
         wrong = []
         page.on("pageerror", lambda error: wrong.append(str(error)))
@@ -95,12 +95,12 @@ def opened(browser: Browser, address: str, **options: object) -> Iterator[Page]:
 @pytest.fixture
 def page(browser: Browser, served: tuple[Batcher, str]) -> Iterator[Page]:
     with opened(browser, served[1]) as page:
-        expect(page.locator("#race")).to_be_visible(timeout=PATIENCE)
+        expect(page.locator("#race")).to_be_visible(timeout=TIMEOUT)
         yield page
 
 
-def idle(batcher: Batcher) -> None:
-    """Nothing is drawn or waits, soon."""
+def wait_until_idle(batcher: Batcher) -> None:
+    """Wait until nothing is drawn and nothing waits."""
     until(lambda: not batcher.running + batcher.queued)
 
 
@@ -108,12 +108,12 @@ def height(page: Page) -> int:
     return page.evaluate("document.documentElement.scrollHeight")
 
 
-def test_both_pictures_of_a_race_are_seen_to_finish_with_figures_and_can_be_kept(
+def test_a_race_shows_both_pictures_and_figures_which_can_be_downloaded(
     browser: Browser, nature: Pipeline
 ) -> None:
     paced = PacedPipe(nature)
     with app_of(paced, page=True) as (_, address), opened(browser, address, accept_downloads=True) as page:
-        expect(page.locator("#race")).to_be_visible(timeout=PATIENCE)
+        expect(page.locator("#race")).to_be_visible(timeout=TIMEOUT)
         before = height(page)
         page.get_by_label("Prompt").fill(MOUNTAIN)
         page.get_by_label("Seed").fill("5")
@@ -125,13 +125,13 @@ def test_both_pictures_of_a_race_are_seen_to_finish_with_figures_and_can_be_kept
                 break
             paced.allow(1)
             page.wait_for_timeout(100)
-        # The engines stand still, so the unfinished pictures stay.
+        # The engines do not step, so the unfinished pictures stay.
         for side in ("base", "side"):
             unfinished = page.locator(f"#{side} .picture img[alt*=' of 256 codes']")
-            expect(unfinished).to_be_visible(timeout=PATIENCE)
+            expect(unfinished).to_be_visible(timeout=TIMEOUT)
         assert height(page) == before
         paced.allow()
-        expect(page.locator("#board.won")).to_be_visible(timeout=PATIENCE)
+        expect(page.locator("#board.won")).to_be_visible(timeout=TIMEOUT)
         assert page.locator(".panel progress").evaluate_all("bars => bars.map(bar => bar.value)") == [
             256,
             256,
@@ -165,7 +165,7 @@ def test_both_pictures_of_a_race_are_seen_to_finish_with_figures_and_can_be_kept
         assert hosts == {urlsplit(address).netloc}
 
 
-def test_a_phone_scrolls_one_way_only(page: Page) -> None:
+def test_a_phone_scrolls_only_vertically(page: Page) -> None:
     page.set_viewport_size({"width": 375, "height": 812})
     page.get_by_text("More dials").click()
     page.get_by_text("Words that nature-128 knows").click()
@@ -178,7 +178,7 @@ def test_a_phone_scrolls_one_way_only(page: Page) -> None:
     assert tops == sorted(tops) and len(tops) == 4
 
 
-def test_the_keyboard_reaches_everything_and_shows_where_it_is(page: Page) -> None:
+def test_the_keyboard_reaches_everything_with_a_visible_focus(page: Page) -> None:
     page.get_by_text("More dials").click()
     page.get_by_label("Prompt").focus()
     reached = []
@@ -195,7 +195,7 @@ def test_the_keyboard_reaches_everything_and_shows_where_it_is(page: Page) -> No
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_everything_has_a_name_of_its_own_and_can_be_read(browser: Browser, served, scheme: str) -> None:
+def test_everything_has_a_distinct_name_and_enough_contrast(browser: Browser, served, scheme: str) -> None:
     with opened(browser, served[1], color_scheme=scheme) as page:
         page.get_by_text("More dials").click()
         named = [tuple(name) for name in page.evaluate(NAMES)]
@@ -204,7 +204,7 @@ def test_everything_has_a_name_of_its_own_and_can_be_read(browser: Browser, serv
         assert len(seen) > 40 and [text for ratio, text in seen if ratio < 4.5] == []
 
 
-def test_a_method_brings_its_own_dials_and_a_moved_one_can_be_reset(page: Page) -> None:
+def test_a_method_has_its_own_dials_which_can_be_reset(page: Page) -> None:
     number, back = page.get_by_label("Lambda", exact=True), page.get_by_role("button", name="Reset Lambda")
     own = number.input_value()
     assert back.is_disabled()
@@ -219,7 +219,7 @@ def test_a_method_brings_its_own_dials_and_a_moved_one_can_be_reset(page: Page) 
     assert page.get_by_label("Guidance", exact=True).input_value() == "4.5", "it is both sides'"
 
 
-def test_a_band_is_what_one_pass_decided(page: Page) -> None:
+def test_a_band_shows_the_codes_of_one_pass(page: Page) -> None:
     drawn = "given => import('/page/side.js').then(side => side.bands(...given))"
     first, second = page.evaluate(drawn, [[1, 3, 5, 1, 2], 10, 4, 4])
     assert first == "M0 0h1v1h-1zM0 1h4v1h-4zM0 2h1v1h-1z"  # passes 1 and 3, which fills a row and goes on
@@ -231,19 +231,17 @@ def test_stop_and_a_closed_page_free_their_slots(page: Page, served: tuple[Batch
     batcher, _ = served
     page.get_by_label("4", exact=True).check()
     page.locator("#race").click()
-    expect(page.locator("#lead")).to_contain_text("%", timeout=PATIENCE)
+    expect(page.locator("#lead")).to_contain_text("%", timeout=TIMEOUT)
     page.locator("#stop").click()
-    expect(page.locator("#board.stopped")).to_be_visible(timeout=PATIENCE)
-    idle(batcher)
+    expect(page.locator("#board.stopped")).to_be_visible(timeout=TIMEOUT)
+    wait_until_idle(batcher)
     page.locator("#race").click()
     until(lambda: batcher.running)
     page.close()
-    idle(batcher)
+    wait_until_idle(batcher)
 
 
-def test_with_keys_the_page_asks_for_one_answers_a_wrong_prompt_in_a_sentence_and_races(
-    browser: Browser, pipe: Pipeline
-) -> None:
+def test_the_page_with_keys_wrong_prompts_and_several_pictures(browser: Browser, pipe: Pipeline) -> None:
     config = ServerConfig(hosts=["127.0.0.1"], keys=[KEY])
     with app_of(pipe, config, page=True) as (_, address), opened(browser, address) as page:
         page.get_by_label("API key").fill("not-the-key-that-it-is")
@@ -254,7 +252,7 @@ def test_with_keys_the_page_asks_for_one_answers_a_wrong_prompt_in_a_sentence_an
         page.get_by_label("Prompt").fill("a bicycle {{value}} ${1+1} <img src=x onerror=alert(1)>")
         page.get_by_role("button", name="Race").click()
         alert = page.locator("#board").get_by_role("alert")
-        expect(alert).to_contain_text("names no subject this model knows", timeout=PATIENCE)
+        expect(alert).to_contain_text("names no subject this model knows", timeout=TIMEOUT)
         expect(alert).to_contain_text("bicycle {{value}} ${1+1} <img src=x")
         page.get_by_label("Prompt").fill("a shiny red tulip")
         page.get_by_label("3", exact=True).check()
@@ -262,7 +260,7 @@ def test_with_keys_the_page_asks_for_one_answers_a_wrong_prompt_in_a_sentence_an
         page.get_by_label("Measure TV cost").check()
         before = page.locator("#sides").bounding_box()
         page.get_by_role("button", name="Race").click()
-        expect(page.locator("#board.won")).to_be_visible(timeout=PATIENCE)
+        expect(page.locator("#board.won")).to_be_visible(timeout=TIMEOUT)
         expect(page.get_by_text("Words this model does not know are ignored: shiny")).to_have_count(1)
         assert before and (now := page.locator("#sides").bounding_box())
         assert before["height"] == now["height"], "three pictures have the place of one"
@@ -309,7 +307,7 @@ document.title = JSON.stringify(got);
 
 
 @pytest.mark.parametrize(("victim", "attacker"), [("127.0.0.1", "127.0.0.1"), ("draw.test", "evil.test")])
-def test_a_page_of_another_site_can_neither_draw_nor_read(
+def test_pages_of_other_sites_can_neither_draw_nor_read(
     browser: Browser, pipe: Pipeline, victim: str, attacker: str
 ) -> None:
     config = ServerConfig(hosts=["127.0.0.1", "draw.test"])  # as with --allow-host draw.test
@@ -320,13 +318,13 @@ def test_a_page_of_another_site_can_neither_draw_nor_read(
             page, answers = context.new_page(), []
             page.on("response", lambda answer: answers.append(answer))
             page.goto(f"http://{attacker}:{urlsplit(other).port}")
-            page.wait_for_function("document.title.startsWith('{')", timeout=PATIENCE)
+            page.wait_for_function("document.title.startsWith('{')", timeout=TIMEOUT)
             got = json.loads(page.title())
             assert got.pop("blind") in ("opaque", "refused"), "it is answered 403, which the page cannot see"
             assert set(got.values()) == {"refused"}, got
             mine = [answer for answer in answers if urlsplit(answer.url).port == port]
             assert mine and {answer.status for answer in mine} == {403}
-            assert page.goto(f"http://evil.test:{port}").status == 400, "a name that turns out to be ours"
+            assert page.goto(f"http://evil.test:{port}").status == 400, "a name that resolves to this server"
             assert page.goto(f"http://{victim}:{port}").status == 200, "a link to it, and its own page"
-            expect(page.get_by_label("Prompt")).to_be_visible(timeout=PATIENCE)
+            expect(page.get_by_label("Prompt")).to_be_visible(timeout=TIMEOUT)
         assert "lanternpp_pictures_total{" not in httpx.get(f"{address}/metrics").text

@@ -1,4 +1,4 @@
-"""`lanternpp serve` as a process: how it starts, what it refuses, how it ends."""
+"""`lanternpp serve` as a process: its start, wrong options, its end."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from lanternpp.serve.app import create_app
 from lanternpp.serve.server import bind, run
 
 
-def test_sigterm_under_load_finishes_what_was_accepted_and_refuses_what_comes(long_model):
+def test_sigterm_under_load_finishes_accepted_requests_and_rejects_new_ones(long_model):
     """Accepted: 200. After the signal: 503. The end: status 0. Its keys come from the environment."""
     options = ("--slots", "1", "--queue", "40", "--method", "ar")
     with serving(long_model, *options, LANTERNPP_API_KEYS=KEY) as (process, address):
         stranger = httpx.get(f"{address}/v1/models", timeout=300)
         assert stranger.status_code == 401 and "server" not in stranger.headers
         known: Any = {"headers": AUTHORIZED, "timeout": 300}
-        with httpx.Client(base_url=address, **known) as http, ThreadPoolExecutor(4) as crowd:
+        with httpx.Client(base_url=address, **known) as http, ThreadPoolExecutor(4) as pool:
             http.post(IMAGES, json={"prompt": "tulip"}).raise_for_status()
             body = {"prompt": "red tulip", "n": 4, "seed": 1}
-            answers = [crowd.submit(httpx.post, address + IMAGES, json=body, **known) for _ in range(4)]
+            answers = [pool.submit(httpx.post, address + IMAGES, json=body, **known) for _ in range(4)]
             until(lambda: waiting(http) > 8)
             process.send_signal(signal.SIGTERM)
             until(lambda: http.get("/healthz").status_code == 503)
@@ -49,24 +49,24 @@ def waiting(http: httpx.Client) -> int:
 
 
 @pytest.mark.parametrize("options", [(), ("--drain", "0")])
-def test_a_second_signal_or_the_end_of_the_time_answers_every_open_request_with_503(long_model, options):
-    """Those that wait, are drawn, stream or are not complete; nothing is said of it but one line."""
+def test_a_second_signal_or_the_drain_time_answers_every_open_request_with_503(long_model, options):
+    """Requests that wait, are drawn, stream or are incomplete; one line is logged."""
     with serving(long_model, "--slots", "1", "--method", "ar", *options) as (process, address):
         with (
-            ThreadPoolExecutor(3) as crowd,
+            ThreadPoolExecutor(3) as pool,
             httpx.Client(base_url=address, timeout=300) as http,
             dial(address) as half,
         ):
             half.sendall(request()[:-3])
             body = {"prompt": "red tulip", "n": 10}
-            whole = [crowd.submit(httpx.post, address + IMAGES, json=body, timeout=300) for _ in range(2)]
-            streamed = crowd.submit(httpx.post, address + IMAGES, json=body | {"stream": True}, timeout=300)
+            complete = [pool.submit(httpx.post, address + IMAGES, json=body, timeout=300) for _ in range(2)]
+            streamed = pool.submit(httpx.post, address + IMAGES, json=body | {"stream": True}, timeout=300)
             until(lambda: waiting(http) > 20)  # so all three were accepted
             process.send_signal(signal.SIGINT)
             if not options:
                 until(lambda: http.get("/healthz").status_code == 503)
                 process.send_signal(signal.SIGHUP)
-            for answer in (one.result(SECONDS) for one in whole):
+            for answer in (one.result(SECONDS) for one in complete):
                 assert answer.status_code == 503 and answer.json()["error"]["code"] == "shutting_down"
             assert '"code":"shutting_down"' in streamed.result(SECONDS).text
             said = received(half)
@@ -94,7 +94,7 @@ def test_a_second_signal_or_the_end_of_the_time_answers_every_open_request_with_
         ([], "of 127.0.0.1 cannot be used"),
     ],
 )
-def test_a_start_that_is_refused_is_one_line(model, capsys, monkeypatch, options, said):
+def test_wrong_options_are_rejected(model, capsys, monkeypatch, options, said):
     monkeypatch.delenv("LANTERNPP_API_KEYS", raising=False)
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = "0" if options else str(busy.getsockname()[1])
@@ -104,7 +104,7 @@ def test_a_start_that_is_refused_is_one_line(model, capsys, monkeypatch, options
     assert end.value.code == 2 and out == "" and err.count("\n") == 1 and said in err, err
 
 
-def test_an_idle_server_that_is_interrupted_twice_has_finished_all_pictures(pipe):
+def test_an_idle_server_that_is_interrupted_twice_ends_normally(pipe):
     with batcher_of(pipe, slots=1, page=False) as batcher:
 
         def ready() -> None:
@@ -115,7 +115,7 @@ def test_an_idle_server_that_is_interrupted_twice_has_finished_all_pictures(pipe
 
 
 def test_a_server_whose_batcher_breaks_ends_with_its_error(pipe):
-    """Nothing would ever be drawn again: whatever supervises the process must see it end."""
+    """So that whatever supervises the process can restart it."""
     with batcher_of(pipe, slots=1, page=False) as batcher:
 
         def ready() -> None:

@@ -25,7 +25,7 @@ REPLICA = "ray::ServeReplica"
 
 
 def open_to_others(folder: Path) -> list[Path]:
-    """What others of this machine can enter, of what was made for this user alone."""
+    """The folders of this session that other users of the machine can enter."""
     assert list(folder.glob("*/ray/session_*"))
     return [path for path in folder.iterdir() if path.is_dir() and path.stat().st_mode & 0o077]
 
@@ -90,7 +90,7 @@ def test_two_replicas_answer_as_one_server(
     assert httpx.post(address + IMAGES, json={"prompt": "a tulip"}, timeout=SECONDS).status_code == 401
 
 
-def test_a_killed_replica_costs_its_requests_alone_and_is_replaced(
+def test_a_killed_replica_fails_only_its_requests_and_is_replaced(
     replicated: tuple[subprocess.Popen[str], str], http: httpx.Client
 ) -> None:
     """Then the server finishes what was accepted before a signal, and ends."""
@@ -132,7 +132,7 @@ def test_a_killed_replica_costs_its_requests_alone_and_is_replaced(
 
 
 class Broadcast:
-    """A handle whose replicas answer a broadcast so; none is up where there are no answers."""
+    """A handle whose replicas answer a broadcast with these; without answers there is no replica."""
 
     def __init__(self, *answers: object):
         self.answers = answers
@@ -148,8 +148,8 @@ class Broadcast:
 
 
 @pytest.mark.parametrize("answers", [(), (True, RuntimeError("the replica died"))])
-def test_a_signal_ends_the_server_whatever_becomes_of_its_replicas(answers: tuple[object, ...]) -> None:
-    """The handle cannot take requests: those after the signal are answered before a replica would get them."""
+def test_a_signal_ends_the_server_although_replicas_fail(answers: tuple[object, ...]) -> None:
+    """The handle cannot take requests: those after the signal are answered without a replica."""
     replicas, bound, late = Replicas(Broadcast(*answers)), bind("127.0.0.1", 0), []
     close, address = replicas.close, url(bound)
 

@@ -1,4 +1,4 @@
-"""Which picture is next, which batch runner it enters, and which one steps next."""
+"""The order of pictures, the batch runner of each, and which runner steps next."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def scheduler():
 
 
 @pytest.mark.parametrize(("waiting", "rows"), [(1, 1), (2, 2), (3, 4), (5, 8), (8, 8), (40, 8)])
-def test_an_empty_server_opens_the_smallest_runner_that_holds_what_waits(scheduler, waiting, rows):
+def test_an_empty_server_opens_the_smallest_runner_for_the_queue(scheduler, waiting, rows):
     assert scheduler.runner_for(AR, waiting).settings.batch_size == rows
 
 
 def waits(scheduler, *given):
-    """Whom a picture that must wait keeps waiting."""
+    """Assert that a picture must wait; return which pictures wait with it."""
     with pytest.raises(MustWait) as error:
         scheduler.runner_for(*given)
     return error.value.whom
@@ -52,11 +52,11 @@ def waits(scheduler, *given):
     ("rows", "running", "waiting", "entered"),
     [
         pytest.param(4, 3, 1, 4, id="a free slot of a running runner comes first"),
-        pytest.param(1, 1, 1, 2, id="a full runner gets a larger sister"),
-        pytest.param(2, 1, 8, 8, id="a small runner is not refilled while a crowd waits"),
+        pytest.param(1, 1, 1, 2, id="a larger runner is opened beside a full one"),
+        pytest.param(2, 1, 8, 8, id="a small runner is not refilled while many wait"),
         pytest.param(8, 8, 8, None, id="there is no larger one"),
-        pytest.param(8, 1, 1, 1, id="a large runner is not kept up for one"),
-        pytest.param(8, 1, 3, 8, id="but for a few"),
+        pytest.param(8, 1, 1, 1, id="a large runner is not kept for one"),
+        pytest.param(8, 1, 3, 8, id="a large runner is kept for several"),
     ],
 )
 def test_which_runner_a_picture_enters(scheduler, rows, running, waiting, entered):
@@ -103,12 +103,12 @@ def opened(scheduler, *clients):
         runner.fill(1, client)
 
 
-def test_time_is_shared_whatever_a_step_takes(scheduler):
+def test_clients_get_equal_time_whatever_a_step_takes(scheduler):
     opened(scheduler, "slow", "slow", "quick")
     assert shared(scheduler, 4, 4, 1, turns=1000) == [100, 100, 800]
 
 
-def test_who_pays_for_a_step_of_a_shared_runner_takes_turns_and_nobody_starves(scheduler):
+def test_steps_of_a_shared_runner_are_charged_in_turn_and_no_client_starves(scheduler):
     scheduler.runner_for(AR, 8, "many").fill(8, "many", "one")
     scheduler.runner_for(OTHER, 1, "many").fill(1, "many")
     scheduler.runner_for(settings("ar", cfg=2), 1, "third").fill(1, "third")
@@ -116,7 +116,7 @@ def test_who_pays_for_a_step_of_a_shared_runner_takes_turns_and_nobody_starves(s
     assert third == 400 and both + own == 800 and own > 80  # pictures of one client advance evenly
 
 
-def test_who_comes_late_has_nothing_saved_and_nothing_owed(scheduler):
+def test_a_new_client_has_neither_credit_nor_debt(scheduler):
     opened(scheduler, "early")
     shared(scheduler, 5, turns=100)
     opened(scheduler, "late")
@@ -126,7 +126,7 @@ def test_who_comes_late_has_nothing_saved_and_nothing_owed(scheduler):
     assert (first.steps - before, second.steps) == (50, 50)
 
 
-def test_prefills_are_paid_for(scheduler):
+def test_prefills_are_charged(scheduler):
     opened(scheduler, "one")
     shared(scheduler, 1, turns=5)
     opened(scheduler, "many")
@@ -134,7 +134,7 @@ def test_prefills_are_paid_for(scheduler):
     assert shared(scheduler, 1, 1, turns=30) == [5 + 30, 0]
 
 
-def test_the_last_runner_is_not_for_a_client_that_has_all_others(scheduler):
+def test_the_last_runner_is_reserved_for_other_clients(scheduler):
     opened(scheduler, "many", "many", "many")
     assert waits(scheduler, AR, 1, "many") == "many"
     runner = scheduler.runner_for(AR, 1, "one").fill(1, "one")
@@ -155,18 +155,18 @@ def seeds(tickets: tuple[Ticket, ...]) -> list[int]:
     return [ticket.seed for ticket in tickets if ticket.started is None]
 
 
-def test_clients_take_turns_and_one_is_served_in_the_order_of_its_requests():
+def test_clients_take_turns_and_requests_of_one_keep_their_order():
     assert seeds(queue("a", "a", "a", "a", "b", "b", "c")) == [0, 4, 6, 1, 5, 2, 3]
 
 
-def test_who_comes_late_waits_for_no_more_than_one_turn_of_each():
+def test_a_new_client_waits_for_at_most_one_turn_of_each_other():
     waiting = queue("a", "a", "a", "a")
     for ticket in waiting[:2]:
         ticket.started = 1.0
     assert seeds(queue("b", first=9, tickets=waiting)) == [2, 9, 3]
 
 
-def test_leaving_gives_no_one_a_better_turn():
+def test_cancelling_does_not_improve_a_clients_turn():
     waiting = queue("a", "a", "b", "b")[1:]
     assert seeds(waiting) == [2, 1, 3]
     assert seeds(queue("a", first=9, tickets=waiting)) == [

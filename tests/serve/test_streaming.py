@@ -1,4 +1,4 @@
-"""Pictures as events: their progress, and what becomes of a client that does not read."""
+"""Pictures as events: their progress, and clients that do not read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def events(address: str, **fields: object) -> Iterator[dict[str, Any]]:
         yield from (json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: "))
 
 
-def test_progress_tells_figures_and_shows_the_picture_grow(pipe: Pipeline, monkeypatch) -> None:
+def test_progress_events_have_figures_and_previews(pipe: Pipeline, monkeypatch) -> None:
     monkeypatch.setattr(streaming, "PROGRESS_INTERVAL", 0.02)
     paced = PacedPipe(pipe)
     with app_of(paced, ServerConfig("ar")) as (_, address):
@@ -37,7 +37,7 @@ def test_progress_tells_figures_and_shows_the_picture_grow(pipe: Pipeline, monke
         for event in events(address, progress=True, n=2, seed=5):
             received.append(event)
             if event["type"].endswith("accepted"):  # the pictures are followed from now on
-                paced.allow(pipe.target.length // 2)  # then not before something is seen of it
+                paced.allow(pipe.target.length // 2)  # the rest once a preview has come
             elif event["type"].endswith("preview"):
                 paced.allow()
     kinds = [event["type"].removeprefix("image_generation.") for event in received]
@@ -56,16 +56,14 @@ def test_progress_tells_figures_and_shows_the_picture_grow(pipe: Pipeline, monke
     assert "preview" in kinds
 
 
-def test_a_request_hears_what_is_said_of_its_own_prompt(pipe: Pipeline) -> None:
+def test_a_request_gets_the_warnings_of_its_own_prompt(pipe: Pipeline) -> None:
     with app_of(pipe, ServerConfig("ar")) as (_, address):
         first = next(events(address, progress=True, prompt="a shiny red tulip"))
         assert "shiny" in " ".join(first["warnings"])
         assert next(events(address, progress=True))["warnings"] == []
 
 
-def test_nothing_piles_up_for_a_client_that_stops_reading_until_its_connection_ends(
-    pipe: Pipeline, monkeypatch
-) -> None:
+def test_no_events_are_queued_for_a_client_that_stops_reading(pipe: Pipeline, monkeypatch) -> None:
     monkeypatch.setattr(streaming, "PROGRESS_INTERVAL", 0.01)
     paced = PacedPipe(pipe)
 
