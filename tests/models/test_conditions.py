@@ -1,4 +1,4 @@
-"""Texts reach LlamaGen as the captions of its training did; classes have names."""
+"""Texts are encoded for LlamaGen as the captions of its training were; classes have names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lanternpp.models.base import PromptWarning
 from lanternpp.models.conditions import FEATURES, T5Text, TextCondition, class_of, classes, clean
 from lanternpp.models.hub import quiet
 
-CLEANED = {  # what the authors' own cleaning makes of them
+CLEANED = {  # by the authors' own code
     "A blue Porsche 356 parked in front of a yellow brick wall.": "a blue porsche 356 parked in front of a yellow brick wall.",
     "“Fancy” quotes — and dashes…": '"fancy" quotes - and dashes…',
     "a dog,cat and bird": "a dog, cat and bird",
@@ -61,9 +61,7 @@ def test_features_are_the_encoders_without_padding(encoder: Path) -> None:
     assert torch.allclose(features, states[:4], atol=1e-5)
 
 
-def test_features_are_remembered_and_what_was_asked_for_longest_ago_goes_first(
-    encoder: Path, monkeypatch
-) -> None:
+def test_features_are_cached_and_the_least_recently_used_are_dropped(encoder: Path, monkeypatch) -> None:
     """Without the encoder too, once it is released."""
     text, like = T5Text(encoder), torch.empty(0)
     text.max_cached = 2
@@ -77,7 +75,7 @@ def test_features_are_remembered_and_what_was_asked_for_longest_ago_goes_first(
     text.features("a blue tulip", like)
 
 
-def test_its_folder_runs_no_code(encoder: Path, tmp_path: Path, capsys) -> None:
+def test_code_in_the_folder_of_an_encoder_is_not_run(encoder: Path, tmp_path: Path, capsys) -> None:
     folder = Path(shutil.copytree(encoder, tmp_path / "t5"))
     (folder / "own.py").write_text("print('boom')\nclass Own: pass\n")
     for name in ("config.json", "tokenizer_config.json"):
@@ -90,7 +88,7 @@ def test_its_folder_runs_no_code(encoder: Path, tmp_path: Path, capsys) -> None:
     assert "boom" not in capsys.readouterr().out and "trust_remote_code" not in str(caught.value)
 
 
-def test_a_damaged_bin_is_one_sentence(encoder: Path, tmp_path: Path) -> None:
+def test_a_damaged_bin_file_is_rejected(encoder: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(encoder, tmp_path / "t5"))
     weights = folder / "model.safetensors"
     torch.save(load_file(weights), folder / "pytorch_model.bin")
@@ -104,7 +102,7 @@ def test_a_damaged_bin_is_one_sentence(encoder: Path, tmp_path: Path) -> None:
 
 
 def test_an_encoder_without_its_tokenizer_or_some_weights_is_refused(encoder: Path, tmp_path: Path) -> None:
-    """transformers makes up what is missing: an empty tokenizer, random weights."""
+    """transformers would use an empty tokenizer and random weights."""
     folder = Path(shutil.copytree(encoder, tmp_path / "t5"))
     path, name = folder / "model.safetensors", "encoder.final_layer_norm.weight"
     tensors = load_file(path)
@@ -129,7 +127,7 @@ def test_a_long_prompt_is_cut_with_a_warning(encoder: Path) -> None:
         assert T5Text(encoder).features("red " * 130, torch.empty(0)).shape == (120, 24)
 
 
-def test_texts_lie_right_and_null_rows_are_padded_like_them(encoder: Path) -> None:
+def test_texts_are_padded_on_the_left_as_null_rows_are(encoder: Path) -> None:
     condition = TextCondition(dim=8, caption_dim=24, slots=6).requires_grad_(False)
     condition.null.normal_()  # a checkpoint's to fill
     condition.text = T5Text(encoder)
@@ -168,7 +166,7 @@ def test_classes_are_found_by_number_and_by_name(prompt: str, number: int) -> No
         ("", "is unknown"),
     ],
 )
-def test_other_classes_are_refused(prompt: str, says: str) -> None:
+def test_unknown_classes_are_rejected(prompt: str, says: str) -> None:
     rejects(says, class_of, prompt)
 
 

@@ -1,4 +1,4 @@
-"""Hub ids, against a stand-in for the hub: what is fetched, kept, gone on with, and refused."""
+"""Hub ids, with a stand-in for the hub: what is downloaded, kept, resumed and rejected."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from helpers.refusals import rejects
 
 from lanternpp.models.hub import HubId, choose, hub_id
 
-DRAW = ["generate", "a red tulip", "--model", "lamp/tiny", "--json", "-o", "a.png"]
-ABSENT = {"lamp/absent": "lamp/absent", "lamp/tiny@v9": "v9", "lamp/tiny/other.pt": "other.pt"}
+DRAW = ["generate", "a red tulip", "--model", "someone/tiny", "--json", "-o", "a.png"]
+ABSENT = {"someone/absent": "someone/absent", "someone/tiny@v9": "v9", "someone/tiny/other.pt": "other.pt"}
 
 
-def shelf(place: Path) -> Path:
-    """A folder for the hub: our tiny model, and things beside it that nobody should fetch."""
-    folder = write_model(place / "hub" / "lamp" / "tiny")
+def repositories(place: Path) -> Path:
+    """A folder for the hub: our tiny model, and files beside it that should not be downloaded."""
+    folder = write_model(place / "hub" / "someone" / "tiny")
     (folder / "training_state.onnx").write_bytes(b"0" * 10_000)
     (folder / "target" / "old.pt").write_bytes(b"0" * 10_000)
     return place / "hub"
 
 
-def bench(shelf: Path, prompts: str, out: str) -> list[str]:
+def bench(repositories: Path, prompts: str, out: str) -> list[str]:
     quick = ["--methods", "ar", "-n", "1", "--no-plots", "--no-measure-tv", "--json"]
-    where = ["--model", str(shelf / "lamp/tiny"), "--prompts", f"lamp/words/{prompts}"]
+    where = ["--model", str(repositories / "someone/tiny"), "--prompts", f"someone/words/{prompts}"]
     return ["bench", *where, *quick, "-o", out]
 
 
@@ -36,29 +36,29 @@ def fetched(
 ) -> tuple[dict[str, Outcome], list[tuple[str, str, str]]]:
     """How commands ended with the hub, in another process without it, and offline; and what the hub was asked for."""
     place = tmp_path_factory.mktemp("fetched")
-    there = shelf(place)
-    (there / "lamp/words").mkdir()
-    (there / "lamp/words/PartiPrompts.tsv").write_text("Prompt\tCategory\na red tulip\tPlants\n")
+    there = repositories(place)
+    (there / "someone/words").mkdir()
+    (there / "someone/words/PartiPrompts.tsv").write_text("Prompt\tCategory\na red tulip\tPlants\n")
     # more than the hub's library writes at a time
-    (there / "lamp/tiny/large.safetensors").write_bytes(bytes(24 << 20))
-    asked = {"first": DRAW, "commit": [*DRAW[:3], f"lamp/tiny@{COMMIT}", *DRAW[4:]]}
+    (there / "someone/tiny/large.safetensors").write_bytes(bytes(24 << 20))
+    asked = {"first": DRAW, "commit": [*DRAW[:3], f"someone/tiny@{COMMIT}", *DRAW[4:]]}
     asked |= {name: ["generate", "a tulip", "--model", name] for name in ABSENT}
     asked |= {"prompts": bench(there, "PartiPrompts.tsv", "a"), "no prompts": bench(there, "absent.tsv", "c")}
     later = {"again": DRAW, "prompts again": bench(there, "PartiPrompts.tsv", "b")}
-    later["gone"] = ["generate", "a tulip", "--model", "lamp/gone"]
+    later["gone"] = ["generate", "a tulip", "--model", "someone/gone"]
     with hub(there) as server:
         server.cut = ("large.safetensors", 15 << 20, 1)
         found = ended(place, server.address, *asked.values())
         address = server.address
-    found += ended(place, address, *later.values())  # nobody answers there now
+    found += ended(place, address, *later.values())  # the hub is closed now
     found += ended(place, address, DRAW, HF_HUB_OFFLINE="1")
     assert not (place / "c").exists()
     return dict(zip([*asked, *later, "offline"], found, strict=True)), server.requested
 
 
-def test_a_model_is_fetched_once_and_drawn_without_a_network_after(fetched) -> None:
+def test_a_model_is_downloaded_once_and_then_drawn_without_a_network(fetched) -> None:
     outcomes, requested = fetched
-    got = {path.split("/resolve/")[1] for _, path, _ in requested if "/lamp/tiny/resolve/" in path}
+    got = {path.split("/resolve/")[1] for _, path, _ in requested if "/someone/tiny/resolve/" in path}
     assert f"{COMMIT}/target/model.safetensors" in got and f"{COMMIT}/defaults.json" in got
     assert not any(name.endswith((".onnx", "old.pt")) for name in got)
     for name in ("first", "commit", "again", "offline"):
@@ -66,16 +66,16 @@ def test_a_model_is_fetched_once_and_drawn_without_a_network_after(fetched) -> N
         assert (code, err) == (0, ""), name
         drawn = json.loads(out)
         assert drawn["accepted_per_pass"] == json.loads(outcomes["first"][1])["accepted_per_pass"]
-        assert drawn["model"] == ("lamp/tiny" if name != "commit" else f"lamp/tiny@{COMMIT}")
+        assert drawn["model"] == ("someone/tiny" if name != "commit" else f"someone/tiny@{COMMIT}")
 
 
-def test_a_line_that_goes_dead_is_taken_up_where_it_stopped(fetched) -> None:
+def test_an_interrupted_download_is_resumed(fetched) -> None:
     spans = [span for verb, path, span in fetched[1] if verb == "GET" and path.endswith("large.safetensors")]
     assert len(spans) == 2 and int(spans[1].removeprefix("bytes=").split("-")[0]) >= 10 << 20
 
 
-def test_a_fetch_that_fails_keeps_the_files_it_has(tmp_path: Path) -> None:
-    with hub(shelf(tmp_path)) as server:
+def test_a_failed_download_keeps_complete_files(tmp_path: Path) -> None:
+    with hub(repositories(tmp_path)) as server:
         server.cut = ("model.safetensors", 0, 100)
         ((code, _, err),) = ended(tmp_path, server.address, DRAW, HF_HUB_DOWNLOAD_TIMEOUT="60")
         assert code == 2 and "run it again" in err and err.count("\n") == 1
@@ -91,29 +91,29 @@ def test_a_fetch_that_fails_keeps_the_files_it_has(tmp_path: Path) -> None:
     ("name", "said"),
     [
         *ABSENT.items(),
-        ("gone", "lamp/gone is not on this machine"),  # without a network and without a copy
-        ("no prompts", "lamp/words/absent.tsv are not here, nor"),
+        ("gone", "someone/gone is not on this machine"),  # without a network and without a copy
+        ("no prompts", "someone/words/absent.tsv are not here, nor"),
     ],
 )
-def test_what_cannot_be_fetched_is_one_line(name: str, said: str, fetched) -> None:
+def test_what_cannot_be_downloaded_is_one_line(name: str, said: str, fetched) -> None:
     code, _, err = fetched[0][name]
     assert code == 2 and err.count("\n") == 1 and said in err
 
 
-def test_prompts_are_fetched_from_a_dataset_and_used_without_a_network_after(fetched) -> None:
+def test_prompts_are_downloaded_from_a_dataset_and_then_used_without_a_network(fetched) -> None:
     for name in ("prompts", "prompts again"):
         code, out, err = fetched[0][name]
         assert code == 0, err
         assert json.loads(out)["prompts"] == ["a red tulip"]
 
 
-def test_ids_are_told_from_paths():
+def test_hub_ids_and_paths():
     assert hub_id("a/b") == HubId("a/b") and str(hub_id("a/b@v1")) == "a/b@v1"
     assert hub_id("a/b/c/d.pt@main") == HubId("a/b", "c/d.pt", "main")
     assert all(hub_id(text) is None for text in ("a", "/a/b", "../a", "a/..", "a b/c", "a/b@", ""))
 
 
-def test_weights_of_one_format_come_with_what_stands_beside_them():
+def test_files_are_chosen_by_one_format_of_weights():
     files = ["config.json", "model.safetensors", "pytorch_model.bin", "vae/config.json", "picture.png"]
     assert choose(HubId("a/b"), files) == ["model.safetensors", "config.json", "vae/config.json"]
     assert choose(HubId("a/b"), ["x.pt", "readme.md"]) == ["x.pt"]

@@ -1,4 +1,4 @@
-"""LlamaGen's checkpoints say here what the authors' own code said of them (see `golden/make_llamagen.py`)."""
+"""Logits and pixels of LlamaGen's checkpoints are those of the authors' code (see `golden/make_llamagen.py`)."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def opened(name: str, layout: str, heads: int, folder: Path) -> Target:
     return read_target(folder, torch.float32).requires_grad_(False)
 
 
-def begun(target: Target, condition: str) -> tuple[Cache, Tensor]:
-    """A cache behind the prompt, and the logits there, [R, V]."""
+def prefilled(target: Target, condition: str) -> tuple[Cache, Tensor]:
+    """A cache after the prompt, and the logits there, [R, V]."""
     prompt = target.prompt([condition], 2)
     cache = Cache(target.decoder.config, 2, target.slots + target.length + 8, prompt.embeds)
     memory = cache.rows(torch.arange(2), prompt.start, target.slots)
@@ -43,7 +43,7 @@ def begun(target: Target, condition: str) -> tuple[Cache, Tensor]:
 def test_logits_are_the_authors(name: str, layout: str, heads: int, tmp_path: Path) -> None:
     target = opened(name, layout, heads, tmp_path)
     condition = TEXT if "t2i" in name else "7"
-    cache, logits = begun(target, condition)
+    cache, logits = prefilled(target, condition)
     steps = [logits]
     for code in CODES:
         nodes = cache.nodes(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1, 1, dtype=torch.bool))
@@ -54,7 +54,7 @@ def test_logits_are_the_authors(name: str, layout: str, heads: int, tmp_path: Pa
     x = torch.randn(3, target.decoder.config.dim)
     assert torch.equal(target.head(x), target.head_linear(x))
 
-    cache, _ = begun(target, condition)
+    cache, _ = prefilled(target, condition)
     count = len(PARENTS)
     mask, depth = torch.eye(count, dtype=torch.bool), torch.zeros(count, dtype=torch.int64)
     for node in range(1, count):
@@ -77,6 +77,6 @@ def test_pixels_are_the_authors(tmp_path: Path) -> None:
 
 def test_a_damaged_tokenizer_is_not_taken_for_a_missing_one(tmp_path: Path) -> None:
     folder = checkpoints.write_llamagen(tmp_path / "model")
-    whole = (folder / "vq_ds16.pt").read_bytes()
-    (folder / "vq_ds16.pt").write_bytes(whole[: len(whole) // 2])
+    content = (folder / "vq_ds16.pt").read_bytes()
+    (folder / "vq_ds16.pt").write_bytes(content[: len(content) // 2])
     rejects(r"vq_ds16\.pt is truncated", read_target, folder, torch.float32)

@@ -1,4 +1,4 @@
-"""What a model's attention computes besides attention to all earlier tokens: honoured, or refused in a sentence."""
+"""Attention other than to all earlier tokens: computed, or rejected in a sentence."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def draw(model: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(("window", "scaling"), [(None, 0.7), (4096, None)])
-def test_a_scale_of_the_scores_and_a_window_of_all_tokens_draw_the_models_own_codes(window, scaling) -> None:
+def test_a_scale_of_the_scores_and_a_window_of_all_tokens_are_computed(window, scaling) -> None:
     model = mistral(sliding_window=window)
     for layer in model.model.layers:
         layer.self_attn.scaling = scaling or layer.self_attn.scaling
@@ -68,10 +68,10 @@ def test_a_scale_of_the_scores_and_a_window_of_all_tokens_draw_the_models_own_co
     ],
     ids=["window", "cap"],
 )
-def test_a_window_and_capped_scores_are_refused(make, said) -> None:
+def test_a_window_and_capped_scores_are_rejected(make, said) -> None:
     rejects(said, draw, lanternpp.accelerate(make()))
 
 
-def test_a_class_with_other_modules_is_refused() -> None:
+def test_a_class_with_other_modules_is_rejected() -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=TEXT + CODES, n_embd=32, n_layer=1, n_head=2))
     rejects("GPT2LMHeadModel has other modules.*needs `layers`", lanternpp.accelerate, model)

@@ -1,4 +1,4 @@
-"""Models of transformers that the pipeline opened: beside the model's own `generate`, prompts, sizes, and what is refused."""
+"""Models of transformers in the pipeline: beside their own `generate`; prompts, sizes, and what is rejected."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ def glm_pipe(glm: tuple[Path, Any, Any]) -> Pipeline:
     return Pipeline.from_pretrained(glm[0], device="cpu", dtype="float64", size="64x32")
 
 
-HOW = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
-OTHERS = list(range(CODES, CODES + 4))  # GLM-Image's tokens that are no codes
+TEMPLATE_OPTIONS = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+OTHER_TOKENS = list(range(CODES, CODES + 4))  # GLM-Image's tokens that are no codes
 
 
 def test_greedy_codes_of_glm_image_are_those_of_transformers(
@@ -141,9 +141,11 @@ def test_greedy_codes_of_glm_image_are_those_of_transformers(
     """
     _, model, processor = glm
     messages = [[{"role": "user", "content": [{"type": "text", "text": text}]}] for text in PROMPTS[:2]]
-    inputs = processor.apply_chat_template(messages, **HOW, target_h=32, target_w=64, padding=True)
+    inputs = processor.apply_chat_template(
+        messages, **TEMPLATE_OPTIONS, target_h=32, target_w=64, padding=True
+    )
     assert inputs["image_grid_thw"][:2].tolist() == [[1, 1, 2], [1, 11, 22]]
-    call = {**inputs, "do_sample": False, "max_new_tokens": 244, "suppress_tokens": OTHERS}
+    call = {**inputs, "do_sample": False, "max_new_tokens": 244, "suppress_tokens": OTHER_TOKENS}
     expected = model.generate(**call)
     lanternpp.accelerate(model, window=5)
     assert torch.equal(model.generate(**call), expected)
@@ -169,8 +171,8 @@ def test_greedy_codes_of_an_edit_by_glm_image_are_those_of_transformers(
     pictures = [Image.effect_noise(size, 120).convert("RGB") for size in ((96, 64), (64, 128))]
     content = [*({"type": "image", "image": one} for one in pictures), {"type": "text", "text": PROMPT}]
     messages = [{"role": "user", "content": content}]
-    inputs = processor.apply_chat_template(messages, **HOW, target_h=96, target_w=128)
-    call = {**inputs, "do_sample": False, "max_new_tokens": 12, "suppress_tokens": OTHERS}
+    inputs = processor.apply_chat_template(messages, **TEMPLATE_OPTIONS, target_h=96, target_w=128)
+    call = {**inputs, "do_sample": False, "max_new_tokens": 12, "suppress_tokens": OTHER_TOKENS}
     codes = model.generate(**call)[:, inputs["input_ids"].shape[1] :]
     greedy: Any = {"temperature": 0, "output_type": "codes", "image": pictures}
     for method in ("ar", "jacobi-coupled"):
@@ -190,7 +192,9 @@ DRAWN += [(name, "lantern-jacobi") for name in EVERY.keys() - {"emu3"}]
 
 
 @pytest.mark.parametrize(("name", "method"), sorted(DRAWN))
-def test_every_method_draws_alone_and_in_a_batch_guided_and_not(name: str, method: str, models: Path) -> None:
+def test_every_method_draws_one_and_several_pictures_with_and_without_guidance(
+    name: str, method: str, models: Path
+) -> None:
     ends, side = name in ENDS, 4 * PIXELS[name]
     pipe = pipeline(models / name)
     dials = {"neighbours": 8} if METHODS[method].dials.get("neighbours") else {}
@@ -214,7 +218,7 @@ KERNELS += [(name, "bfloat16") for name in ("anole", "janus", LUMINA, "emu3")]
 @pytest.mark.skipif(library() is None, reason="there are no kernels for this machine")
 @pytest.mark.parametrize(("name", "dtype"), KERNELS)
 @torch.inference_mode()
-def test_kernels_keep_to_the_format_from_weights_that_lie_in_memory_once(
+def test_kernels_follow_the_format_and_keep_one_copy_of_the_weights(
     name: str, dtype: str, models: Path
 ) -> None:
     pipe = pipeline(models / name, dtype)
@@ -244,15 +248,19 @@ def test_kernels_keep_to_the_format_from_weights_that_lie_in_memory_once(
     assert pipe(PROMPT, method="ar").images
 
 
-ASKED = "Generate an image of {} according to the following prompt: red sea"
+INSTRUCTION = "Generate an image of {} according to the following prompt: red sea"
 BEGIN_96X64 = "<racm3:break> <reserved08802> <reserved08803>"  # 2 and 3 times 32 px: the height first
 OTHER = "<|endoftext|>"  # a word that the tokenizer does not know
 PROMPTED = {  # a size, and the tokens of "red sea" and of its unconditional branch, as the authors' code has them
     "anole": ({}, "<s> red sea <reserved08706> <racm3:break>", "<s> <racm3:break>"),
-    LUMINA: ({"size": "96x64"}, f"<s> {ASKED.format('<s>')} <reserved08706> {BEGIN_96X64}", BEGIN_96X64),
+    LUMINA: (
+        {"size": "96x64"},
+        f"<s> {INSTRUCTION.format('<s>')} <reserved08706> {BEGIN_96X64}",
+        BEGIN_96X64,
+    ),
     "lumina2": (
         {"size": "96x64"},
-        f"{OTHER} {ASKED.format(OTHER)} <reserved08706> {BEGIN_96X64}",
+        f"{OTHER} {INSTRUCTION.format(OTHER)} <reserved08706> {BEGIN_96X64}",
         BEGIN_96X64,
     ),
     "liquid": (
@@ -324,8 +332,8 @@ def test_pictures_of_other_sizes_have_rows_of_their_own(
     places = raster.grid(index)[0]
     assert (places[1:] - places[:-1] == raster.width).all(), "drafts of Jacobi rely on it"
     assert target.codebook.shape == (CODES + 1, 4)
-    apart = torch.cdist(target.codebook, target.codebook)[:CODES, CODES].min()
-    assert apart > torch.pdist(target.codebook[:CODES]).max(), "a row end is no code's neighbour"
+    nearest_end = torch.cdist(target.codebook, target.codebook)[:CODES, CODES].min()
+    assert nearest_end > torch.pdist(target.codebook[:CODES]).max(), "a row end is no code's neighbour"
 
 
 @pytest.mark.parametrize(
@@ -341,7 +349,7 @@ def test_pictures_of_other_sizes_have_rows_of_their_own(
         ("simplear", "512", "32x32 codes do not fit the model's 256 positions"),
     ],
 )
-def test_a_size_that_cannot_be_drawn_is_refused(name: str, size: str, said: str, models: Path) -> None:
+def test_a_size_that_cannot_be_drawn_is_rejected(name: str, size: str, said: str, models: Path) -> None:
     rejects(said, read_target, models / name, torch.float32, given={"size": size})
 
 
@@ -369,13 +377,13 @@ def edited(folder: Path, to: Path, *removed: str, **changes: Any) -> Path:
         ({"vocabulary_map": [4, 5]}, "correct its config"),
     ],
 )
-def test_a_config_that_does_not_fit_is_refused_in_one_line(
+def test_a_config_that_does_not_fit_is_rejected(
     models: Path, tmp_path: Path, changes: dict[str, Any], named: str
 ) -> None:
     rejects(named, read_target, edited(models / "anole", tmp_path / "copy", **changes), torch.float32)
 
 
-def test_layers_that_a_config_leaves_out_are_refused(models: Path, tmp_path: Path) -> None:
+def test_layers_that_a_config_leaves_out_are_rejected(models: Path, tmp_path: Path) -> None:
     for name in ("anole", "emu3"):  # with layers at the top of the config, and below text_config
         config = json.loads((models / name / "config.json").read_text())
         config.get("text_config", config)["num_hidden_layers"] = 1
@@ -385,7 +393,7 @@ def test_layers_that_a_config_leaves_out_are_refused(models: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["liquid", "emu3"])
-def test_the_named_file_of_a_folder_is_read_and_a_damaged_one_blamed(
+def test_the_named_file_of_a_folder_is_read_and_a_damaged_one_named(
     name: str, models: Path, tmp_path: Path
 ) -> None:
     folder = edited(models / name, tmp_path / name)
@@ -405,8 +413,8 @@ def test_the_named_file_of_a_folder_is_read_and_a_damaged_one_blamed(
     rejects(r"config\.json is missing", read_target, folder / "ema.safetensors", torch.float32)
 
 
-def test_what_torchao_quantised_is_drawn_with_by_pytorch_and_is_not_written(tmp_path: Path) -> None:
-    """Its weights have no address that kernels could read."""
+def test_weights_quantised_by_torchao_stay_with_pytorch_and_are_not_written(tmp_path: Path) -> None:
+    """The kernels cannot read them."""
     from torchao.quantization import Int8WeightOnlyConfig
     from transformers import Emu3ForConditionalGeneration, TorchAoConfig
 
@@ -441,7 +449,7 @@ def test_a_generation_config_that_cannot_be_used_is_named(models: Path, tmp_path
     assert not (tmp_path / "out").exists()
 
 
-def test_weights_in_8_bits_are_refused_unless_the_config_says_how(models: Path, tmp_path: Path) -> None:
+def test_weights_in_8_bits_without_a_quantization_config_are_rejected(models: Path, tmp_path: Path) -> None:
     path = edited(models / "anole", tmp_path / "anole") / "model.safetensors"
     tensors, name = load_file(path), "model.layers.0.mlp.up_proj.weight"
     tensors |= {name: tensors[name].to(torch.float8_e4m3fn), f"{name}_scale": torch.ones(48, 1)}
@@ -449,14 +457,14 @@ def test_weights_in_8_bits_are_refused_unless_the_config_says_how(models: Path, 
     rejects("up_proj.weight holds float8_e4m3fn where weights", read_target, path, torch.float32)
 
 
-def test_logits_that_are_no_numbers_in_float32_are_a_fault_of_the_files(models: Path, tmp_path: Path) -> None:
+def test_nan_logits_in_float32_are_an_error_of_the_files(models: Path, tmp_path: Path) -> None:
     wrong = {"rope_theta": 0, "rope_type": "default"}
     pipe = pipeline(edited(models / "anole", tmp_path / "anole", rope_parameters=wrong), "float32")
     with pytest.raises(ModelError, match="in float32; correct its weights, or numbers of its config"):
         pipe(PROMPT, method="ar")
 
 
-def test_buffers_that_are_no_numbers_are_refused(models: Path, tmp_path: Path) -> None:
+def test_buffers_of_nan_are_rejected(models: Path, tmp_path: Path) -> None:
     path = edited(models / "emu3", tmp_path / "emu3") / "model.safetensors"
     tensors = load_file(path)
     name = next(name for name in tensors if name.endswith("running_var"))
@@ -470,7 +478,7 @@ def test_a_folder_called_tokenizer_beside_a_published_model_is_not_read(models: 
     read_target(edited(models / "liquid", tmp_path / "liquid"), torch.float32)
 
 
-def test_what_is_missing_beside_a_checkpoint_is_named(models: Path, tmp_path: Path) -> None:
+def test_missing_files_beside_a_checkpoint_are_named(models: Path, tmp_path: Path) -> None:
     def refused(said: str, folder: Path, **given: Path) -> None:
         rejects(said, read_target, folder, torch.float32, given=given)
 
@@ -511,7 +519,7 @@ def test_what_is_missing_beside_a_checkpoint_is_named(models: Path, tmp_path: Pa
     refused("lacks model.layers.1.self_attn.k_norm.weight", tmp_path / LUMINA, **given)
 
 
-def test_words_are_pairs_of_bytes_by_their_ranks(models: Path, tmp_path: Path) -> None:
+def test_emu35_encodes_text_by_merging_pairs_of_bytes(models: Path, tmp_path: Path) -> None:
     """A word that is a token is taken whole, though no pair leads to it; accents are composed first."""
     text: Any = read_target(models / "emu3.5", torch.float32).text
     assert text.ids("the red") == [*b"the", *b" ", 256, *b"d"]
@@ -591,14 +599,14 @@ def test_a_prompt_of_emu35_may_show_pictures(
     rejects("is without its encoder", pipeline(tmp_path / "ours"), PROMPT, image=picture)
 
 
-def test_a_long_prompt_is_refused_with_its_length(models: Path) -> None:
+def test_a_long_prompt_is_rejected_with_its_length(models: Path) -> None:
     target = read_target(models / "anole", torch.float32)
     rejects(r"'red red .*' takes 303 slots and there are 240", target.check, "red " * 300)
     assert target.prompt(["red " * 200], 2).embeds.shape[1] == 224  # 203 slots, in steps of 32
     assert target.prompt(["red " * 237], 1).embeds.shape[1] == 240  # no more than there are
 
 
-def test_what_overflows_in_float16_names_another_dtype(models: Path, tmp_path: Path) -> None:
+def test_an_overflow_in_float16_names_another_dtype(models: Path, tmp_path: Path) -> None:
     """All states of the prompt, or those of codes alone."""
     for name in ("liquid", "anole"):
         folder = shutil.copytree(models / name, tmp_path / name)
@@ -616,7 +624,7 @@ def test_what_overflows_in_float16_names_another_dtype(models: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("norms", [1, 4], ids=["one norm", "a norm a head"])
-def test_a_published_drafter_may_norm_queries_and_keys_as_its_target_does(
+def test_a_published_drafter_may_have_norms_of_queries_and_keys(
     models: Path, tmp_path: Path, norms: int
 ) -> None:
     target: Any = read_target(models / "anole", torch.float32)
@@ -632,7 +640,7 @@ def test_a_published_drafter_may_norm_queries_and_keys_as_its_target_does(
     assert torch.equal(drafter.decoder.blocks[0].qk_norm.weight[:4], queries)
 
 
-def test_sizes_of_glm_image_and_how_its_checkpoint_samples(
+def test_sizes_and_sampling_defaults_of_glm_image(
     glm: tuple[Path, Any, Any], glm_pipe: Pipeline, tmp_path: Path
 ) -> None:
     sized = functools.partial(glm_pipe.target.raster_of, None)  # type: ignore[operator]
@@ -646,7 +654,7 @@ def test_sizes_of_glm_image_and_how_its_checkpoint_samples(
     assert (found["cfg"], found["temperature"], found["top_p"]) == (1.0, 0.9, 0.75)
 
 
-def test_what_glm_image_cannot_do_is_said_in_a_sentence(glm_pipe: Pipeline, tmp_path: Path) -> None:
+def test_unsupported_calls_of_glm_image_are_rejected(glm_pipe: Pipeline, tmp_path: Path) -> None:
     rejects("output_type", glm_pipe.stream, "red sea")
     rejects("without guidance", glm_pipe, "red sea", cfg=2.0, output_type="codes")
     rejects("cannot be converted", glm_pipe.target.save, tmp_path, "float32")
@@ -671,7 +679,7 @@ from lanternpp.api.model import target_source
 from lanternpp.models.transformers.janus import Janus
 from lanternpp.nn.backend import backend
 
-def used():  # what is mapped from files does not count: its pages are let go where memory is short
+def used():  # pages mapped from files do not count, as the kernel can drop them
     return 1024 * int(re.search(r"RssAnon:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1])
 
 def watch():

@@ -1,4 +1,4 @@
-"""`accelerate` and `custom_generate`: transformers' own `generate`, and ours on the same model, with the same weights."""
+"""`accelerate` and `custom_generate` beside transformers' own `generate` of the same model."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from lanternpp.api.rates import Counts
 
 
 def test_a_sequence_ends_where_a_token_ends_it(made: Callable[[str], Case]) -> None:
-    """Each of a batch elsewhere, and padding behind, as transformers has it."""
+    """Each of a batch at another place, with padding after it, as in transformers."""
     case = made("glm-image")
     given = case.inputs(3) | {"do_sample": False}
     whole = case.model.generate(**given)[:, -19:]
@@ -63,7 +63,7 @@ def test_a_sequence_ends_where_a_token_ends_it(made: Callable[[str], Case]) -> N
 
 
 @pytest.mark.parametrize("name", ["emu3", "glm-image"])
-def test_several_sequences_of_a_prompt_are_at_the_positions_of_one(
+def test_several_sequences_of_a_prompt_have_the_same_positions(
     made: Callable[[str], Case], name: str
 ) -> None:
     """transformers repeats the rows of every tensor, also of GLM-Image's grids, of which a prompt has two."""
@@ -85,7 +85,7 @@ def janus_logits(model: Any, prompt: Any, codes: Tensor) -> Tensor:
     return logits
 
 
-def test_janus_without_guidance_draws_what_the_model_itself_prefers(made: Callable[[str], Case]) -> None:
+def test_janus_without_guidance_draws_the_argmax(made: Callable[[str], Case]) -> None:
     """transformers' own loop fails at guidance 1."""
     case = made("janus")
     given = case.inputs(1) | {"guidance_scale": 1.0, "do_sample": False}
@@ -125,7 +125,7 @@ SQUARE = {"prefix_allowed_tokens_fn": None, "generation_mode": "image"}
 @pytest.mark.parametrize(
     ("name", "more"), [("janus", {}), ("emu3", {}), ("glm-image", {}), ("liquid", {}), ("liquid", SQUARE)]
 )
-def test_the_one_code_that_is_not_suppressed_is_drawn_and_to_leave_none_is_a_mistake(
+def test_suppressed_codes_are_never_drawn_and_to_suppress_all_is_rejected(
     made: Callable[[str], Case], name: str, more: dict[str, Any]
 ) -> None:
     case = made(name)
@@ -136,7 +136,7 @@ def test_the_one_code_that_is_not_suppressed_is_drawn_and_to_leave_none_is_a_mis
     rejects("suppress_tokens allows no token at all at some place", generate, suppress_tokens=codes)
 
 
-def test_a_dial_for_whole_pictures_is_lowered_for_a_shorter_call(made: Callable[[str], Case]) -> None:
+def test_a_dial_for_complete_pictures_is_lowered_for_a_shorter_call(made: Callable[[str], Case]) -> None:
     case = made("chameleon")
     given = case.inputs(1) | {"do_sample": False, "max_new_tokens": 7}
     expected = case.model.generate(**given)
@@ -144,7 +144,7 @@ def test_a_dial_for_whole_pictures_is_lowered_for_a_shorter_call(made: Callable[
     assert torch.equal(case.model.generate(**given), expected)
 
 
-def test_published_language_models_are_known_by_their_number_of_tokens() -> None:
+def test_published_language_models_are_recognised_by_their_number_of_tokens() -> None:
     small = {**LANGUAGE, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     for model, first, side in (
         (GemmaForCausalLM(GemmaConfig(vocab_size=264_192, head_dim=4, **small)), 256_000, 32),
@@ -175,7 +175,7 @@ def test_custom_generate_is_a_hook_of_transformers(made: Callable[[str], Case]) 
 def test_the_distribution_of_the_first_codes_is_that_of_transformers(
     made: Callable[[str], Case], name: str
 ) -> None:
-    """Temperature, top-k and top-p of a call, guidance, drafts that are kept and refused: three codes, enumerated."""
+    """Temperature, top-k and top-p of a call, guidance, accepted and rejected drafts: three codes, enumerated."""
     case, count, depth = made(name), 400, 3
     given = case.inputs(1) | case.negative(1)
     given |= {"do_sample": True, "temperature": 1.3, "top_k": 3, "top_p": 0.95}
@@ -198,7 +198,7 @@ def test_the_distribution_of_the_first_codes_is_that_of_transformers(
     lanternpp.accelerate(case.model, method="jacobi", window=4)
     torch.manual_seed(5)
     drawn = case.model.generate(**repeated(given, count))
-    assert case.model.generate.codes_per_pass > 1  # some guesses were kept
+    assert case.model.generate.codes_per_pass > 1  # some draft codes were accepted
     codes = drawn[:, :depth] if name == "janus" else drawn[:, -depth:]
     counts = torch.tensor([int((codes == torch.tensor(path)).all(1).sum()) for path in distribution])
     assert int(counts.sum()) == count and len(distribution) > 9
@@ -265,7 +265,7 @@ def test_a_seed_or_a_generator_decides_the_picture(made: Callable[[str], Case]) 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_weights_stay_where_they_are(made: Callable[[str], Case], name: str) -> None:
+def test_accelerate_copies_no_weights(made: Callable[[str], Case], name: str) -> None:
     model = made(name).model
     held = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     target = adapter_of(model)
@@ -275,7 +275,9 @@ def test_weights_stay_where_they_are(made: Callable[[str], Case], name: str) -> 
 
 
 @pytest.mark.parametrize("name", ["janus", "emu3"])
-def test_drafters_draw_in_place_what_the_pipeline_draws(made: Callable[[str], Case], name: str) -> None:
+def test_drafters_of_an_accelerated_model_draw_as_in_the_pipeline(
+    made: Callable[[str], Case], name: str
+) -> None:
     """The same codes from the same seeds, with the drafters that a training makes: features, codes and positions agree."""
     case = made(name)
     folder = Path(case.model.name_or_path)
@@ -297,7 +299,7 @@ def test_drafters_draw_in_place_what_the_pipeline_draws(made: Callable[[str], Ca
 
 
 @pytest.mark.parametrize("name", ["janus", "emu3", "glm-image"])
-def test_drafts_in_place_are_fitted_to_the_machine(
+def test_drafts_of_an_accelerated_model_are_fitted_to_the_machine(
     made: Callable[[str], Case], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = made(name)
@@ -305,7 +307,7 @@ def test_drafts_in_place_are_fitted_to_the_machine(
     monkeypatch.setattr(fit, "user_cache", lambda: tmp_path / "cache")
     monkeypatch.setattr(fit, "SECONDS", 60.0)  # a loaded machine has the time to measure every window
     monkeypatch.setattr(fit, "disturbed", lambda steps: False)
-    every = Counts(((8.0,) * 4,) * 16, ((8.0,) * 4,) * 16, 1000)  # every guess is accepted
+    every = Counts(((8.0,) * 4,) * 16, ((8.0,) * 4,) * 16, 1000)  # every draft code is accepted
     monkeypatch.setattr(Fit, "counts", lambda self, settings: every)
     given = case.inputs(2) | {"do_sample": True}
     lanternpp.accelerate(case.model, method="jacobi-coupled")
@@ -322,7 +324,7 @@ def adapted(inner: torch.nn.Linear) -> torch.nn.Module:
     return torch.nn.Sequential(before, inner)
 
 
-def test_adapters_and_later_changes_are_in_what_is_drawn(tmp_path: Path) -> None:
+def test_adapters_and_later_changes_take_effect(tmp_path: Path) -> None:
     """Nothing of the layers, the head or the embeddings was copied, and replaced modules are not kept."""
     case = emu3(tmp_path)
     model, given = case.model, case.inputs(1) | {"do_sample": False}
@@ -348,7 +350,7 @@ def test_adapters_and_later_changes_are_in_what_is_drawn(tmp_path: Path) -> None
         assert torch.equal(before, expected)
 
 
-def test_weights_that_torchao_keeps_in_8_bits_are_drawn_with_as_they_are(tmp_path: Path) -> None:
+def test_weights_in_8_bits_by_torchao_are_used_as_they_are(tmp_path: Path) -> None:
     """Every linear layer, the head among them."""
     from torchao import quantization
 
@@ -364,9 +366,7 @@ def test_weights_that_torchao_keeps_in_8_bits_are_drawn_with_as_they_are(tmp_pat
 
 
 @pytest.mark.parametrize("name", ["janus", "emu3", "glm-image", "liquid"])
-def test_another_thread_may_run_the_model_in_the_middle_of_a_pass(
-    made: Callable[[str], Case], name: str
-) -> None:
+def test_another_thread_may_run_the_model_during_a_pass(made: Callable[[str], Case], name: str) -> None:
     """Its results are the same bits as without a pass, and so are the codes of the draw."""
     case = made(name)
     model, given, here = case.model, case.inputs(2) | {"do_sample": False}, threading.get_ident()
@@ -405,7 +405,7 @@ def test_threads_generate_as_usual_while_one_draws(made: Callable[[str], Case]) 
         assert all(torch.equal(one.result(SECONDS), expected) for one in texts)
 
 
-def test_a_call_keeps_the_pipeline_that_another_thread_frees(
+def test_a_call_keeps_the_pipeline_that_another_thread_releases(
     made: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, usual = made("emu3").model, accelerate.made_for
@@ -421,7 +421,7 @@ def test_a_call_keeps_the_pipeline_that_another_thread_frees(
     assert not hasattr(model, accelerate.HELD)
 
 
-def test_glm_image_refuses_a_prompt_that_holds_the_codes_of_a_picture(made: Callable[[str], Case]) -> None:
+def test_glm_image_rejects_a_prompt_with_the_codes_of_a_picture(made: Callable[[str], Case]) -> None:
     case = made("glm-image")
     lanternpp.accelerate(case.model, window=5)
     shown = torch.tensor([[70, CODES, *range(6), CODES + 1, 72, CODES]])
@@ -432,7 +432,7 @@ def test_glm_image_refuses_a_prompt_that_holds_the_codes_of_a_picture(made: Call
     assert case.model.generate(**given).shape == (1, 5)  # no grid: any tokens, at positions of text
 
 
-def test_a_draw_leaves_the_positions_of_another_call_as_they_are(made: Callable[[str], Case]) -> None:
+def test_a_draw_does_not_change_the_positions_of_another_call(made: Callable[[str], Case]) -> None:
     """GLM-Image keeps them in the model; here a picture of another size is drawn in the middle of a plain call."""
     case = made("glm-image")
     model, given = case.model, case.inputs(1) | {"do_sample": False, "max_new_tokens": 8}
@@ -451,7 +451,7 @@ def test_a_draw_leaves_the_positions_of_another_call_as_they_are(made: Callable[
     assert all(torch.equal(*logits) for logits in zip(found, expected, strict=True))
 
 
-def test_a_forward_that_was_replaced_is_run_and_another_attention_is_refused(tmp_path: Path) -> None:
+def test_a_replaced_forward_is_run_and_another_attention_is_rejected(tmp_path: Path) -> None:
     """As hooks of accelerate replace it."""
     from accelerate.hooks import ModelHook, add_hook_to_module
 
@@ -472,7 +472,7 @@ def test_a_forward_that_was_replaced_is_run_and_another_attention_is_refused(tmp
     rejects("1 of 2 layers do not use the attention functions of transformers", model.generate, **given)
 
 
-def test_a_model_that_was_cast_after_a_draw_draws_as_one_that_was_cast_before(tmp_path: Path) -> None:
+def test_a_model_may_be_cast_after_a_draw(tmp_path: Path) -> None:
     case = emu3(tmp_path)
     model, given = case.model, case.inputs(2) | {"do_sample": False}
     drafter = with_drafters(tmp_path, "drafters", (0,)) / "parallel"
@@ -498,12 +498,12 @@ def test_autocast_does_not_change_what_a_model_in_float32_draws(tmp_path: Path) 
         assert torch.equal(pipe(PROMPTS[1], method="ar", output_type="pt").images, plain)
 
 
-def test_weights_that_accelerate_brings_for_a_pass_are_there_before_a_draw(tmp_path: Path) -> None:
-    """As from the CPU to a GPU, here from one dtype to another; those that it brings layer by layer are not drawn with."""
+def test_weights_that_accelerate_loads_for_a_pass_are_loaded_before_a_draw(tmp_path: Path) -> None:
+    """As from the CPU to a GPU, here from one dtype to another; weights that are loaded layer by layer are rejected."""
     from accelerate import cpu_offload
     from accelerate.hooks import ModelHook, add_hook_to_module
 
-    class Brought(ModelHook):
+    class CastBefore(ModelHook):
         def pre_forward(self, module: Any, *given: Any, **more: Any) -> Any:
             module.double()
             return given, more
@@ -511,7 +511,7 @@ def test_weights_that_accelerate_brings_for_a_pass_are_there_before_a_draw(tmp_p
     case = CASES["glm-image"](tmp_path)
     model, given = case.model, case.inputs(1) | {"do_sample": False}
     expected = model.generate(**given)
-    lanternpp.accelerate(add_hook_to_module(model, Brought()), window=5)
+    lanternpp.accelerate(add_hook_to_module(model, CastBefore()), window=5)
     model.model.vqmodel.float()
     model.lm_head.float()
     assert torch.equal(model.generate(**given), expected)
@@ -520,7 +520,7 @@ def test_weights_that_accelerate_brings_for_a_pass_are_there_before_a_draw(tmp_p
 
 
 @pytest.mark.gpu
-def test_a_model_that_was_moved_after_a_draw_draws_there(tmp_path: Path) -> None:
+def test_a_model_may_be_moved_after_a_draw(tmp_path: Path) -> None:
     case = emu3(tmp_path)
     model, given = case.model, case.inputs(2) | case.negative(2) | {"do_sample": False}
     lanternpp.accelerate(model, window=5)
@@ -560,7 +560,7 @@ def test_a_copy_of_an_accelerated_model_draws_with_its_own_weights(
     assert "generate" not in vars(other) and torch.equal(other.generate(**given), expected)
 
 
-def test_a_model_from_no_folder_leaves_nothing_where_it_is_run(
+def test_a_model_without_a_folder_writes_nothing_into_the_working_directory(
     made: Callable[[str], Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The table of neighbours goes to the user's cache."""
@@ -577,9 +577,7 @@ def test_a_model_from_no_folder_leaves_nothing_where_it_is_run(
     )
 
 
-def test_what_drafts_do_not_support_is_refused_in_a_sentence(
-    made: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unsupported_calls_are_rejected(made: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch) -> None:
     case = made("emu3")
     model, given = case.model, case.inputs(2)
     other = torch.nn.Linear(1, 1)

@@ -16,7 +16,7 @@ from lanternpp.util.terminal import progress_bar
 BOOK = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
 
 
-def test_the_nearest_come_first_and_are_read_from_the_file_the_next_time(
+def test_the_nearest_codes_come_first_and_are_read_from_the_file_the_next_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = neighbours(BOOK, 4, tmp_path / "new")
@@ -29,17 +29,17 @@ def test_the_nearest_come_first_and_are_read_from_the_file_the_next_time(
 
 
 @pytest.mark.parametrize("damage", [b"", b"half a file", None])
-def test_a_damaged_file_is_made_again(damage: bytes | None, tmp_path: Path) -> None:
+def test_a_damaged_file_is_written_again(damage: bytes | None, tmp_path: Path) -> None:
     table = neighbours(BOOK, 4, tmp_path)
     (file,) = tmp_path.iterdir()
     assert file.stat().st_mode & 0o077, "others may read it as far as the umask allows"
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-8] if damage is None else damage)
+    content = file.read_bytes()
+    file.write_bytes(content[:-8] if damage is None else damage)
     assert torch.equal(neighbours(BOOK, 4, tmp_path), table)
-    assert file.read_bytes() == whole
+    assert file.read_bytes() == content
 
 
-def test_a_full_disk_costs_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(tensors: object, path: Path, metadata: object) -> None:
         path.write_bytes(b"half")
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")

@@ -30,7 +30,7 @@ def read(path: Path, **changes: torch.Tensor | None) -> Any:
     return read_cosmos(Source.open(path / "vq_cosmos.safetensors"), BOOK, torch.float32)
 
 
-def test_a_picture_is_the_video_of_one_frame_that_nvidias_decoder_makes(tmp_path: Path) -> None:
+def test_a_picture_is_the_one_frame_of_nvidias_video_decoder(tmp_path: Path) -> None:
     more = {
         "inv_quant.quantizer._levels": torch.tensor([4, 4, 4]),
         "decoder.unpatcher3d.wavelets": torch.ones(2),
@@ -45,7 +45,7 @@ def test_a_picture_is_the_video_of_one_frame_that_nvidias_decoder_makes(tmp_path
     assert torch.equal(kept.decode(CODES), pixels)
 
 
-def test_codes_are_the_points_of_the_grid_with_the_first_number_changing_fastest() -> None:
+def test_codes_are_grid_points_with_the_first_number_changing_fastest() -> None:
     levels, points = (8, 8, 8, 5, 5, 5), fsq_points((8, 8, 8, 5, 5, 5))
     assert points.shape == (64_000, 6) and len(points.unique(dim=0)) == 64_000
     code = 3 + 8 * (7 + 8 * (0 + 8 * (4 + 5 * (2 + 5 * 1))))
@@ -65,9 +65,7 @@ def test_codes_are_the_points_of_the_grid_with_the_first_number_changing_fastest
         ({"decoder.norm_out.norm.bias": torch.full((16,), float("nan"))}, "holds NaN"),
     ],
 )
-def test_a_file_that_does_not_fit_is_refused_in_one_line(
-    tmp_path: Path, changes: dict[str, Any], said: str
-) -> None:
+def test_a_file_that_does_not_fit_is_rejected(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     rejects(said, read, tmp_path, **changes)
 
 
