@@ -14,7 +14,7 @@ from lanternpp.nn import checkpoints
 from lanternpp.nn.decoder import DecoderConfig
 
 
-def test_its_options_are_those_of_the_checkpoints():
+def test_bias_layers_and_norms_are_options():
     rotary_table = ToyTarget().decoder.rotary_table
     bare = EagleDrafter(EagleConfig(DecoderConfig(16, 2, 2, 24, first_norm=False), bias=False), rotary_table)
     assert bare.fc.bias is None and len(bare.decoder.blocks) == 2
@@ -24,7 +24,7 @@ def test_its_options_are_those_of_the_checkpoints():
 
 
 @pytest.mark.parametrize(("part", "kind"), [("drafter", EagleConfig), ("parallel", ParallelConfig)])
-def test_a_config_on_disk_is_flat_and_comes_back(part: str, kind: type[DrafterConfig]) -> None:
+def test_a_config_on_disk_is_flat_and_read_back(part: str, kind: type[DrafterConfig]) -> None:
     folder = ASSETS / "nature-128" / part
     saved = checkpoints.load_config(folder)
     flat = json.loads(json.dumps(kind.of(saved, folder).flat()))

@@ -21,7 +21,7 @@ def read(folder: Path) -> ParallelDrafter:
     return ParallelDrafter.read(Source.open(folder / "parallel"), target, torch.float32)
 
 
-def test_an_older_file_says_nothing_of_layers_and_has_none(tmp_path: Path) -> None:
+def test_an_older_file_without_aux_layers_has_none(tmp_path: Path) -> None:
     place = write_model(tmp_path) / "parallel" / "config.json"
     config = json.loads(place.read_text())
     assert config.pop("aux_layers") == []
@@ -38,7 +38,7 @@ def test_an_older_file_says_nothing_of_layers_and_has_none(tmp_path: Path) -> No
         ([-1], "aux_layers"),
     ],
 )
-def test_layers_that_the_target_lacks_are_refused(aux_layers: list[int], said: str, tmp_path: Path) -> None:
+def test_layers_that_the_target_lacks_are_rejected(aux_layers: list[int], said: str, tmp_path: Path) -> None:
     folder = write_model(tmp_path)
     target = read_target(folder, torch.float32)
     config = ParallelConfig.like(target.decoder.config, aux_layers=(0, 1)[: len(aux_layers)])

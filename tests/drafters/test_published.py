@@ -1,4 +1,4 @@
-"""Published EAGLE drafters: the authors' block, and the one thing that is odd about them."""
+"""Published EAGLE drafters: the authors' block, and their inputs at prompt slots."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def read(folder: Path, target: Target) -> PublishedDrafter:
     return PublishedDrafter.read(source, target, torch.float32).requires_grad_(False).eval()
 
 
-def test_its_layer_is_the_authors(target: Target, folder: Path) -> None:
+def test_the_features_are_those_of_the_authors(target: Target, folder: Path) -> None:
     drafter = read(folder, target)
     pair = checkpoints.numbers("pairs", (11, 128))[None]
     features = drafter.forward_sequence(pair[..., :64], pair[..., 64:])[0, 6:]
     assert (features - GOLDEN["drafter"]).abs().max() < 1e-4
 
 
-def test_it_sees_code_0_where_the_prompt_is(target: Target, folder: Path) -> None:
+def test_the_inputs_at_prompt_slots_are_those_of_code_0(target: Target, folder: Path) -> None:
     drafter = read(folder, target)
     proposer = TreeProposer(drafter, build_tree("chain-2"))
     proposer.open(target, Sampling(), Guidance(), 1)
@@ -65,7 +65,7 @@ def test_it_sees_code_0_where_the_prompt_is(target: Target, folder: Path) -> Non
     assert torch.allclose(proposer.features[:, 0], expected[:, -1], atol=1e-5)
 
 
-def test_another_targets_drafter_is_refused(target: Target, folder: Path) -> None:
+def test_the_drafter_of_another_target_is_rejected(target: Target, folder: Path) -> None:
     path = folder / "pytorch_model.bin"
     tensors = torch.load(path)
     torch.save(tensors | {"embed_tokens.weight": -tensors["embed_tokens.weight"]}, path)

@@ -11,8 +11,8 @@ from types import ModuleType
 
 
 @contextmanager
-def alone(place: Path) -> Iterator[None]:
-    """No other process of this test run makes the same thing meanwhile."""
+def locked(place: Path) -> Iterator[None]:
+    """Hold a lock, so that no other process of this test run compiles the same file meanwhile."""
     with place.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

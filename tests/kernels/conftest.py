@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kernels.compiling import alone, setup
+from kernels.compiling import locked, setup
 
 from lanternpp import Pipeline
 from lanternpp.kernels import loading
@@ -56,7 +56,7 @@ def library(request: pytest.FixtureRequest, compiled: Path) -> Iterator[object]:
         return
     options = next(found.options for found in KINDS if found.name == kind)
     out = compiled / f"{request.param}.so"
-    with alone(out):
+    with locked(out):
         try:
             if not out.exists():
                 building.Toolchain.find().compile(building.UNIT, (*options, *more), out)

@@ -47,7 +47,7 @@ def empty_chain(batch: int, levels: int, vocab: int, survival: bool = False) -> 
 
 
 class Turn:
-    """Random weights and inputs of a drafter's turn."""
+    """Random weights and inputs of the sampling of a drafter."""
 
     def __init__(
         self, vocab: int, batch: int, strong: float = 1 / 3, dim: int = 64, hidden: int = 32, levels: int = 4
@@ -77,7 +77,7 @@ class Turn:
 def jointly(
     library: Any, draft: Draft, logits: Tensor, budget: NeighbourBudget, u: Tensor, last: Tensor
 ) -> Any:
-    """What the kernels write where they verify a draft jointly; node [B, N, 5]."""
+    """What the kernels write when they verify a draft jointly; node [B, N, 5]."""
     given = {"q": draft.probs, "drawn": draft.codes, "u": u, "last": last}
     work = verification(draft.tree, logits, Sampling().warp, budget, True, **given)
     work.run(library)

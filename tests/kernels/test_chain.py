@@ -43,11 +43,11 @@ DIM, HIDDEN, LEVELS = 64, 32, 4  # of a `Turn`
 def test_a_chain_ends_where_none_of_the_batch_survives(
     library: object, batch: int, count: int, threads: Threads
 ) -> None:
-    """What is drawn until then is the same as without a cut."""
+    """What is drawn until then is the same as without `min_survival`."""
     turn = Turn(300, batch)
-    whole = turn.drawn(library, Sampling())
+    complete = turn.drawn(library, Sampling())
     drafter = turn.drafter
-    act = F.silu(turn.query.double() + turn.prev[whole.codes[:, :-1]].double()).to(HALF).double()
+    act = F.silu(turn.query.double() + turn.prev[complete.codes[:, :-1]].double()).to(HALF).double()
     after = act @ drafter.up.weight.double().T + drafter.up.bias.double()
     after[:, 0] = 0
     assert drafter.confidence is not None
@@ -60,8 +60,8 @@ def test_a_chain_ends_where_none_of_the_batch_survives(
         drawn = level or LEVELS
         assert torch.allclose(draft.survival[:, :drawn].double(), expected[:, :drawn], atol=1e-4)
         assert not draft.survival[:, drawn:].any() and not draft.probs[:, drawn:].any()
-        assert torch.equal(draft.codes[:, : drawn + 1], whole.codes[:, : drawn + 1])
-        assert torch.equal(draft.probs[:, :drawn], whole.probs[:, :drawn])
+        assert torch.equal(draft.codes[:, : drawn + 1], complete.codes[:, : drawn + 1])
+        assert torch.equal(draft.probs[:, :drawn], complete.probs[:, :drawn])
 
 
 def logits_in_c(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -78,7 +78,7 @@ def logits_in_c(logits: Tensor, sampling: Sampling) -> Tensor:
 @pytest.mark.parametrize(
     "sampling", [Sampling(), Sampling(0), Sampling(1, 9)], ids=["all", "greedy", "top-k"]
 )
-def test_a_code_of_no_probability_is_a_code(vocab: int, wrong: float, sampling: Sampling) -> None:
+def test_nan_and_infinite_logits_give_a_valid_code(vocab: int, wrong: float, sampling: Sampling) -> None:
     turn = Turn(vocab, 2, 0.0)
     turn.forbidden = torch.full((2, LEVELS, vocab), wrong)
     assert turn.drawn(native.library(), sampling).codes.max() < vocab
@@ -107,15 +107,15 @@ def test_improbable_codes_keep_their_share() -> None:
 
 def test_a_sample_does_not_depend_on_the_batch_nor_on_the_threads(library: object, threads: Threads) -> None:
     turn = Turn(300, 9)
-    whole = turn.drawn(library, Sampling(0.9, 50, 0.9))
+    complete = turn.drawn(library, Sampling(0.9, 50, 0.9))
     for count, rows in ((1, slice(2, 3)), (2, slice(1, 6)), (3, slice(0, 9))):
         threads(count)
         part = turn.drawn(library, Sampling(0.9, 50, 0.9), rows)
-        assert torch.equal(part.probs, whole.probs[rows]) and torch.equal(part.codes, whole.codes[rows])
+        assert torch.equal(part.probs, complete.probs[rows]) and torch.equal(part.codes, complete.codes[rows])
 
 
 def in_c(p: Tensor, q: Tensor, codes: Tensor, rule: Acceptance) -> tuple[Tensor, Tensor]:
-    """`chain_tails` of chains, as C verifies them under a rule, for tests in float64; p, q [B, g + 1, V], q 0 behind the last guess."""
+    """`chain_tails` of chains, as C verifies them under a rule, for tests in float64; p, q [B, g + 1, V], q 0 after the last draft code."""
     budget = rule.as_numbers(p.shape[1] - 1)
     assert budget is not None
     draft = Draft(chain_tree(len(p), p.shape[1] - 1, p.device), codes, q.float())
@@ -132,7 +132,7 @@ def in_c(p: Tensor, q: Tensor, codes: Tensor, rule: Acceptance) -> tuple[Tensor,
     ("name", "vocab", "depth"),
     [("exact", 3, 4), ("exact", 5, 2), ("lantern", 4, 3), ("lantern++", 3, 3), ("lantern++, falling", 4, 3)],
 )
-def test_enumerated_the_distribution_is_that_of_the_rule(
+def test_the_enumerated_distribution_is_that_of_the_rule(
     kind: str, name: str, vocab: int, depth: int
 ) -> None:
     """Of the exact rule the target's own."""
@@ -143,13 +143,15 @@ def test_enumerated_the_distribution_is_that_of_the_rule(
         targets.append(p)
         return chain_tails(p, q, codes)
 
-    chain_distribution(recorded, p, q)  # the target's rows of every draft, in the order in which C gets them
+    chain_distribution(
+        recorded, p, q
+    )  # records the target's rows of every draft, in the order in which C gets them
     distribution = distributions_of(p, q, rule)
     found, _ = chain_distribution(lambda _, q, codes: in_c(targets[0], q, codes, rule), distribution, q)
     assert distance(found, sequences(distribution)) < 1e-6
 
 
-def test_what_it_does_not_know_is_left_to_pytorch() -> None:
+def test_unsupported_drafters_are_left_to_pytorch() -> None:
     library = native.library()
     assert library is not None
     turn, head = Turn(40, 17), KernelLinear(library, [(torch.randn(40, DIM).to(HALF), None)])
@@ -165,7 +167,7 @@ def test_what_it_does_not_know_is_left_to_pytorch() -> None:
     assert kernels.drafter(drafter_of(DIM, 24), linear) is None, "an odd width"
 
 
-def test_what_a_drafter_reads_is_joined_as_by_pytorch(library: object) -> None:
+def test_the_inputs_of_a_drafter_are_those_of_pytorch(library: object) -> None:
     """Layers below the target's last, hints, and more queries than were trained."""
     torch.manual_seed(0)
     drafter = drafter_of(DIM, HIDDEN, aux_layers=(0, 1))
@@ -200,6 +202,6 @@ def test_the_shipped_model_drafts_what_pytorch_drafts(
 
 
 def test_drafter_and_target_share_the_packed_head(nature: Pipeline) -> None:
-    """One copy."""
+    """In memory once."""
     drafter: Any = nature.model.network("parallel")
     assert drafter.native.head is nature.target.native_head.__self__  # type: ignore[union-attr]

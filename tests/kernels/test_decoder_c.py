@@ -75,7 +75,7 @@ def features(network: Decoder, x: torch.Tensor, nodes: int) -> torch.Tensor:
     return torch.cat(found, 1)
 
 
-def test_gates_far_below_zero_let_nothing_through(library: object):
+def test_very_negative_gates_give_zero(library: object):
     plain = decoder(64, 1, 4, 96)
     with torch.no_grad():
         plain.blocks[0].w13.weight[:96] *= 1000
@@ -88,7 +88,7 @@ def test_gates_far_below_zero_let_nothing_through(library: object):
 @pytest.mark.parametrize(
     ("int8", "sizes"), [(False, (192, 1, 6, 288)), (True, (64, 1, 4, 96))], ids=["bfloat16", "int8"]
 )
-def test_a_row_does_not_depend_on_its_neighbours_nor_on_how_many_there_are(
+def test_a_row_does_not_depend_on_the_other_rows_or_their_number(
     library: object, int8: bool, sizes: tuple[int, ...], threads: Callable[[int], None]
 ):
     """Up to 300 rows; nor on the number of threads, with heads that they can share evenly and with others."""
@@ -122,7 +122,7 @@ def test_sums_of_equal_weights_and_inputs_stay_within_32_bits(library: object):
 
 
 @torch.inference_mode()
-def test_an_idle_row_stays_finite_and_harms_nobody():
+def test_an_idle_row_is_finite_and_does_not_affect_others():
     network = in_c(decoder(64, 2, 4, 96))
     x = torch.randn(2, 1, 64).to(HALF)
     cache = Cache(network.config, 2, 4, x)

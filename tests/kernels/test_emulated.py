@@ -1,4 +1,4 @@
-"""Kernels and their choice on CPUs that are not at hand, in QEMU: a call is recorded here, repeated there and compared."""
+"""Kernels, and the choice of them, on other CPUs in QEMU: a call is recorded here, repeated there and compared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.processes import SECONDS
-from kernels.compiling import alone, setup
+from kernels.compiling import locked, setup
 from torch import Tensor
 
 from lanternpp.engine.cache import Cache
@@ -92,7 +92,7 @@ class Recorder:
                 self.follow(value, number, offset)
 
     def compare(self, text: bytes, share: float) -> None:
-        """What another library has written, up to this share in the mean; scratch memory, of bytes, apart."""
+        """Compare with what another library has written, up to this share in the mean; scratch memory is not compared."""
         compared, begin = 0, 0
         for holder, before, mine in zip(self.reached, self.before, self.written, strict=True):
             theirs = text[begin : begin + len(mine)]
@@ -105,7 +105,7 @@ class Recorder:
         assert begin == len(text) and compared
 
 
-def unshifted() -> ctypes.CDLL:
+def library_without_weight_zero() -> ctypes.CDLL:
     """The best kernels here that read weights in 8 bits without something added to them, as those for ARM do."""
     files = loading.installed()
     for kind in choose(loading.features(loading.LIBRARIES / files["cpu"])):
@@ -126,7 +126,7 @@ def recorded_pass(int8_weight: bool) -> Recorder:
     if int8_weight:
         pytest.importorskip("torchao")
         quantise(network)
-    found = unshifted()
+    found = library_without_weight_zero()
     cache, x = Cache(config, 2, 10, torch.zeros(0).bfloat16()), torch.randn(2, 8, 64).bfloat16()
     network.native = KernelDecoder(network.stack(), network.rotary_table, found, int8_weight)
     prompt = cache.rows(torch.arange(2), torch.zeros(2, dtype=torch.int64), 3)
@@ -142,7 +142,7 @@ def arm(compiled: Path) -> Path:
     """A folder with the library of every kind of ARM and the harness, made by the first process that asks."""
     folder, building = compiled / "arm", setup()
     harness = folder / "harness"
-    with alone(folder), pytest.MonkeyPatch.context() as patch:
+    with locked(folder), pytest.MonkeyPatch.context() as patch:
         if harness.exists():
             return folder
         patch.setenv("CC", CROSS)
@@ -182,7 +182,7 @@ def test_a_pass_on_arm_is_that_of_this_cpu(arm: Path, kind, int8_weight: bool, t
 
 @cross
 @pytest.mark.parametrize(("cpu", "kind"), [("cortex-a53", "armv8-a"), ("cortex-a76", "armv8.2-dotprod")])
-def test_an_arm_cpu_says_what_it_has(arm: Path, cpu: str, kind: str):
+def test_the_features_of_an_arm_cpu(arm: Path, cpu: str, kind: str):
     said = emulate(cpu, arm, library_of(arm, "cpu"), "features")
     assert choose(set(said.split()))[0] == kind
 
@@ -193,8 +193,8 @@ def test_an_arm_cpu_says_what_it_has(arm: Path, cpu: str, kind: str):
 @pytest.mark.parametrize(
     ("cpu", "kinds"), [("Nehalem", []), ("Haswell", ["x86-64-v3"]), ("Skylake-Server", ["x86-64-v3"])]
 )
-def test_an_older_cpu_of_intel_says_what_it_has(cpu: str, kinds: list[str], tmp_path: Path):
-    """QEMU 7.2 emulates no AVX-512: what its CPU does not do is not taken, whatever its name says."""
+def test_the_features_of_older_cpus_of_intel(cpu: str, kinds: list[str], tmp_path: Path):
+    """QEMU 7.2 emulates no AVX-512, so the kernels for it are not chosen for Skylake-Server."""
     if not (loading.LIBRARIES / "manifest.json").is_file():
         pytest.skip("no kernels here")
     subprocess.run(["cc", str(HARNESS), "-ldl", "-o", str(tmp_path / "harness")], check=True, timeout=SECONDS)

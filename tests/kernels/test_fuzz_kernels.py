@@ -151,7 +151,7 @@ def test_probabilities_and_children(library: object, rng: Random, vocab: int) ->
     logits[0, 0, 1:] = NEVER  # forced
     logits[0, -1, 1::2] = NEVER
     p, exact = made.probs(logits), plain.probs(logits.double())
-    # Where top-p ends at a code, rounding may keep the next one too, or not.
+    # At the last code of top-p, rounding may keep the next one too.
     assert ((p - exact).abs().sum(-1) < 1e-4).float().mean() > 0.98 and not p[logits == NEVER].any(), warp
     hot = Sampling(1e6, vocab // 2, backend=made.backend)
     assert torch.equal(hot.probs(logits) > 0, hot.probs(logits.double()) > 0), "the codes of top-k"
@@ -159,7 +159,9 @@ def test_probabilities_and_children(library: object, rng: Random, vocab: int) ->
     for count in (1, 3, 10):
         likely, usual = made.likeliest(p, count), plain.likeliest(p, count)
         assert torch.equal(p.gather(-1, likely), p.gather(-1, usual))
-        assert (likely[..., :vocab].sort().values.diff() > 0).all(), "different codes, while there are some"
+        assert (likely[..., :vocab].sort().values.diff() > 0).all(), (
+            "different codes, as long as there are enough"
+        )
         if warp[0]:
             assert torch.equal(*(x.children(p, count, noise(len(p)), Noise.DRAFT) for x in (made, plain)))
 
@@ -179,7 +181,7 @@ def test_chains(library: object, rng: Random, vocab: int) -> None:
     turn.forbidden[:, rng.randrange(levels), vocab // 2 + 1 :] = NEVER
     turn.forbidden[0, -1, 1:] = NEVER  # forced
     draft, drafter, head = turn.drawn(library, sampling), turn.drafter, turn.head.double()
-    assert draft.probs is not None and not draft.probs[:, -1].any(), "what is the caller's"
+    assert draft.probs is not None and not draft.probs[:, -1].any(), "the caller's part"
     probs, codes = draft.probs[:, :-1], draft.codes
     drawn = probs.argmax(-1) if sampling.greedy else draw(probs, turn.u[..., None])[..., 0]
     assert (codes[:, 0] == vocab - 1).all() and torch.equal(codes[:, 1:], drawn)
@@ -190,11 +192,11 @@ def test_chains(library: object, rng: Random, vocab: int) -> None:
     more[:, 0] = 0
     exact = sampling.probs(turn.features.double() @ head.T + more + turn.forbidden)
     far, cut = (probs - exact).abs().sum(-1), sampling.top_k or sampling.top_p < 1
-    assert far.median() < 2e-3 and far.max() < (2.1 if cut else 0.05), "a cut may keep another code"
+    assert far.median() < 2e-3 and far.max() < (2.1 if cut else 0.05), "top-k and top-p may keep another code"
 
 
 def rule_of(rng: Random, vocab: int) -> Acceptance:
-    """Exact, or with up to 90 neighbours of every code, which are slow to find for many codes."""
+    """The exact rule, or one with up to 90 neighbours of every code, which are slow to find for many codes."""
     if vocab == 1 or vocab > 1000 or rng.random() < 0.3:
         return Exact()
     table = neighbours(torch.randn(vocab, 3), rng.randint(1, min(rng.choice([9, 90]), vocab - 1)))

@@ -1,4 +1,4 @@
-"""Packed weights: what they unpack to, and layers that multiply with them, for sizes that are no multiple of anything."""
+"""Packed weights: unpacking, and layers that multiply with them, for odd sizes."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def test_weights_in_bfloat16_are_unpacked_as_they_were(library: CDLL, inputs: in
 
 
 @pytest.mark.parametrize("inputs", [1, 45, 130])
-def test_weights_rounded_to_8_bits_err_by_half_a_step(library: CDLL, inputs: int) -> None:
+def test_the_error_of_weights_rounded_to_8_bits_is_at_most_half_a_step(library: CDLL, inputs: int) -> None:
     weights, order = together(inputs)
     weights[2][7] = 0
-    stored_in_8_bits(weights[0])  # where some alone have 8 bits already, all are rounded anew
+    stored_in_8_bits(weights[0])  # if only some have 8 bits already, all are rounded again
     exact = ordered(torch.cat(weights), order).double()
     found = packed(library, weights, True, order)
     assert found.scale is not None
@@ -84,18 +84,18 @@ def test_weights_rounded_to_8_bits_err_by_half_a_step(library: CDLL, inputs: int
 
 
 @pytest.mark.parametrize("inputs", [1, 45, 130])
-def test_8_bits_of_a_checkpoint_are_taken_as_they_are(library: CDLL, inputs: int) -> None:
+def test_8_bits_of_a_checkpoint_are_kept(library: CDLL, inputs: int) -> None:
     weights, order = together(inputs)
     for weight in weights:
         stored_in_8_bits(weight)
-        whole, scale = weight.int8_weight  # type: ignore[attr-defined]
-        weight.int8_weight = whole, 2 * scale  # type: ignore[attr-defined]  # no longer the largest weight over 127
+        numbers, scale = weight.int8_weight  # type: ignore[attr-defined]
+        weight.int8_weight = numbers, 2 * scale  # type: ignore[attr-defined]  # no longer the largest weight over 127
     parts = [int8_parts(weight) for weight in weights]
-    whole, scale = (torch.cat([part[i] for part in parts if part]) for i in range(2))
+    numbers, scale = (torch.cat([part[i] for part in parts if part]) for i in range(2))
     found = packed(library, weights, True, order)
     assert found.scale is not None
     assert torch.equal(found.scale[: len(order)], torch.where(order < 0, 0, scale[order.clamp(min=0)]))
-    expected = (whole.float() * scale[:, None]).to(HALF)
+    expected = (numbers.float() * scale[:, None]).to(HALF)
     assert torch.equal(found.unpacked(), ordered(expected, order))
 
 
@@ -161,14 +161,14 @@ def test_a_block_whose_gate_and_up_alternate_returns_them_in_order(
 
 
 @pytest.mark.parametrize("int8", [False, True])
-def test_of_a_packed_decoder_no_weight_of_a_layer_is_kept_besides(library: CDLL, int8: bool) -> None:
+def test_a_packed_decoder_keeps_no_other_copy_of_its_weights(library: CDLL, int8: bool) -> None:
     config = DecoderConfig(96, 2, 4, 100)
     network = (
         with_biases(Decoder(config, grid_table(3, 8, config.head_dim).float())).to(HALF).requires_grad_(False)
     )
     pack(network, library, int8)
     assert isinstance(network.native, KernelDecoder)
-    assert all(tensor.ndim == 1 for tensor in network.state_dict().values()), "norms alone"
+    assert all(tensor.ndim == 1 for tensor in network.state_dict().values()), "only norms"
     for block, struct in zip(network.blocks, network.native.layer_structs, strict=True):
         for name in ("wqkv", "wo", "w13", "w2"):
             layer = getattr(block, name)

@@ -1,4 +1,4 @@
-"""What is packed: linear layers in bfloat16, convolutions, on CPUs with bfloat16 and without."""
+"""Packing of linear layers in bfloat16 and of convolutions, on CPUs with and without bfloat16."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from lanternpp.kernels.linear import KernelLinear
 from lanternpp.kernels.packing import PackedConvolution, SerialGroupNorm, pack, supports
 from lanternpp.nn.backend import backend
 
-LESS = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}  # what oneDNN and PyTorch may use
-NO_BFLOAT16 = """
+# The instructions that oneDNN and PyTorch may use.
+WITHOUT_BFLOAT16 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+SCRIPT = """
 import torch
 from lanternpp.api.model import ASSETS, read_target
 target = read_target(ASSETS / "nature-128", torch.bfloat16)
@@ -48,9 +49,9 @@ def test_only_bfloat16_on_a_cpu_is_packed() -> None:
     assert type(plain[0]) is nn.Linear, "without kernels"
 
 
-def test_where_onednn_has_no_bfloat16_and_there_is_no_compiler_layers_stay_as_they_are() -> None:
-    less = {**os.environ, **LESS, native.SWITCH: "0"}
-    done = python("-c", NO_BFLOAT16, env=less)
+def test_without_bfloat16_in_onednn_and_without_kernels_layers_are_not_packed() -> None:
+    env = {**os.environ, **WITHOUT_BFLOAT16, native.SWITCH: "0"}
+    done = python("-c", SCRIPT, env=env)
     assert done.returncode == 0, done.stderr
 
 
@@ -90,10 +91,10 @@ def test_the_shipped_tokenizer_draws_the_same_with_packed_weights() -> None:
         assert torch.allclose(packed_one.pixels(codes), plain.pixels(codes), atol=1e-4)
 
 
-def test_groups_are_normed_the_same_by_any_number_of_threads_of_pytorch_beside_those_of_kernels(
+def test_group_norms_do_not_depend_on_the_number_of_threads(
     threads: Callable[[int], None],
 ) -> None:
-    """As kernels without OpenMP have threads of their own, whose number says nothing of PyTorch's."""
+    """Of PyTorch, with kernels that have threads of their own."""
     x = torch.randn(1, 64, 96, 96, generator=torch.Generator().manual_seed(0))
     x, norm = x.contiguous(memory_format=torch.channels_last), nn.GroupNorm(4, 64)
     expected, found = norm.double()(x.double()).float(), []
@@ -111,7 +112,7 @@ def test_groups_are_normed_the_same_by_any_number_of_threads_of_pytorch_beside_t
 def test_pictures_have_the_same_bytes_for_any_number_of_threads(
     nature: Pipeline, threads: Callable[[int], None]
 ) -> None:
-    """As other work leaves the drawing thread fewer while it draws."""
+    """Which changes during a call while other work uses the cores."""
     if backend().gemm_dtype(next(nature.target.parameters())) != torch.bfloat16:
         pytest.skip("pixels are decoded in float32 here, whose rounding does depend on it")
     codes = torch.randint(4096, (1, 256), generator=torch.Generator().manual_seed(0))

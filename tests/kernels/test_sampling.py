@@ -32,13 +32,13 @@ pytestmark = [
 
 
 class OwnBudget(LanternPlusPlus):
-    """A rule of a user's own."""
+    """A custom rule."""
 
     def budget(self, p: Tensor) -> Tensor:
         return p.square()
 
 
-def test_a_walk_without_a_draft_draws_a_code() -> None:
+def test_verification_without_a_draft_draws_a_code() -> None:
     """Of the target's distribution."""
     batch, vocab = 40_000, 7
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(0)).expand(batch, 1, vocab)
@@ -51,11 +51,11 @@ def test_a_walk_without_a_draft_draws_a_code() -> None:
 
 
 @pytest.mark.parametrize("verifier", [verify_tokenwise, verify_joint])
-@pytest.mark.parametrize("unknown", ["a rule of one's own", "a table of int64", "float64"])
-def test_what_is_unknown_in_c_is_left_to_pytorch(verifier: Verifier, unknown: str) -> None:
+@pytest.mark.parametrize("unknown", ["a custom rule", "a table of int64", "float64"])
+def test_unsupported_rules_and_dtypes_are_left_to_pytorch(verifier: Verifier, unknown: str) -> None:
     table = neighbours(torch.randn(60, 3), 9)
     rule = {
-        "a rule of one's own": OwnBudget(table, 2.0, "optimal"),
+        "a custom rule": OwnBudget(table, 2.0, "optimal"),
         "a table of int64": LanternPlusPlus(table.long(), 2.0, "optimal"),
         "float64": Exact(),
     }[unknown]

@@ -1,4 +1,4 @@
-"""The kernels are compiled with the package: which of them a CPU gets, and what becomes of an installation that is not whole."""
+"""The compiled kernels of the package: which of them a CPU uses, and incomplete installations."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ installed = pytest.mark.skipif(loading.library() is None, reason="no kernels her
         ({"riscv64"}, []),
     ],
 )
-def test_a_cpu_gets_the_kernels_that_it_can_run_best_first(features: set[str], kinds: list[str]):
+def test_kinds_of_kernels_that_a_cpu_can_run_best_first(features: set[str], kinds: list[str]):
     assert choose(features) == kinds
 
 
@@ -58,7 +58,7 @@ INTEL_AND_AMD = [kind for kind in KINDS if "x86_64" in kind.needs]
 @COMPILER
 @X86
 @pytest.mark.parametrize("kind", INTEL_AND_AMD, ids=lambda kind: kind.name)
-def test_the_compiler_may_use_what_is_asked_of_the_cpu_and_nothing_else(kind):
+def test_the_compiler_uses_exactly_the_instructions_that_a_kind_needs(kind):
     building = setup()
     try:
         found = building.Toolchain.find().features(kind.options)
@@ -68,8 +68,8 @@ def test_the_compiler_may_use_what_is_asked_of_the_cpu_and_nothing_else(kind):
 
 
 @pytest.fixture
-def fresh() -> Iterator[pytest.MonkeyPatch]:
-    """Nothing is loaded."""
+def unloaded() -> Iterator[pytest.MonkeyPatch]:
+    """No library is loaded."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(loading.SWITCH, raising=False)
         loading.library.cache_clear()
@@ -78,11 +78,11 @@ def fresh() -> Iterator[pytest.MonkeyPatch]:
 
 
 @pytest.fixture
-def copied(fresh: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def copied(unloaded: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The libraries of this installation in another folder."""
     folder = tmp_path / "lib"
     shutil.copytree(loading.LIBRARIES, folder)
-    fresh.setattr(loading, "LIBRARIES", folder)
+    unloaded.setattr(loading, "LIBRARIES", folder)
     return folder
 
 
@@ -91,19 +91,19 @@ def kind_of(found: object) -> str:
 
 
 @installed
-def test_a_kind_can_be_asked_for(fresh: pytest.MonkeyPatch):
+def test_a_kind_can_be_chosen(unloaded: pytest.MonkeyPatch):
     for kind in choose(loading.features(loading.LIBRARIES / loading.installed()["cpu"])):
-        fresh.setenv(loading.SWITCH, kind)
+        unloaded.setenv(loading.SWITCH, kind)
         assert kind_of(loading.kernels()) == kind
-    fresh.setenv(loading.SWITCH, "0")
+    unloaded.setenv(loading.SWITCH, "0")
     assert loading.kernels() is None
 
 
 @installed
 @pytest.mark.parametrize("asked", ["avx-512", "x86-64-v4", "cpu"])
-def test_a_kind_that_is_not_to_be_had_is_refused_with_those_that_are(fresh, asked: str):
-    fresh.setattr(loading, "features", lambda path: V3)
-    fresh.setenv(loading.SWITCH, asked)
+def test_an_unavailable_kind_is_rejected_with_the_available_ones(unloaded, asked: str):
+    unloaded.setattr(loading, "features", lambda path: V3)
+    unloaded.setenv(loading.SWITCH, asked)
     said = f"LANTERNPP_KERNELS: there are no kernels '{asked}' for this CPU: choose x86-64-v3, 0."
     rejects(said, loading.kernels)
 
@@ -132,15 +132,15 @@ def manifest(folder: Path, libraries: object, missing: str = "") -> None:
         (lambda folder: manifest(folder, {}, "there is no C compiler (cc)"), "there is no C compiler"),
     ],
 )
-def test_pytorch_computes_where_the_kernels_are_not_whole(copied: Path, damage, said: str):
+def test_without_complete_kernels_pytorch_computes(copied: Path, damage, said: str):
     damage(copied)
     with pytest.warns(UserWarning, match=f"{said}.* several times as long"):
         assert loading.kernels() is None
 
 
 @installed
-def test_a_cpu_without_any_kernels_is_told_so(fresh: pytest.MonkeyPatch):
-    fresh.setattr(loading, "features", lambda path: frozenset({"x86_64", "avx"}))
+def test_a_cpu_without_kernels_warns(unloaded: pytest.MonkeyPatch):
+    unloaded.setattr(loading, "features", lambda path: frozenset({"x86_64", "avx"}))
     with pytest.warns(UserWarning, match="there are no kernels for this CPU"):
         assert loading.kernels() is None
 
@@ -158,7 +158,7 @@ def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "older.so"
 
 
-def test_kernels_of_another_version_are_refused(older: Path):
+def test_kernels_of_another_version_are_rejected(older: Path):
     rejects(r"older.so was not compiled from this version \(its Pass has \d+ bytes", loading.load, older)
 
 
@@ -187,7 +187,7 @@ if maps.exists():
 
 
 @installed
-def test_a_picture_runs_no_other_program_no_code_from_a_cache_and_no_compiler_of_torch(tmp_path: Path):
+def test_drawing_runs_no_other_program_no_cached_code_and_no_compiler_of_torch(tmp_path: Path):
     env = {
         **os.environ,
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
@@ -205,8 +205,8 @@ def test_a_picture_runs_no_other_program_no_code_from_a_cache_and_no_compiler_of
         assert len([path for path in loaded if "gomp" in path.name or "omp5" in path.name]) == 1
 
 
-TINY = """
-#ifdef NEVER
+SOURCE = """
+#ifdef FAIL
 #error never
 #endif
 #ifdef __AVX512BF16__
@@ -220,7 +220,7 @@ int answer(void) { return 42; }
 def building(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
     """setup.py with little to compile, which fails for CPUs with products of bfloat16."""
     made = setup()
-    (tmp_path / "unit.c").write_text(TINY)
+    (tmp_path / "unit.c").write_text(SOURCE)
     monkeypatch.setattr(made, "UNIT", tmp_path / "unit.c")
     monkeypatch.delenv("CC", raising=False)
     return made
@@ -232,26 +232,26 @@ def building(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
         ("no-such-compiler", "there is no C compiler (no-such-compiler)"),
         ("false", "the C compiler false does not run"),
         ('"unclosed', "CC cannot be read (No closing quotation)"),
-        pytest.param("cc -DNEVER", "never", marks=COMPILER),
+        pytest.param("cc -DFAIL", "never", marks=COMPILER),
         # Options of its own bring more instructions than a kind has.
         pytest.param("cc -mavx512vbmi", "may use avx512", marks=[COMPILER, X86]),
     ],
 )
-def test_an_installation_without_a_working_compiler_is_told_what_it_lacks(
-    building, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: pytest.MonkeyPatch, compiler, said
+def test_an_installation_without_a_working_compiler_says_what_is_missing(
+    building, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unloaded: pytest.MonkeyPatch, compiler, said
 ):
     monkeypatch.setenv("CC", compiler)
     (sentence,) = building.build(tmp_path / "lib")
     assert sentence.startswith("no kernels were compiled, so that passes take several times as long: ")
     assert said in sentence and sentence.endswith("; unset or mend CC and install lanternpp again")
     assert [path.name for path in (tmp_path / "lib").iterdir()] == ["manifest.json"]
-    fresh.setattr(loading, "LIBRARIES", tmp_path / "lib")
+    unloaded.setattr(loading, "LIBRARIES", tmp_path / "lib")
     with pytest.warns(UserWarning, match="kernels were not compiled: .*unset or mend CC"):
         assert loading.kernels() is None
 
 
 @pytest.mark.parametrize("named", [r"C:\zig\zig.exe", r'"C:\Program Files\zig.exe"'])
-def test_on_windows_the_folders_of_a_compiler_keep_their_backslashes(building, monkeypatch, named: str):
+def test_paths_of_compilers_on_windows(building, monkeypatch, named: str):
     monkeypatch.setattr(building.sys, "platform", "win32")
     monkeypatch.setattr(building.shutil, "which", lambda name: None)
     monkeypatch.setenv("CC", f"{named} cc")
@@ -262,7 +262,9 @@ def test_on_windows_the_folders_of_a_compiler_keep_their_backslashes(building, m
 
 
 @COMPILER
-def test_kinds_that_the_compiler_does_not_know_are_left_out_and_older_files_go(building, tmp_path: Path):
+def test_kinds_that_the_compiler_does_not_support_are_left_out_and_older_files_removed(
+    building, tmp_path: Path
+):
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "amx-0123456789abcdef.so").write_text("older")
     (tmp_path / "lib" / "tmp-killed").mkdir()
@@ -282,7 +284,7 @@ PLATFORMS = ("linux-x86_64", "macosx-11.0-arm64", "win-amd64")
 
 @pytest.mark.skipif(find_spec("ziglang") is None, reason="no ziglang here")
 @pytest.mark.parametrize("platform", PLATFORMS)
-def test_the_same_sources_give_the_same_bytes_and_leave_nothing_else(
+def test_builds_are_reproducible_and_leave_no_other_file(
     building, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, platform: str
 ):
     target = runpy.run_path(str(ROOT / "scripts" / "cross_build.py"))["TARGETS"][platform]
@@ -299,14 +301,14 @@ def test_the_same_sources_give_the_same_bytes_and_leave_nothing_else(
     assert not list(Path.cwd().iterdir())
 
 
-def test_the_script_for_other_platforms_says_what_it_lacks():
+def test_the_script_for_other_platforms_needs_ziglang():
     script = ROOT / "scripts" / "cross_build.py"
     assert python("-I", "-S", script, "--help").returncode == 0
     done = python("-I", "-S", script, "win-amd64")
     assert done.returncode == 2 and "pip install ziglang" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_pip_installs_without_a_compiler_and_says_what_is_lost(tmp_path: Path):
+def test_pip_installs_without_a_compiler_and_says_what_is_missing(tmp_path: Path):
     source = tmp_path / "source"
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "assets", "lib")
     shutil.copytree(ROOT / "src", source / "src", ignore=ignored)

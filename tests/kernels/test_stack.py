@@ -1,4 +1,4 @@
-"""Kernels keep what grows with V, rows or queries off the stack, which is small in threads."""
+"""Memory that grows with V, rows or queries is not on the stack, which is small in threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole steps in one call of the kernels, beside the same steps by parts."""
+"""Complete steps in one call of the kernels, beside the same steps by parts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ METHODS = {
     "jointly, relaxed": ("lantern++", {"tree": "chain-12", "verify": "block"}),
     "token by token": ("parallel", {"tree": "chain-3", "verify": "token"}),
     "token by token, relaxed": ("lantern++", {"tree": "chain-7", "verify": "token"}),
-    "one guess": ("parallel", {"tree": "chain-1"}),
+    "one draft code": ("parallel", {"tree": "chain-1"}),
     "without guidance": ("parallel", {"tree": "chain-5", "cfg": 1.0}),
     "warped": ("parallel", {"tree": "chain-5", "top_k": 200, "top_p": 0.9, "temperature": 0.9}),
 }
@@ -78,7 +78,7 @@ def assert_same(found: list[FinishedSample], expected: list[FinishedSample]) -> 
         ("nature", "jointly, relaxed", 2),
     ],
 )
-def test_whole_pictures_are_those_of_steps_by_parts(
+def test_pictures_of_complete_steps_are_those_of_steps_by_parts(
     request: pytest.FixtureRequest, model: str, name: str, batch: int, threads: Callable[[int], None]
 ) -> None:
     """Three pictures in a batch of two, so that one enters while another is drawn, and one slot is idle in the end; one by two threads."""
@@ -101,8 +101,8 @@ def test_a_batch_of_many_pictures_is_drawn_as_by_parts(small: Pipeline) -> None:
 
 
 @pytest.mark.parametrize("cfg", [1.0, 2.0])
-def test_a_width_that_whole_vectors_do_not_fill(cfg: float, tmp_path: Path) -> None:
-    """They are read and written to their end, for which there is room."""
+def test_a_width_that_is_no_multiple_of_a_vector(cfg: float, tmp_path: Path) -> None:
+    """Vectors are read and written to their end, for which there is memory."""
     vq = VQ(VQConfig(16, 4, (16, 16), (1, 1), (1, 1), codes=VOCAB))
     save_words(tmp_path / "odd", WordsTarget(WordsConfig(**SMALLER | {"dim": 24}), vq))
     pipe = Pipeline.from_pretrained(tmp_path / "odd", device="cpu", dtype="bfloat16", tuned=False)
@@ -115,7 +115,7 @@ def test_a_width_that_whole_vectors_do_not_fill(cfg: float, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("method", ["ar", "parallel"])
-def test_steps_by_parts_take_over_where_drafts_are_observed(small: Pipeline, method: str) -> None:
+def test_steps_are_taken_by_parts_while_drafts_are_observed(small: Pipeline, method: str) -> None:
     """From the middle of a picture on, and back."""
     expected = generate(by_parts(engine_of(small, method, 1)), SMALL_PROMPTS[:1], [1])
     engine = engine_of(small, method, 1)
@@ -130,7 +130,7 @@ def test_steps_by_parts_take_over_where_drafts_are_observed(small: Pipeline, met
     assert int(counter.passes) > 0
 
 
-def test_phases_are_timed_in_whole_steps(nature: Pipeline) -> None:
+def test_phases_of_complete_steps_are_timed(nature: Pipeline) -> None:
     engine = engine_of(nature, "parallel", 1)
     engine._target_forward = None  # type: ignore[method-assign,assignment]
     timed = TimedEngine(engine)
@@ -166,7 +166,7 @@ class OwnNoDraft(NoDraft):
         ("cool", {"proposer": "parallel", "tree": "chain-4"}),
     ],
 )
-def test_what_is_unknown_in_c_is_drawn_by_parts(
+def test_unsupported_parts_are_drawn_by_parts(
     nature: Pipeline, method: str, dials: dict[str, object]
 ) -> None:
     engine = engine_of(nature, method, 1, **dials)
@@ -177,7 +177,7 @@ def test_what_is_unknown_in_c_is_drawn_by_parts(
 
 
 @pytest.mark.parametrize("part", ["target", "drafter"])
-def test_a_pass_over_more_rows_takes_no_less_memory(nature: Pipeline, part: str) -> None:
+def test_a_pass_over_more_rows_needs_no_less_memory(nature: Pipeline, part: str) -> None:
     """A step has memory for its largest pass, and a drafter's passes over a chain of three may have three rows or six."""
     proposer = engine_of(nature, "parallel", 1).proposer
     passes = {"target": nature.target, "drafter": proposer.drafter}[part].decoder.native

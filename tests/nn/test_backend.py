@@ -1,4 +1,4 @@
-"""Without the kernels PyTorch computes everything, and one line turns them off for good."""
+"""Without the kernels PyTorch computes everything; one line disables them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ assert not [name for name in sys.modules if name.startswith("lanternpp.kernels")
 """
 
 
-def test_a_copy_without_kernels_draws_after_one_changed_line(tmp_path: Path, model: Path) -> None:
+def test_a_package_without_kernels_needs_one_changed_line(tmp_path: Path, model: Path) -> None:
     copy = tmp_path / "lanternpp"
     left_out = shutil.ignore_patterns("__pycache__", "nature-*")
     shutil.copytree(Path(lanternpp.__file__).parent, copy, ignore=left_out)
@@ -44,7 +44,7 @@ def test_a_gpu_needs_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backend.backend(torch.device("cuda")) is backend.PYTORCH
 
 
-def test_one_switch_turns_the_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_variable_disables_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LANTERNPP_KERNELS", "0")
     used, x = backend.backend(), torch.zeros(1, 64)
     assert used.name == backend.PYTORCH.name and not used.packs(x.bfloat16())

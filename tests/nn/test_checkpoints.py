@@ -1,4 +1,4 @@
-"""A model folder is read back as written, and never trusted."""
+"""Model folders are read as they were written, and files are not trusted."""
 
 import os
 import pickle
@@ -42,7 +42,9 @@ def test_the_same_weights_are_the_same_bytes(tmp_path: Path) -> None:
     assert len(found) == 1
 
 
-def test_six_bits_are_three_quarters_of_eight_and_err_less_than_a_plain_grid_of_six(tmp_path: Path) -> None:
+def test_six_bits_take_three_quarters_of_eight_with_a_smaller_error_than_plain_rounding(
+    tmp_path: Path,
+) -> None:
     tensors = {
         "conv": torch.randn(8, 512, 3, 3) * torch.logspace(-3, 2, 8)[:, None, None, None],
         "odd": torch.randn(6, 50),  # rows that do not come in fours: 8 bits
@@ -68,7 +70,7 @@ def test_six_bits_are_three_quarters_of_eight_and_err_less_than_a_plain_grid_of_
     assert torch.allclose(again, read["conv"], rtol=1e-5)  # nothing more is lost
 
 
-def test_truncated_foreign_and_missing_files_are_refused(tmp_path: Path) -> None:
+def test_truncated_foreign_and_missing_files_are_rejected(tmp_path: Path) -> None:
     checkpoints.save(tmp_path, {"kind": "toy"}, net().state_dict())
     path = tmp_path / checkpoints.WEIGHTS
     path.write_bytes(path.read_bytes()[:500])
@@ -82,7 +84,7 @@ def test_truncated_foreign_and_missing_files_are_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("scale", [torch.ones(3), torch.ones(4, 1), torch.ones(4, dtype=torch.int8)])
-def test_a_scale_that_is_not_its_tensors_is_refused(scale: torch.Tensor, tmp_path: Path) -> None:
+def test_a_scale_that_does_not_fit_its_tensor_is_rejected(scale: torch.Tensor, tmp_path: Path) -> None:
     save_file({"x": torch.ones(4, 2, dtype=torch.int8), "x.scale": scale}, tmp_path / checkpoints.WEIGHTS)
     rejects("x is .* and its scale .* which do not go together", lambda: Source.open(tmp_path).metas)
 
@@ -97,19 +99,21 @@ def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path: Path) -> Non
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
-def test_new_weights_never_stand_under_an_old_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_save_leaves_no_new_weights_with_an_old_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoints.save(tmp_path, {"width": 1}, {"x": torch.zeros(1)})
 
-    def die(*_: object, **__: object) -> bytes:
+    def interrupt(*_: object, **__: object) -> bytes:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoints, "write_text", die)
+    monkeypatch.setattr(checkpoints, "write_text", interrupt)
     with pytest.raises(KeyboardInterrupt):
         checkpoints.save(tmp_path, {"width": 2}, {"x": torch.zeros(2)})
     rejects("no model folder", checkpoints.load, tmp_path)
 
 
-class Bomb:
+class RunsCode:
     def __reduce__(self) -> tuple[object, ...]:
         return print, ("boom",)
 
@@ -135,7 +139,7 @@ def cyclic(path: Path) -> None:
     torch.save(content, path)
 
 
-def spread_out(path: Path) -> None:
+def expanded(path: Path) -> None:
     torch.save({"weight": torch.ones(1).expand(1 << 20, 1 << 20)}, path)
 
 
@@ -145,16 +149,16 @@ def spread_out(path: Path) -> None:
         (deflated, "more than 2 MiB of pickle or compressed parts"),
         (nested, "no named tensors"),
         (cyclic, "no named tensors"),
-        (spread_out, "weight has a shape of more bytes"),
+        (expanded, "weight has a shape of more bytes"),
         (lambda path: torch.save({"x": torch.eye(2).to_sparse()}, path), "x is no plain tensor"),
         (lambda path: torch.jit.save(torch.jit.script(nn.ReLU()), str(path)), "convert it to safetensors"),
-        (lambda path: torch.save({"x": Bomb()}, path), "could run code"),
-        (lambda path: path.write_bytes(pickle.dumps({"x": Bomb()})), "no checkpoint of torch"),
+        (lambda path: torch.save({"x": RunsCode()}, path), "could run code"),
+        (lambda path: path.write_bytes(pickle.dumps({"x": RunsCode()})), "no checkpoint of torch"),
         (lambda path: path.write_bytes(b"PK\x03\x04" + b"x" * 99), "truncated, or no checkpoint"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_hostile_pt_file_is_one_sentence_without_torchs_advice(
+def test_a_hostile_pt_file_is_one_sentence_without_the_hints_of_torch(
     write, said: str, tmp_path: Path, capsys
 ) -> None:
     write(tmp_path / "x.pt")
@@ -167,8 +171,8 @@ def test_a_hostile_pt_file_is_one_sentence_without_torchs_advice(
 
 
 @pytest.mark.parametrize("mmap", [False, True])
-def test_a_pickle_of_any_length_as_before_torch_1_6_is_not_read(mmap: bool, tmp_path: Path) -> None:
-    """Nor in front of an archive, which may begin anywhere in its file."""
+def test_a_pickle_in_the_format_before_torch_1_6_is_not_read(mmap: bool, tmp_path: Path) -> None:
+    """Also before an archive, which may begin anywhere in its file."""
     path, tensors = tmp_path / "x.pt", {"a": torch.ones(1)}
     torch.save(tensors, path)
     archive = path.read_bytes()
@@ -181,9 +185,7 @@ def test_a_pickle_of_any_length_as_before_torch_1_6_is_not_read(mmap: bool, tmp_
     ("value", "dtype"),
     [(float("nan"), torch.float32), (-float("inf"), torch.float16), (float("nan"), torch.float8_e5m2)],
 )
-def test_a_value_that_is_no_number_is_refused_by_name(
-    value: float, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_nan_and_infinity_are_rejected_by_name(value: float, dtype: torch.dtype, tmp_path: Path) -> None:
     good, bad = torch.ones(64), torch.ones(3, 33)
     bad[2, 32] = value
     save_file({"good": good.to(dtype), "bad": bad.to(dtype)}, tmp_path / checkpoints.WEIGHTS)
@@ -194,22 +196,22 @@ def test_a_value_that_is_no_number_is_refused_by_name(
     )
 
 
-def test_what_killed_processes_were_writing_goes_once_it_is_old(tmp_path: Path) -> None:
-    left = (
+def test_old_temporary_files_of_killed_processes_are_removed(tmp_path: Path) -> None:
+    names = (
         ".state.pt.99999999.tmp",
         ".tmpAb3dE9",
         f".state.pt.{os.getpid()}.tmp",
         ".tmpnotes",
         "00000.safetensors",
     )
-    for name in left:
+    for name in names:
         (tmp_path / name).write_bytes(b"half")
     files.sweep(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(left)
-    for name in left:
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    for name in names:
         os.utime(tmp_path / name, (0, 0))
     files.sweep(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(left[2:])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[2:])
 
 
 FOLDERS: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
@@ -222,7 +224,7 @@ FOLDERS: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
 
 
 @pytest.mark.parametrize("placed", FOLDERS.values(), ids=FOLDERS)
-def test_compiled_code_is_not_kept_in_a_folder_that_others_may_write(
+def test_compiled_code_is_not_stored_in_a_folder_that_others_may_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placed
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

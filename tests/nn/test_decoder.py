@@ -12,14 +12,14 @@ from lanternpp.nn.decoder import Decoder, DecoderConfig, angle_table, grid_table
 PREFIX, GRID = 3, 6
 
 
-def test_tables_turn_by_the_place_on_a_line_and_by_row_and_column_on_a_grid():
-    """Weights were trained with these angles; prompts are not turned on a grid."""
+def test_rotary_tables_are_of_places_on_a_line_and_of_rows_and_columns_on_a_grid():
+    """Weights were trained with these angles; prompts are not rotated on a grid."""
     line, grid = line_table(32, 8, 100.0), grid_table(PREFIX, GRID, 8, 100.0)
     powers = torch.tensor([1.0, 100**-0.25, 100**-0.5, 100**-0.75], dtype=torch.float64)
     assert torch.allclose(line[9:10], angle_table(9 * powers[None]))
     place = PREFIX + 2 * GRID + 5
-    turned = torch.cat((2 * powers[::2], 5 * powers[::2]))
-    assert torch.allclose(grid[place : place + 1], angle_table(turned[None]))
+    angles = torch.cat((2 * powers[::2], 5 * powers[::2]))
+    assert torch.allclose(grid[place : place + 1], angle_table(angles[None]))
     assert torch.equal(grid[:PREFIX], angle_table(torch.zeros(PREFIX, 4, dtype=torch.float64)))
 
 

@@ -1,4 +1,4 @@
-"""Weights in 8 bits: what is stored, and what is told of it."""
+"""Weights in 8 bits: what is stored, and what is reported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lanternpp.drafters.parallel import ParallelDrafter
 from lanternpp.nn import int8
 
 
-def test_a_weight_errs_by_half_a_step_at_most_in_a_quarter_of_the_bytes() -> None:
+def test_the_error_of_a_weight_is_at_most_half_a_step() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 48, bias=False), nn.Embedding(4, 8))
     weight = net[0].weight.detach().clone()
@@ -26,7 +26,7 @@ def test_a_weight_errs_by_half_a_step_at_most_in_a_quarter_of_the_bytes() -> Non
     assert type(net[1].weight) is nn.Parameter
 
 
-def test_the_effect_is_that_of_the_logits() -> None:
+def test_the_effect_is_measured_on_logits() -> None:
     before = torch.tensor([[0.0, 0.0], [1.0, 1.0]])
     after = torch.tensor([[0.0, 0.0], [1.0, 1.0 + torch.log(torch.tensor(3.0)).item()]])
     effect = int8.compared(before, after, (10, 5))
@@ -37,7 +37,7 @@ def test_the_effect_is_that_of_the_logits() -> None:
     )  # 1/2, 1/2 becomes 1/4, 3/4 in one of two
 
 
-def test_without_torchao_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchao_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         int8, "find_spec", lambda name: None if name == "torchao" else importlib.util.find_spec(name)
     )
@@ -45,7 +45,7 @@ def test_without_torchao_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("floats", [False, True])
-def test_weights_on_disk_in_8_bits_stay_so_where_the_kernels_multiply_floats(
+def test_stored_8_bits_are_kept_if_the_kernels_multiply_in_float32(
     floats: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     computed = torch.float32 if floats else torch.bfloat16

@@ -1,4 +1,4 @@
-"""Published checkpoints are streamed into our modules by rules, and what does not fit is named."""
+"""Published checkpoints are read into our modules by rules, and tensors that do not fit are named."""
 
 from __future__ import annotations
 
@@ -128,14 +128,14 @@ def test_a_config_beside_a_file_names_its_kinds(tmp_path: Path) -> None:
         (lambda t: t.update({f"x{i}": torch.ones(1) for i in range(14)}), "unexpected x5, and 4 more"),
     ],
 )
-def test_what_does_not_fit_is_named(change, said: str, tmp_path: Path) -> None:
+def test_tensors_that_do_not_fit_are_named(change, said: str, tmp_path: Path) -> None:
     tensors = upstream()
     change(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
     assert str(tmp_path) in rejects(re.escape(said), filled, tmp_path)
 
 
-def test_what_is_no_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_files_that_are_no_checkpoint_are_rejected(tmp_path: Path) -> None:
     def refused(said: str, path: Path = tmp_path) -> None:
         message = rejects(re.escape(said), lambda: Source.open(path).metas)
         assert str(path) in message
@@ -176,7 +176,7 @@ def test_an_index_names_files_beside_it(files: object, said: str, tmp_path: Path
     rejects(said, Source.open, tmp_path)
 
 
-def test_names_that_no_model_has_are_refused(tmp_path: Path) -> None:
+def test_very_long_names_are_rejected(tmp_path: Path) -> None:
     save_file({"n" * 600: torch.ones(1)}, tmp_path / "model.safetensors")
     rejects("names of up to 600 characters", lambda: Source.open(tmp_path).metas)
 
@@ -218,7 +218,7 @@ def test_loading_takes_little_more_memory_than_the_weights(name: str, tmp_path: 
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_blocks_are_packed_while_others_are_not_read_yet(split: bool, tmp_path: Path) -> None:
+def test_blocks_are_packed_before_later_ones_are_read(split: bool, tmp_path: Path) -> None:
     config = DecoderConfig(16, layers=12, heads=2, hidden=32)
     table = line_table(4, 8).float()
     plain = Decoder(config, table)
