@@ -38,9 +38,9 @@ COMMANDS = {
 
 
 def start(work: Callable[..., None], *args: object) -> Any:
-    """A process that begins with everything imported.
+    """Start a process with everything imported.
 
-    Python 3.11 and 3.12 do not tell the process that forks it where these modules lie, so its environment does.
+    Python 3.11 and 3.12 do not pass the path of these modules to the process that forks it, so the environment has it.
     """
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if HERE not in paths:
@@ -57,7 +57,7 @@ def ended(process: Any) -> int:
     process.join(SECONDS)
     if process.exitcode is None:
         process.kill()
-    assert process.exitcode is not None, "it never ended"
+    assert process.exitcode is not None, "the process did not end"
     return process.exitcode
 
 
@@ -68,10 +68,12 @@ def of_two_processes() -> list[dict[str, str]]:
     return [shared | {"RANK": rank, "LOCAL_RANK": rank, "CUDA_VISIBLE_DEVICES": ""} for rank in "01"]
 
 
-def obey(name: str, folder: str, life: float | None = None, env: Mapping[str, str] = {}) -> None:
+def run_command(
+    name: str, folder: str, cpu_seconds: float | None = None, env: Mapping[str, str] = {}
+) -> None:
     """Run a command in a folder; `work` then holds the seconds that it took of the processor, and `said` what it printed.
 
-    After `life` seconds of its own work, whatever else the machine does, the system ends the process.
+    The system ends the process after `cpu_seconds` seconds of its own time on the processor.
     """
     torch.set_num_threads(1)
     at_low_priority()
@@ -83,9 +85,9 @@ def obey(name: str, folder: str, life: float | None = None, env: Mapping[str, st
     features.SHARD_BYTES, pictures.SHARD_SIZE, pictures.BATCH_SIZE, drafter.PASSES = 1 << 14, 8, 4, 20
     teacher.DRAWN_SHARD_SIZE = rollouts.DRAWN_SHARD_SIZE = 4
     began = time.process_time()
-    if life is not None:
-        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # nothing of ours runs when it comes, as with SIGKILL
-        signal.setitimer(signal.ITIMER_PROF, life)
+    if cpu_seconds is not None:
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # no handler runs, as with SIGKILL
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
     try:
         main(COMMANDS[name].split())
     except SystemExit as end:
@@ -95,7 +97,7 @@ def obey(name: str, folder: str, life: float | None = None, env: Mapping[str, st
 
 
 def check_files(folder: Path) -> None:
-    """Every file that has its final name is whole; of a journal, all lines but the last."""
+    """Check that every file with its final name is complete, and every line of a journal except the last."""
     for path in folder.rglob("*"):
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:
@@ -110,7 +112,7 @@ def check_files(folder: Path) -> None:
 
 
 def measured(folder: Path) -> list[str]:
-    """The whole lines of all journals."""
+    """The complete lines of all journals."""
     found = []
     for path in sorted(path for name in JOURNALS for path in folder.rglob(name)):
         text = path.read_text()

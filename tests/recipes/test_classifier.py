@@ -19,8 +19,8 @@ from lanternpp.nn import checkpoints
 from pictures import Pictures
 
 
-def test_it_tells_red_squares_from_blue_ones_and_leaves_its_reference(data: Path, model: Path) -> None:
-    """What the weights, as they lie on disk, see in the validation pictures."""
+def test_it_learns_red_and_blue_squares_and_writes_its_reference(data: Path, model: Path) -> None:
+    """By the stored weights, on the validation pictures."""
     assert train(data, model, steps=40, redrawn=0)
     found = facts(model, "classifier")
     assert found["validation"]["accuracy_of_each_label"] == {"blue": 1, "red": 1}
@@ -35,9 +35,7 @@ def test_it_tells_red_squares_from_blue_ones_and_leaves_its_reference(data: Path
     assert figures["frechet"] < 1e-3 and figures["precision"] == figures["recall"] == 1
 
 
-def test_pictures_are_drawn_again_once_and_of_another_tokenizer_it_can_only_start_over(
-    data: Path, model: Path
-) -> None:
+def test_pictures_are_redrawn_once_and_another_tokenizer_needs_restart(data: Path, model: Path) -> None:
     assert not train(data, model, stop=1)
     kept = {path: path.stat().st_mtime_ns for path in (model / "codes").glob("redrawn-*/*.safetensors")}
     assert not train(data, model, stop=3)
@@ -64,13 +62,13 @@ def test_labels_that_it_cannot_learn_from_are_rejected(data: Path, model: Path) 
     assert facts(model, "classifier")["validation"]["accuracy_of_each_label"].keys() == {"red"}
 
 
-def test_words_are_those_that_many_captions_say_and_no_label_does() -> None:
+def test_words_are_those_of_many_captions_and_of_no_label() -> None:
     texts = ["a photo of a red rose under a blue sky"] * 99 + ["a photo of a green rose"]
     assert vocabulary(texts, ["rose"]) == ("blue", "green", "red", "sky", "under")
     assert vocabulary([*texts, "a purple rose"], ["rose"]) == ("blue", "red", "sky", "under")
 
 
-def test_variations_stay_recognisable_and_follow_their_seed() -> None:
+def test_augmentations_depend_on_their_seed_and_keep_contrast() -> None:
     images = torch.linspace(-1, 1, 32).expand(6, 3, 32, 32)
     one, again, other = (augment(images, torch.Generator().manual_seed(seed), 24) for seed in (0, 0, 1))
     assert one.shape == (6, 3, 24, 24) and torch.equal(one, again) and not torch.equal(one, other)

@@ -26,7 +26,7 @@ from words import TargetSettings
 
 
 @pytest.mark.parametrize(("made", "model"), [(mixture, "latents"), (diffusion, "diffused")])
-def test_losses_are_one_graph_when_compiled(
+def test_compiled_losses_are_one_graph(
     made: Any, model: str, data: Path, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
@@ -39,7 +39,7 @@ def test_losses_are_one_graph_when_compiled(
     assert 0 < found["accept"] <= 1 and {"accept2", "guided", "feature"} <= found.keys()
 
 
-def test_the_tokenizer_learns_and_tells_its_noise(data: Path, tmp_path: Path) -> None:
+def test_the_tokenizer_learns_and_reports_its_noise(data: Path, tmp_path: Path) -> None:
     assert kl(data, tmp_path, steps=50)
     found = facts(tmp_path, "tokenizer")["validation"]
     assert found["psnr"] > 13 and 0 < found["noise"] < 1 and found["spread"] > 0
@@ -63,7 +63,7 @@ def shares(one: Path, two: Path, part: str) -> set[str]:
 def test_a_tokenizer_of_latents_begins_with_the_weights_of_one_of_codes(
     data: Path, model: Path, latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = {"channels": 8, "lr": 1e-6}  # as wide as the codes, and yet what lies at the latent is new
+    small = {"channels": 8, "lr": 1e-6}  # as wide as the codes, but the layers beside the latent are new
     assert kl(data, tmp_path / "kl", 1, weights_of=str(model), **small)
     said = "taken from another model: encoder, decoder; new: encoder.10, decoder.0"
     assert f"tokenizer: {said}\n" in capsys.readouterr().err
@@ -101,7 +101,7 @@ def test_a_target_of_latents_begins_with_the_weights_of_one_of_codes(
     drawn = begun.from_cache(moments, generator)
     vectors = start.embed(start.vq.encode(begun.vq.decode(moments[..., :4])))
     left = (vectors - begun.embed(drawn)).flatten(0, 1)
-    # what least squares leaves has no mean and nothing in common with the latents
+    # the residuals of least squares have no mean and no correlation with the latents
     assert left.mean(0).abs().max() < 1e-4
     assert (drawn.flatten(0, 1).T @ left / len(left)).abs().max() < 1e-4 < left.abs().mean()
     weight = "latent_out.weight" if made is mixture else "denoiser.inputs.weight"
@@ -109,7 +109,7 @@ def test_a_target_of_latents_begins_with_the_weights_of_one_of_codes(
 
 
 @pytest.mark.parametrize("kind", [ContinuousTask, DiffusionTask])
-def test_the_target_learns_six_pictures_by_heart(kind: type[LatentTask], latents: Path) -> None:
+def test_the_target_overfits_six_pictures(kind: type[LatentTask], latents: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     mean = torch.randn(6, 1, 16, 4, generator=generator) * 3 + 5
     moments = torch.cat((mean, torch.full_like(mean, -4)), -1).half()
@@ -136,7 +136,7 @@ def test_the_target_learns_six_pictures_by_heart(kind: type[LatentTask], latents
     assert torch.allclose(drawn.mean((0, 1)), torch.zeros(4), atol=0.1)
 
 
-def test_expected_acceptance_is_the_overlap_of_the_two_comparison() -> None:
+def test_expected_acceptance_is_the_overlap_of_two_distributions() -> None:
     torch.manual_seed(0)
     p = torch.tensor([0.0, 0.0, 0.0]).expand(20_000, 3)  # one component of one channel
     q = torch.tensor([0.0, 1.0, 0.0]).expand(20_000, 3)
@@ -165,7 +165,7 @@ def test_diffusion_heads_are_compared_at_the_same_noisy_latents() -> None:
     assert comparison.agreement(same, same) == 1 > comparison.agreement(other, same)
 
 
-def test_what_is_of_codes_or_of_another_head_is_rejected(
+def test_options_of_codes_and_of_other_heads_are_rejected(
     latents: Path, diffused: Path, data: Path, tmp_path: Path, model: Path
 ) -> None:
     rejects("--head mixture", read_vq, latents / "tokenizer")

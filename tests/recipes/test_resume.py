@@ -29,17 +29,21 @@ CASES: dict[str, tuple[Any, str, str, tuple[str, ...]]] = {
     ("name", "stop"),
     [("tokenizer", 6), *((name, 3) for name in CASES)],  # 6: in the adversarial part
 )
-def test_a_stopped_and_resumed_run_repeats_the_unbroken_one(
+def test_a_stopped_and_resumed_run_repeats_the_uninterrupted_one(
     name: str, stop: int, data: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     stage, part, fixture, needs = CASES[name]
-    known, whole, parts = request.getfixturevalue(fixture), tmp_path / "whole", tmp_path / "parts"
-    for place in (whole, parts):
+    known, uninterrupted, resumed = (
+        request.getfixturevalue(fixture),
+        tmp_path / "uninterrupted",
+        tmp_path / "resumed",
+    )
+    for place in (uninterrupted, resumed):
         for each in needs:
             shutil.copytree(known / each, place / each)
-    assert stage(data, whole) and not stage(data, parts, stop=stop)
-    assert not (parts / part / "config.json").exists()
-    assert stage(data, parts)
-    assert log(parts, part) == log(whole, part)
-    one, two = weights(whole, part), weights(parts, part)
+    assert stage(data, uninterrupted) and not stage(data, resumed, stop=stop)
+    assert not (resumed / part / "config.json").exists()
+    assert stage(data, resumed)
+    assert log(resumed, part) == log(uninterrupted, part)
+    one, two = weights(uninterrupted, part), weights(resumed, part)
     assert one.keys() == two.keys() and all(torch.equal(tensor, two[key]) for key, tensor in one.items())

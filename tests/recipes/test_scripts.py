@@ -22,7 +22,7 @@ DENOISER = ("--head", "diffusion", "--denoising-steps", 3, "--denoiser-width", 1
 DRAW = ("generate", "a red square", "--model")
 
 
-def test_codes_from_photos_to_a_picture_and_on_to_larger_ones(run, data: Path) -> None:
+def test_codes_from_photos_to_pictures_and_to_larger_ones(run, data: Path) -> None:
     """4 pixels a code, and a side that is no power of two: 7 x 7 codes of 28 x 28 pixels."""
     assert run("tokenizer", *BASE, "--size", 28, "--down", 4, "--codes", 64).code == 0
     assert run("target", *BASE, *SHAPE).code == 0
@@ -54,7 +54,7 @@ def test_the_defaults_of_the_signature_are_those_in_the_help(stage: str, run) ->
         assert re.search(rf"--{name} (?:(?!--).)*\[default: {getattr(usual, name)}\]", help)
 
 
-def test_a_stage_needs_a_budget_and_ends_with_130_where_it_was_stopped(run, data: Path, monkeypatch) -> None:
+def test_a_stage_needs_a_budget_and_ends_with_status_130_when_stopped(run, data: Path, monkeypatch) -> None:
     run("tokenizer", "--data", "../data", "--model", "mine").refused("give --steps N, --minutes M or both")
     monkeypatch.setattr("tokenizer.run", lambda *_: False)
     assert run("tokenizer", *BASE, "--size", 28, "--down", 4, "--perceptual", 0).code == 130
@@ -119,5 +119,5 @@ def test_latents_from_photos_to_a_comparison(head: tuple[object, ...], run, data
         ("classifier", (), "holds no tokenizer"),
     ],
 )
-def test_what_no_stage_can_do_is_one_sentence(stage: str, options, named: str, run, data: Path) -> None:
+def test_wrong_options_are_rejected(stage: str, options, named: str, run, data: Path) -> None:
     run(stage, *BASE, *options).refused(named)

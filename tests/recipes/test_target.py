@@ -1,4 +1,4 @@
-"""The target's training and the code cache beneath it."""
+"""The target's training and its cache of codes."""
 
 import shutil
 from dataclasses import replace
@@ -70,12 +70,12 @@ def test_words_and_subjects_come_from_captions_and_labels() -> None:
     rejects("no caption says anything", vocabulary, random_codes(("a photo",)), 8)
 
 
-def test_it_learns_six_pictures_by_heart(model: Path) -> None:
+def test_it_overfits_six_pictures(model: Path) -> None:
     codes = random_codes(
         ("a red square", "a blue square", "a red tulip", "a blue tulip", "a rose", "a photo")
     )
     made = task(model, codes, batch_size=6, drop_captions=0.0, lr=1e-2, muon_lr=1e-2)
-    assert "a photo" not in made.prompts, "nothing is drawn of it"
+    assert "a photo" not in made.prompts, "it names no subject"
     before = made.validate_on(torch.arange(6))
     assert before["nll"] == pytest.approx(torch.tensor(64.0).log().item(), abs=0.05)
     for step in range(80):
@@ -87,7 +87,7 @@ def test_it_learns_six_pictures_by_heart(model: Path) -> None:
     assert after["ambiguous"] == 0
 
 
-def test_the_caption_decides_only_where_it_is_not_dropped(model: Path) -> None:
+def test_logits_depend_on_captions_that_are_not_dropped(model: Path) -> None:
     codes = random_codes(("a red square", "a blue square"))
     made = task(model, codes)
     torch.nn.init.normal_(made.model.codes_out.weight)
@@ -115,14 +115,14 @@ def test_a_tenth_of_the_captions_is_dropped(model: Path, monkeypatch: pytest.Mon
     assert torch.stack(shares).mean().item() == pytest.approx(0.1, abs=0.02)
 
 
-def test_corruption_replaces_its_share() -> None:
+def test_corruption_replaces_a_share_of_the_codes() -> None:
     codes = torch.zeros(64, 100, dtype=torch.int64)
-    spoiled = corrupt_codes(codes, 0.25, 1000, torch.Generator().manual_seed(0))
-    assert (spoiled != codes).double().mean().item() == pytest.approx(0.25, abs=0.02)
+    corrupted = corrupt_codes(codes, 0.25, 1000, torch.Generator().manual_seed(0))
+    assert (corrupted != codes).double().mean().item() == pytest.approx(0.25, abs=0.02)
     assert corrupt_codes(codes, 0.0, 1000, torch.Generator()) is codes
 
 
-def test_what_is_exported_is_what_was_validated(data: Path, model: Path) -> None:
+def test_the_exported_weights_have_the_validated_loss(data: Path, model: Path) -> None:
     assert train(data, model, steps=4)
     folder = model / "target"
     assert len(list((folder / "samples").glob("*.png"))) == 2
@@ -143,7 +143,7 @@ def test_what_is_exported_is_what_was_validated(data: Path, model: Path) -> None
     assert found["nll"] == pytest.approx(nll.item(), abs=0.02) and found["validation_pictures"] == 4
 
 
-def test_unigram_is_what_frequencies_alone_cost() -> None:
+def test_unigram_is_the_loss_of_code_frequencies() -> None:
     codes = random_codes(("a b",) * 200, vocab=8)
     assert unigram(codes, 8) == pytest.approx(torch.tensor(8.0).log().item(), abs=0.01)
     other = replace(codes.val, codes=torch.zeros(1, 1, 16, dtype=torch.uint16))
@@ -156,7 +156,7 @@ def test_training_begins_with_the_weights_of_another_model(data: Path, model: Pa
     shutil.copytree(model / "tokenizer", other / "tokenizer")
     assert train(data, model, steps=4)
     start = {"weights_of": str(model)}
-    assert train(data, other, steps=1, **start, lr=1e-6, muon_lr=1e-6)  # learns next to nothing
+    assert train(data, other, steps=1, **start, lr=1e-6, muon_lr=1e-6)  # learns very little
     first, then, random = (read_target(folder, torch.float32) for folder in (model, other, model))
     init_weights(random)
     words, null = torch.ones(1, first.slots, dtype=torch.int64), torch.zeros(1, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""The tokenizer's training, and with it the skeleton: budget, schedule, export."""
+"""The tokenizer's training, and what all trainings share: budget, schedule, export."""
 
 import time
 from functools import partial
@@ -27,11 +27,11 @@ from tokenizer import TokenizerSettings, TokenizerTask
 
 
 @pytest.mark.parametrize("adversarial", [False, True])
-def test_the_codes_of_a_model_stay_while_its_decoder_learns(
+def test_the_codes_of_another_model_are_kept_while_the_decoder_learns(
     data: Path, tmp_path: Path, adversarial: bool
 ) -> None:
     assert train(data, tmp_path / "old", steps=4, lr=3e-3)
-    for steps, stop in ((8, 3), (8, None), (10, None)):  # stopped, resumed, gone on with
+    for steps, stop in ((8, 3), (8, None), (10, None)):  # stopped, resumed, continued
         more = {"adversarial": adversarial, "adversarial_start": 0.3, "lr": 3e-3}
         done = train(data, tmp_path / "new", steps, stop, codes_of=str(tmp_path / "old"), **more)
         assert done == (stop is None)
@@ -62,7 +62,7 @@ class Slow(TokenizerTask):
         return super().validate()
 
 
-def test_validations_are_part_of_a_budget_in_minutes_and_a_used_budget_stays_so(
+def test_a_budget_in_minutes_includes_validations_and_is_used_once(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer, "TokenizerTask", Slow)
@@ -82,7 +82,7 @@ def test_validations_are_part_of_a_budget_in_minutes_and_a_used_budget_stays_so(
     assert TrainingOptions(steps=10, minutes=1).progress(2, 45) == 0.75
 
 
-def test_it_learns_pictures_and_leaves_weights_provenance_and_samples(data: Path, tmp_path: Path) -> None:
+def test_it_learns_pictures_and_writes_weights_provenance_and_samples(data: Path, tmp_path: Path) -> None:
     assert train(data, tmp_path, steps=90, lr=3e-3)
     folder, found = tmp_path / "tokenizer", facts(tmp_path, "tokenizer")
     assert found["steps"] == 90 and found["data"]["train"] == 12
@@ -92,7 +92,7 @@ def test_it_learns_pictures_and_leaves_weights_provenance_and_samples(data: Path
     assert read_vq(folder).config == VQConfig(size=32, codes=64, **STAGES[4])
 
 
-def test_figures_of_known_errors() -> None:
+def test_metrics_of_known_errors() -> None:
     truth = torch.zeros(1, 3, 8, 8)
     assert losses.psnr(truth + 0.2, truth).item() == pytest.approx(20.0, abs=0.2)  # a tenth of the range
     sharp = torch.rand(2, 3, 32, 32)
@@ -102,7 +102,7 @@ def test_figures_of_known_errors() -> None:
     assert (losses.detail(torch.full((1, 3, 8, 8), 0.3)) < 1e-10).all()
 
 
-def test_the_perceptual_loss_is_of_features_and_leads_towards_the_picture(tmp_path: Path) -> None:
+def test_the_perceptual_loss_is_of_features_and_falls_along_its_gradient(tmp_path: Path) -> None:
     distance = Perceptual(read_classifier(write_classifier(tmp_path, side=32)))
     assert [tuple(x.shape[1:]) for x in distance.features(torch.rand(2, 3, 32, 32))] == [
         (8, 16, 16),
@@ -140,7 +140,7 @@ def test_the_rate_is_constant_until_it_falls_to_zero_over_the_cooldown() -> None
     assert rates == [0.5, 2.0, 2.0, 1.0, 0.0]
 
 
-def test_quantiser_takes_the_nearest_row_and_passes_the_gradient() -> None:
+def test_the_quantiser_takes_the_nearest_code_and_passes_the_gradient() -> None:
     torch.manual_seed(0)
     quantiser = MovingQuantiser(32, 4).eval()
     latents = torch.randn(3, 5, 4, requires_grad=True)
@@ -153,7 +153,7 @@ def test_quantiser_takes_the_nearest_row_and_passes_the_gradient() -> None:
     assert latents.grad.abs().sum() > 0
 
 
-def test_dead_codes_are_revived() -> None:
+def test_unused_codes_are_replaced() -> None:
     torch.manual_seed(0)
     quantiser = MovingQuantiser(64, 8).train()
     quantiser.codebook.copy_(torch.eye(8)[:1].expand(64, 8))  # all codes in one place

@@ -1,4 +1,4 @@
-"""Reading an imagefolder: what is left out is named, what is fed is reproducible."""
+"""Reading an imagefolder: what is skipped is named, and crops are reproducible."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def test_a_corrupt_picture_is_named_and_skipped_and_captions_stay_with_their_pic
     rejects(r"2 of 120 .*red/006.png \(missing\)", Pictures.read, tmp_path, "train", 32)
 
 
-def test_a_root_metadata_serves_too(data: Path) -> None:
+def test_metadata_in_the_root_is_read_too(data: Path) -> None:
     before = read_rows(data, "val")
     rows = []
     for split in ("train", "val"):
@@ -39,7 +39,7 @@ def test_a_root_metadata_serves_too(data: Path) -> None:
     assert (after.files, after.texts) == (before.files, before.texts)
 
 
-def test_a_picture_is_one_however_it_is_spelled_and_further_captions_are_said(data: Path) -> None:
+def test_spellings_of_a_file_name_are_one_picture_and_further_captions_warn(data: Path) -> None:
     before, path = read_rows(data, "val"), data / "val" / "metadata.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     names = ("./{}", f"{data}/val/{{}}", "{}", "red//../{}")
@@ -65,7 +65,7 @@ def test_another_picture_of_the_same_size_is_another_key(data: Path) -> None:
     assert before.key == key
 
 
-def test_missing_parts_are_said_plainly(data: Path, tmp_path: Path) -> None:
+def test_missing_parts_are_rejected(data: Path, tmp_path: Path) -> None:
     rejects("nowhere/train is no folder: --data takes", read_rows, tmp_path / "nowhere", "train")
     path = data / "val" / "metadata.jsonl"
     path.write_text('{"file_name": "red/000.png"}\n')
@@ -78,7 +78,7 @@ def test_missing_parts_are_said_plainly(data: Path, tmp_path: Path) -> None:
     rejects(r"metadata\.jsonl is missing", read_rows, data, "val")
 
 
-def test_crops_are_what_they_say(data: Path) -> None:
+def test_crops_are_those_of_their_offset_flip_and_scale(data: Path) -> None:
     pictures = Pictures.read(data, "train", 32)
     index = torch.arange(12)
     plain = pictures.centre(index)
@@ -92,7 +92,7 @@ def test_crops_are_what_they_say(data: Path) -> None:
     assert not torch.equal(draws[0], draws[2])
 
 
-def test_every_epoch_has_every_picture_in_a_variant_that_has_not_come_and_depends_on_the_step_alone() -> None:
+def test_every_epoch_has_every_picture_in_a_new_variant_and_depends_only_on_the_step() -> None:
     sampler = Sampler(10, 6, 5, seed=3)
     steps = [sampler(step)[:2] for step in range(2 * 6)]  # six epochs of two steps
     epochs = [torch.cat((steps[i][0], steps[i + 1][0])) for i in range(0, 12, 2)]

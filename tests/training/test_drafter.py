@@ -1,4 +1,4 @@
-"""The drafter's training: its losses, what it learns from, and that it drafts better for it."""
+"""The training of EAGLE drafters: its losses, its data, and that it improves drafts."""
 
 import math
 from pathlib import Path
@@ -28,7 +28,7 @@ def task(ready: Path, count: int = 6, sampling: Sampling = NEUTRAL, **settings: 
     return EagleTask(hparams, teacher, made_codes(count))
 
 
-def test_lk_is_the_negative_log_of_the_chance_that_verification_keeps_a_draft() -> None:
+def test_lk_is_the_negative_log_of_the_probability_that_a_draft_code_is_accepted() -> None:
     p, q = torch.randn(2, 3, 5, 8, dtype=torch.float64) * 2
     kept = torch.zeros(3, 5, dtype=torch.float64)
     for row in range(3):
@@ -40,7 +40,7 @@ def test_lk_is_the_negative_log_of_the_chance_that_verification_keeps_a_draft() 
     assert lk.loss(q, p).item() == pytest.approx(-kept.log().mean().item(), abs=1e-6)
     assert lk.loss(p, p).item() == pytest.approx(0.0, abs=1e-6)
     apart = torch.eye(2) * 200
-    assert lk.loss(apart[:1], apart[1:]) < 14, "one place without overlap does not decide a mean"
+    assert lk.loss(apart[:1], apart[1:]) < 14, "one place without overlap does not dominate the mean"
     both = lk.loss(q, p) + CodeComparison("guided").loss(q, p)
     assert CodeComparison("both").loss(q, p).item() == pytest.approx(both.item(), rel=1e-5)
 
@@ -73,7 +73,7 @@ def test_guided_losses_are_those_of_the_merged_rows(ready: Path) -> None:
 
 
 @pytest.mark.parametrize("loss", ["paper", "lk"])
-def test_it_learns_six_pictures_by_heart(ready: Path, loss: str) -> None:
+def test_it_overfits_six_pictures(ready: Path, loss: str) -> None:
     made = task(ready, loss=loss, noise=0.0, lr=1e-2, weight=1.0, cfg=2.0)
     before = made.validate_on(torch.arange(6))
     for step in range(60):
@@ -85,7 +85,7 @@ def test_it_learns_six_pictures_by_heart(ready: Path, loss: str) -> None:
     assert after[loss] < before[loss]
 
 
-def test_a_second_round_reads_the_drafters_own_features(ready: Path) -> None:
+def test_a_second_round_reads_features_of_the_drafter(ready: Path) -> None:
     """As it does at the second level of a draft; the first round is the loss of one round."""
     index = torch.arange(6)
     found = {}
@@ -123,11 +123,11 @@ def test_a_tenth_of_the_captions_is_dropped_under_the_papers_loss(
     monkeypatch.setattr(made, "training_loss", seen)
     for step in range(60):
         made.step(step, 0.0)
-    silent = 1 / 3  # "a photo" names no subject: the null prompt, dropped or not
-    assert sum(shares) / 60 == pytest.approx(silent + share * (1 - silent), abs=0.02)
+    without_subject = 1 / 3  # "a photo" names no subject: the null prompt, dropped or not
+    assert sum(shares) / 60 == pytest.approx(without_subject + share * (1 - without_subject), abs=0.02)
 
 
-def test_a_caption_that_the_target_cannot_follow_is_the_null_prompt(ready: Path) -> None:
+def test_a_caption_without_a_subject_is_the_null_prompt(ready: Path) -> None:
     target, codes = read_target(ready, torch.float32), torch.zeros(2, 1, 16, dtype=torch.uint16)
     captions = CaptionPrompts(target, Split(codes, ("a blue square", "a photo")))
     prompts, start = captions(torch.tensor([1, 0]), 2)
@@ -135,14 +135,14 @@ def test_a_caption_that_the_target_cannot_follow_is_the_null_prompt(ready: Path)
     rejects("none of the captions", CaptionPrompts, target, Split(codes[:1], ("a photo",)))
 
 
-def test_another_target_is_another_training(data: Path, ready: Path) -> None:
+def test_a_training_does_not_resume_with_another_target(data: Path, ready: Path) -> None:
     assert eagle(data, ready, steps=1)
     config, tensors = checkpoints.load(ready / "target")
     checkpoints.save(ready / "target", config, {name: tensor + 0.1 for name, tensor in tensors.items()})
     rejects(r"other settings \(target", eagle, data, ready, steps=1)
 
 
-def test_a_provenance_is_never_of_weights_that_are_not_there(
+def test_an_interrupted_save_leaves_no_provenance(
     data: Path, ready: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop.checkpoints, "save", Mock(side_effect=KeyboardInterrupt))
@@ -151,7 +151,7 @@ def test_a_provenance_is_never_of_weights_that_are_not_there(
     assert not (ready / "drafter" / "provenance.json").exists()
 
 
-def test_a_larger_budget_is_validated_to_its_end(data: Path, ready: Path) -> None:
+def test_a_larger_budget_has_its_own_validations(data: Path, ready: Path) -> None:
     for steps in (2, 6):
         assert eagle(data, ready, steps=steps)
     assert [row["step"] for row in log(ready, "drafter") if "validation" in row] == [1, 2, 3, 6]
@@ -165,7 +165,7 @@ def test_inheriting_starts_from_the_targets_last_block(ready: Path) -> None:
     assert not torch.equal(random.model.decoder.blocks[0].wqkv.weight, last["wqkv.weight"])
 
 
-def test_figures_are_those_of_the_guidance_they_name(ready: Path) -> None:
+def test_without_guidance_the_guided_loss_is_the_papers(ready: Path) -> None:
     made = task(ready, cfg=1.0)
     figures = made.validate_on(torch.arange(6))
     assert figures["guided"] == pytest.approx(figures["paper"], rel=1e-5)
@@ -180,7 +180,7 @@ def test_acceptance_is_that_of_the_models_own_sampling(ready: Path) -> None:
     assert {name for name in made if made[name] != plain[name]} == {"accept", "accept2", "lk"}
 
 
-def test_every_validation_has_the_same_noise_and_none_changes_the_trainings(ready: Path) -> None:
+def test_validations_have_the_same_noise_and_do_not_change_that_of_the_training(ready: Path) -> None:
     made = task(ready)
     made.validate_on = lambda _: {"noise": torch.rand(1).item()}  # type: ignore[method-assign]
     state = torch.manual_seed(5).get_state()

@@ -1,4 +1,4 @@
-"""How much of a draft block verification keeps: the estimate that is trained and validated by."""
+"""How much of a draft block verification accepts: the estimate for training and validation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def estimates(p: Contexts, q: Contexts) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize(("vocab", "depth"), [(3, 1), (3, 4), (4, 3)])
 @pytest.mark.parametrize("kind", ["random", "near", "equal", "forced"])
-def test_the_estimate_from_the_targets_own_chains_is_what_drafts_keep(
+def test_the_estimate_from_the_targets_own_chains_is_the_acceptance_of_drafts(
     kind: str, vocab: int, depth: int
 ) -> None:
     p, q = contexts(vocab, depth, kind)
@@ -41,7 +41,7 @@ def test_the_estimate_from_the_targets_own_chains_is_what_drafts_keep(
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_along_its_gradient_drafts_keep_more(seed: int) -> None:
+def test_along_its_gradient_acceptance_rises(seed: int) -> None:
     """The codes enumerated before and after small steps from a random drafter."""
     p, q = contexts(3, 3, "random", seed)
     logits = [table.log().requires_grad_() for table in q]
@@ -56,10 +56,10 @@ def test_along_its_gradient_drafts_keep_more(seed: int) -> None:
     assert found == sorted(found) and found[-1] > found[0] + 0.01
 
 
-def test_a_draft_does_not_learn_which_code_was_recorded() -> None:
-    """It would know its pictures by heart, and drafts keep no more for it."""
+def test_the_gradient_does_not_depend_on_the_recorded_code() -> None:
+    """Otherwise it would overfit, and drafts would be accepted no more often."""
     p, q = contexts(4, 2, "random")
-    ways = []
+    slopes = []
     for code in range(4):
         logits = q[0][0].log().requires_grad_()
         ps, log_q = torch.stack((p[0][0], p[1][code])), q[1][code].log()
@@ -67,12 +67,12 @@ def test_a_draft_does_not_learn_which_code_was_recorded() -> None:
             ps, torch.stack((logits.log_softmax(-1), log_q)), torch.tensor([code, 0])
         )
         (slope,) = torch.autograd.grad(chain_gain(reach * keep, keep), logits)
-        ways.append(slope / slope.norm())
-    for way in ways[1:]:
-        assert torch.allclose(way, ways[0])
+        slopes.append(slope / slope.norm())
+    for slope in slopes[1:]:
+        assert torch.allclose(slope, slopes[0])
 
 
-def test_a_ratio_beyond_all_bounds_leaves_the_gradient_finite() -> None:
+def test_an_extreme_ratio_has_a_finite_gradient() -> None:
     p = torch.tensor([[1e-30, 1.0], [0.5, 0.5]])
     logits = torch.tensor([[80.0, -80.0], [0.0, 0.0]], requires_grad=True)
     reach, chance = chain_acceptance(p, logits.log_softmax(-1), torch.tensor([0, 1]))

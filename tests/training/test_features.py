@@ -1,4 +1,4 @@
-"""What a drafter learns from is what it will see: teacher forcing beside the engine, step by step."""
+"""The features that a drafter is trained on are those of the engine: teacher forcing beside the engine, step by step."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -67,7 +67,7 @@ def test_teacher_forced_features_are_those_of_the_engines_drafter(name: str, tmp
     assert len(seen) > 4
 
 
-def test_a_dropped_caption_is_the_unconditional_prompt_beside_it(tmp_path: Path) -> None:
+def test_a_dropped_caption_is_the_unconditional_prompt(tmp_path: Path) -> None:
     write_llamagen(tmp_path, text=True)
     target = read_target(tmp_path, torch.float32).eval()
     texts = ("a red tulip of", "blue")
@@ -80,7 +80,7 @@ def test_a_dropped_caption_is_the_unconditional_prompt_beside_it(tmp_path: Path)
 
 
 @pytest.mark.parametrize("loss", ["paper", "guided"])
-def test_features_from_the_disk_teach_as_computed_ones_do(
+def test_features_from_the_disk_give_the_losses_of_computed_ones(
     loss: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_model(tmp_path)

@@ -1,4 +1,4 @@
-"""What a kill at any moment costs: at most a shard, a step or a measurement. `pytest --kills 10` kills more often."""
+"""A kill at any moment loses at most a shard, a step or a measurement. `pytest --kills 10` kills more often."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.killed import check_files, ended, measured, obey, start
+from helpers.killed import check_files, ended, measured, run_command, start
 from helpers.models import write_model
 from helpers.photos import draw
 from helpers.processes import until
@@ -23,7 +23,7 @@ from lanternpp.nn import checkpoints
 @pytest.fixture
 def places(tmp_path: Path) -> tuple[Path, Path]:
     """Two folders with the same model, prompts and photos."""
-    one = tmp_path / "whole"
+    one = tmp_path / "reference"
     write_model(one / "tiny")
     (one / "mine").write_text("red tulip\na tulip\n")
     for split, count in (("train", 40), ("val", 4)):
@@ -47,31 +47,31 @@ def killed(name: str, folder: Path, work: float, times: int) -> int:
     """Kill a command at random moments of its work, then let it end. How often the kill found it at work."""
     draw, ends, lines = random.Random(f"{name} {times}"), [], list[str]()
     for _ in range(times):
-        process = start(obey, name, str(folder), draw.uniform(0.1, 1.2 / times) * work)
+        process = start(run_command, name, str(folder), draw.uniform(0.1, 1.2 / times) * work)
         ends.append(ended(process))
         check_files(folder)
         assert set(lines) <= set(lines := measured(folder)), "a measurement was lost"
-    assert ended(start(obey, name, str(folder))) == 0 and set(ends) <= {0, -signal.SIGPROF}
+    assert ended(start(run_command, name, str(folder))) == 0 and set(ends) <= {0, -signal.SIGPROF}
     assert set(lines) <= set(measured(folder))
     check_files(folder)
     return ends.count(-signal.SIGPROF)
 
 
 @pytest.mark.parametrize("name", ["own", "pictures", "rollouts", "tune"])
-def test_a_command_killed_at_any_moment_ends_as_if_nothing_had_happened(
+def test_a_command_killed_at_any_moment_resumes_to_the_same_result(
     name: str, places: tuple[Path, Path], request: pytest.FixtureRequest
 ) -> None:
-    whole, other = places
-    assert ended(start(obey, name, str(whole))) == 0
+    reference, other = places
+    assert ended(start(run_command, name, str(reference))) == 0
     times = request.config.getoption("--kills")
-    work = float((whole / "work").read_text())
+    work = float((reference / "work").read_text())
     count = killed(name, other, work, times)
     print(f"{name}: {count} of {times} kills met it at work, {work:.1f} s of it")
     assert count >= times / 2
-    if name == "tune":  # what it measures differs, what follows from it does not
+    if name == "tune":  # its times differ, but not what follows from recorded ones
         reported, lines = (other / "out/tune/tiny-lantern++/tune.json"), measured(other)
         before = json.loads(reported.read_text())
-        ended(start(obey, name, str(other)))
+        ended(start(run_command, name, str(other)))
         assert json.loads(reported.read_text()) == before
         new = set(measured(other)) - set(lines)
         assert set(lines) <= set(measured(other)) and not any('"round"' in line for line in new)
@@ -79,16 +79,16 @@ def test_a_command_killed_at_any_moment_ends_as_if_nothing_had_happened(
         # of so few nodes there may be no tree that is better than the three chains
         assert len({json.dumps(one["overrides"]) for one in tried}) == len(tried) >= 3
     else:
-        expected = results(whole)
+        expected = results(reference)
         assert len(expected) > 3 and results(other) == expected
 
 
 @pytest.mark.parametrize(("name", "begun"), [("tune", "**/trials.jsonl"), ("own", "**/own/state.pt")])
-def test_ctrl_c_in_the_middle_is_one_line_and_130_and_the_command_goes_on(
+def test_ctrl_c_is_one_line_and_status_130_and_the_command_resumes(
     name: str, begun: str, places: tuple[Path, Path]
 ) -> None:
     place, _ = places
-    process = start(obey, name, str(place))
+    process = start(run_command, name, str(place))
     until(lambda: any(path.stat().st_size for path in place.glob(begun)) or not process.is_alive())
     assert process.is_alive(), (place / "said").read_text()
     os.kill(process.pid, signal.SIGINT)
@@ -97,5 +97,5 @@ def test_ctrl_c_in_the_middle_is_one_line_and_130_and_the_command_goes_on(
     assert status == 130 and "Traceback" not in said, said
     assert re.search("interrupted|stopped at step .* resumes it", said), said
     check_files(place)
-    assert ended(start(obey, name, str(place))) == 0 and set(lines) <= set(measured(place))
+    assert ended(start(run_command, name, str(place))) == 0 and set(lines) <= set(measured(place))
     check_files(place)

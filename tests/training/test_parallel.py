@@ -1,4 +1,4 @@
-"""The training of a drafter of all levels at once."""
+"""The training of parallel drafters."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -25,25 +25,25 @@ def task(ready: Path, count: int = 6, sampling: Sampling = NEUTRAL, **settings: 
 
 
 def test_every_level_is_measured_by_the_targets_guided_distribution_at_its_place(ready: Path) -> None:
-    """A drafter that answers with the target's own features is kept everywhere: an anchor off by one is not."""
+    """The target's own features are accepted everywhere; with an anchor off by one they are not."""
     made = task(ready, noise=0.0, loss="lk")
     index = torch.arange(3)
     made.anchors = lambda *_: torch.tensor([0, 3, 14])  # type: ignore[method-assign]
     read = made.batch(made.train, index, None, torch.Generator())
 
-    def knows(drafter: Any, batch: DraftBatch, noise: Any) -> tuple[Any, torch.Tensor]:
+    def target_features(drafter: Any, batch: DraftBatch, noise: Any) -> tuple[Any, torch.Tensor]:
         level = torch.arange(made.hparams.levels)
         slot = (batch.anchors[0, :, None] + 1 + level).clamp(max=batch.features.shape[1] - 1)
         return None, batch.features[:, slot]
 
-    made.level_features = knows  # type: ignore[method-assign]
+    made.level_features = target_features  # type: ignore[method-assign]
     figures = made.loss(made.model, read)
     assert figures["levels"].tolist() == pytest.approx([1] * 4, abs=1e-5)
     assert figures["loss"].item() == pytest.approx(0, abs=1e-5)
 
 
 @pytest.mark.parametrize(("loss", "aux_layers"), [("guided", 0), ("lk", 0), ("both", 1), ("block", 0)])
-def test_training_raises_the_chance_that_drafts_are_kept(ready: Path, loss: str, aux_layers: int) -> None:
+def test_training_raises_the_acceptance_of_drafts(ready: Path, loss: str, aux_layers: int) -> None:
     made = task(ready, loss=loss, aux_layers=aux_layers, lr=5e-3)
     before = made.validate()
     for step in range(40):
@@ -59,8 +59,8 @@ def test_training_raises_the_chance_that_drafts_are_kept(ready: Path, loss: str,
     assert after["predicted"] == pytest.approx(after["codes"], rel=0.2)
 
 
-def test_every_held_out_picture_counts_the_same(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those of a last part with fewer."""
+def test_every_held_out_picture_has_the_same_weight(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of a smaller last batch."""
     made, codes = task(ready, 9), []
     monkeypatch.setattr(drafter, "autocast", lambda _: nullcontext())
     monkeypatch.setattr(parallel, "autocast", lambda _: nullcontext())
@@ -70,7 +70,7 @@ def test_every_held_out_picture_counts_the_same(ready: Path, monkeypatch: pytest
     assert codes[0] == pytest.approx((8 * codes[1] + codes[2]) / 9, rel=1e-6)
 
 
-def test_the_first_level_is_learned_after_more_slots(ready: Path) -> None:
+def test_the_first_level_is_trained_at_more_slots(ready: Path) -> None:
     """After the anchors themselves its loss is that of a chain in which nothing else counts."""
     made = task(ready, loss="guided", fade=1e-9, firsts=99)
     index = torch.arange(3)
@@ -80,7 +80,7 @@ def test_the_first_level_is_learned_after_more_slots(ready: Path) -> None:
     assert both.item() == pytest.approx((1 + FIRST_LEVEL_WEIGHT) * alone.item(), rel=1e-5)
 
 
-def test_a_compiled_training_is_one_graph_and_learns_the_same(
+def test_a_compiled_training_is_one_graph_with_the_same_losses(
     ready: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graphs = []
@@ -104,8 +104,8 @@ def test_a_compiled_training_is_one_graph_and_learns_the_same(
     assert len(graphs) == 1
 
 
-def test_what_is_kept_is_predicted_and_nothing_else_changes(ready: Path) -> None:
-    """The layer that predicts learns what the chains of the training keep; the drafter is the one it would be without it."""
+def test_the_confidence_layer_learns_and_changes_no_other_weight(ready: Path) -> None:
+    """It learns to predict acceptance; the drafter is the same as without it."""
     made, other = task(ready, lr=5e-3, noise=0.0), task(ready, lr=5e-3, noise=0.0)
     other.model.confidence.requires_grad_(False)
     losses = []
@@ -119,7 +119,7 @@ def test_what_is_kept_is_predicted_and_nothing_else_changes(ready: Path) -> None
 
 
 @pytest.mark.parametrize("loss", ["both", "block"])
-def test_what_is_predicted_is_kept_under_the_models_own_sampling(ready: Path, loss: str) -> None:
+def test_the_predicted_acceptance_is_that_of_the_models_own_sampling(ready: Path, loss: str) -> None:
     """As a validation measures it; the other losses are of every code."""
     made, plain = task(ready, sampling=Sampling(0.5, 9, 0.8), loss=loss), task(ready, loss=loss)
     exact = made.batch(made.val, torch.arange(3))

@@ -1,4 +1,4 @@
-"""What a training survives: kills at any moment, a full disk; and what it rejects before work is lost."""
+"""Trainings by several processes, full disks, and what is rejected before work is lost."""
 
 import errno
 import shutil
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.killed import ended, obey, of_two_processes, start
+from helpers.killed import ended, of_two_processes, run_command, start
 from helpers.models import change, write_model
 from helpers.refusals import rejects
 from helpers.stages import log, weights
@@ -24,14 +24,16 @@ from lanternpp.training.team import Team
 CPU = torch.device("cpu")
 
 
-def test_two_processes_learn_what_one_does_from_the_same_batches(tmp_path: Path) -> None:
+def test_two_processes_train_the_same_weights_as_one(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     shutil.rmtree(write_model(tmp_path / "one" / "tiny") / "drafter")
     (tmp_path / "one" / "mine").write_text("red tulip\na tulip\n")
     shutil.copytree(tmp_path / "one", tmp_path / "two")
-    lives = [start(obey, "together", str(tmp_path / "one"))]
-    lives += [start(obey, "together", str(tmp_path / "two"), None, env) for env in of_two_processes()]
-    assert [ended(life) for life in lives] == [0, 0, 0]
+    processes = [start(run_command, "together", str(tmp_path / "one"))]
+    processes += [
+        start(run_command, "together", str(tmp_path / "two"), None, env) for env in of_two_processes()
+    ]
+    assert [ended(process) for process in processes] == [0, 0, 0]
     models = tmp_path / "one" / "tiny", tmp_path / "two" / "tiny"
     alone, together = (weights(model, "drafter") for model in models)
     gaps = torch.cat([(tensor - together[name]).abs().flatten() for name, tensor in alone.items()])
@@ -43,9 +45,7 @@ def test_two_processes_learn_what_one_does_from_the_same_batches(tmp_path: Path)
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_processes_that_do_not_know_each_other_do_not_train(
-    alone: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_without_a_team_do_not_train(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("accelerate")
     monkeypatch.setenv("WORLD_SIZE", "2")
     if alone:
@@ -60,7 +60,7 @@ WRITERS: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_full_disk_is_one_sentence_and_the_old_file_stays(
+def test_a_full_disk_is_one_sentence_and_keeps_the_old_file(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = WRITERS[name]
@@ -68,7 +68,7 @@ def test_a_full_disk_is_one_sentence_and_the_old_file_stays(
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
     def no_room(tensors: object, path: Path, metadata: object = None) -> None:
-        Path(path).write_bytes(b"a piece")  # safetensors puts its file in the place of the link
+        Path(path).write_bytes(b"a piece")  # safetensors replaces the link by its file
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     def no_end(content: object, file: object) -> None:
@@ -100,7 +100,7 @@ def test_a_cache_that_would_not_fit_is_rejected_after_its_first_file(
     assert [path.name for path in (tmp_path / "large").iterdir()] == ["00000.safetensors"]
 
 
-def test_a_batch_that_processes_cannot_share_says_where_its_size_is_from() -> None:
+def test_a_batch_that_processes_cannot_share_is_rejected() -> None:
     team = Team()
     team.size = 2
     said = (
@@ -115,7 +115,7 @@ def read(model: Path, dtype: torch.dtype = torch.float32) -> None:
         assert Model(model, None, CPU, dtype).network("drafter")
 
 
-def test_a_drafter_knows_its_target(tmp_path: Path) -> None:
+def test_a_drafter_of_another_target_is_rejected_or_warned_of(tmp_path: Path) -> None:
     config = write_model(tmp_path) / "drafter" / "config.json"
     known = mark(read_target(tmp_path, torch.float32))
     change(config, target=known)

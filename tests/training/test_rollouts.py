@@ -1,4 +1,4 @@
-"""Recorded runs: they hold what the engine saw, and a drafter learns from them as the engine will use it."""
+"""Recorded runs: they have the engine's features, and training on them drafts as the engine does."""
 
 from dataclasses import replace
 from typing import Any
@@ -48,7 +48,7 @@ def nodes_of(run: Rollout, at: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("aux_layers", [(), (0, 1)])
-def test_a_run_holds_the_features_of_the_picture_it_drew(aux_layers: tuple[int, ...]) -> None:
+def test_a_run_has_the_features_of_the_picture_it_drew(aux_layers: tuple[int, ...]) -> None:
     target = ToyTarget(layers=3)
     engine = engine_of(target, parallel(target, aux_layers=aux_layers))
     for index, run in record(engine, TEXTS, range(5)):
@@ -69,9 +69,7 @@ def test_a_run_holds_the_features_of_the_picture_it_drew(aux_layers: tuple[int, 
 @pytest.mark.parametrize(
     ("rule", "verifier"), [(None, "block"), (DraftMixture(0.5), "block"), (None, "token")]
 )
-def test_runs_are_those_of_the_rule_and_the_verifier_that_are_given(
-    rule: DraftMixture | None, verifier: str
-) -> None:
+def test_runs_follow_the_given_rule_and_verifier(rule: DraftMixture | None, verifier: str) -> None:
     target = ToyTarget()
     expected = generate(engine_of(target, parallel(target), 2, rule, verifier), TEXTS, range(5))
     runs = dict(record(engine_of(target, parallel(target), 2, rule, verifier), TEXTS, range(5)))
@@ -85,16 +83,16 @@ def test_runs_are_those_of_the_rule_and_the_verifier_that_are_given(
 def test_training_drafts_as_the_engine_did(
     monkeypatch: pytest.MonkeyPatch, aux_layers: tuple[int, ...], padding: int
 ) -> None:
-    """From a recorded run follow the very distributions that its drafts were drawn from, hints and all, also beside a longer prompt."""
+    """A recorded run gives the distributions that its drafts were drawn from, with hints, and in a batch with a longer prompt too."""
     target, seen = ToyTarget(layers=3), []
     propose = Parallel.propose
 
-    def spy(self: Parallel, noise: Any) -> Any:
+    def recorded(self: Parallel, noise: Any) -> Any:
         seen.append(propose(self, noise))
         seen[-1] = replace(seen[-1], probs=seen[-1].probs.clone())
         return seen[-1]
 
-    monkeypatch.setattr(Parallel, "propose", spy)
+    monkeypatch.setattr(Parallel, "propose", recorded)
     drafter = parallel(target, aux_layers=aux_layers)
     for network in (
         target,
@@ -124,8 +122,8 @@ def test_training_drafts_as_the_engine_did(
         assert torch.allclose(draft[:known], seen[turn].probs[0, :known], atol=1e-6), turn
 
 
-def test_a_drafter_that_grows_drafts_as_before() -> None:
-    """And what was added can learn: its last matrices alone are zero."""
+def test_a_larger_drafter_first_drafts_as_the_smaller_one() -> None:
+    """And the added layers can learn: only their last matrices are zero."""
     target = ToyTarget(layers=3)
     small = parallel(target)
     large = grown(small, settings_of(layers=2, levels=9, aux_layers=2), target)

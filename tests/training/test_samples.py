@@ -1,4 +1,4 @@
-"""A target's own pictures: which prompts, kept in shards, and a drafter that anyone can train on them."""
+"""A target's own pictures: their prompts, their shards, and drafters that are trained on them."""
 
 import json
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def drawn(model: Path, store: Path, count: int = 7, seed: int = 0, batch: int = 
     return OwnCodes(teacher, WORDS, count, batch, seed).build()
 
 
-def test_codes_are_those_the_pipeline_draws_for_the_same_prompt_and_seed(model: Path, tmp_path: Path) -> None:
+def test_codes_are_those_of_the_pipeline_for_the_same_prompt_and_seed(model: Path, tmp_path: Path) -> None:
     found = drawn(model, tmp_path, count=2)
     pipe = Pipeline.from_pretrained(model, device="cpu", dtype=pick_placement(CPU, "auto", model)[1])
     for i in range(2):
@@ -54,11 +54,11 @@ def test_codes_are_those_the_pipeline_draws_for_the_same_prompt_and_seed(model: 
     assert len(found.val) == 4
 
 
-def test_finished_shards_are_kept_and_only_the_missing_ones_drawn(
+def test_only_missing_shards_are_drawn(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(teachers, "DRAWN_SHARD_SIZE", 4)
-    whole = drawn(model, tmp_path)  # 11 pictures, four a shard
+    first = drawn(model, tmp_path)  # 11 pictures, four a shard
     said = capsys.readouterr().err
     assert "codes of the target's own pictures, 4 of them to validate: 11 pictures, in" in said
     files = sorted(tmp_path.rglob("*.safetensors"))
@@ -67,22 +67,22 @@ def test_finished_shards_are_kept_and_only_the_missing_ones_drawn(
     made: list[int] = []
     one = OwnCodes.draw
 
-    def last_first(_: object, engine: Any, texts: Any, *more: Any) -> Any:
+    def reversed_draw(_: object, engine: Any, texts: Any, *more: Any) -> Any:
         made.append(len(texts))
         return reversed([*one(engine, texts, *more)])  # pictures may be finished in any order
 
-    monkeypatch.setattr(OwnCodes, "draw", last_first)
+    monkeypatch.setattr(OwnCodes, "draw", reversed_draw)
     again = drawn(model, tmp_path)
     assert made == [4]
-    assert torch.equal(again.train.codes, whole.train.codes) and torch.equal(again.val.codes, whole.val.codes)
+    assert torch.equal(again.train.codes, first.train.codes) and torch.equal(again.val.codes, first.val.codes)
     drawn(model, tmp_path, batch=3)
     assert made == [4], "they were drawn one at a time, and are the same three at a time"
     large = drawn(model, tmp_path / "large", batch=3)
     assert made == [4, 11], "which draws several shards at once"
     assert len(list((tmp_path / "large").rglob("*.safetensors"))) == 3
-    assert torch.equal(large.train.codes, whole.train.codes) and large.train.texts == whole.train.texts
+    assert torch.equal(large.train.codes, first.train.codes) and large.train.texts == first.train.texts
     monkeypatch.setattr(vq_codes, "MAX_UINT16_CODES", 16)
-    assert torch.equal(drawn(model, tmp_path / "int32").val.codes, whole.val.codes.int())
+    assert torch.equal(drawn(model, tmp_path / "int32").val.codes, first.val.codes.int())
     files[2].write_bytes(files[2].read_bytes()[:30])
     rejects(r"00002.safetensors cannot be read .*delete it", drawn, model, tmp_path)
     drawn(model, tmp_path / "other", seed=1)
@@ -121,7 +121,7 @@ FAMILIES: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_drafters_of_every_family_learn_from_its_own_pictures_and_from_recorded_runs(
+def test_drafters_of_every_family_are_trained_on_its_own_pictures_and_on_recorded_runs(
     name: str, tmp_path: Path
 ) -> None:
     folder, prompts = tmp_path / name, tmp_path / "prompts"
@@ -143,7 +143,7 @@ def test_drafters_of_every_family_learn_from_its_own_pictures_and_from_recorded_
         assert train(folder, kind, settings, source, folder / part, TrainingOptions(steps, checks=1))
         facts[part] = json.loads((folder / part / "provenance.json").read_text())
     single, half = (read_target(folder, dtype) for dtype in (torch.float32, torch.bfloat16))
-    assert key_of(single) == key_of(half), "what was drawn on another device would be drawn again"
+    assert key_of(single) == key_of(half), "pictures of another device would be drawn again"
     assert facts["next"]["data"]["runs"] == 3 and len(facts["next"]["validation"]["accept"]) == 3
     pipe = Pipeline.from_pretrained(folder, folder / "next", device="cpu", dtype="float64")
     known = facts["drafter"]["settings"]
@@ -158,10 +158,10 @@ def test_drafters_of_every_family_learn_from_its_own_pictures_and_from_recorded_
 
 
 @pytest.mark.parametrize("able", [False, True])
-def test_a_target_that_has_drawn_is_read_again_to_learn_from(
+def test_the_target_is_read_again_for_the_training_in_another_dtype(
     able: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It draws in what is fastest, and teaches in what the training computes in."""
+    """It draws in the fastest dtype, and trains in that of the training."""
     for probe in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
         monkeypatch.setattr(torch.cpu, probe, lambda: able)
     teacher = Teacher("nature-128", tmp_path / "drafter", "cpu", None, draws=True)

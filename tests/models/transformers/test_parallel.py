@@ -21,8 +21,8 @@ def test_processes_draw_together_what_one_draws_alone(tmp_path: Path) -> None:
     write_chameleon(tmp_path / "refused" / "without a plan")
     write_model(tmp_path / "refused" / "ours")
     write_janus(tmp_path / "refused" / "one head", num_key_value_heads=1)
-    lives = [start(ranks.draw_together, tmp_path, env) for env in of_two_processes()]
-    assert [ended(life) for life in lives] == [0, 0]
+    processes = [start(ranks.draw_together, tmp_path, env) for env in of_two_processes()]
+    assert [ended(process) for process in processes] == [0, 0]
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first == second
     for folder in (tmp_path / "drawn").iterdir():
