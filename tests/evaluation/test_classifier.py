@@ -22,22 +22,22 @@ def test_features_do_not_depend_on_the_batch(tmp_path: Path) -> None:
     torch.testing.assert_close(one, many, rtol=1e-4, atol=1e-5)
 
 
-def test_a_broken_a_missing_a_small_and_another_reference_are_rejected(tmp_path: Path) -> None:
+def test_wrong_references_are_rejected(tmp_path: Path) -> None:
     classifier = read_classifier(write_classifier(tmp_path))
     path = tmp_path / "classifier" / "reference.safetensors"
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-10])
+    content = path.read_bytes()
+    path.write_bytes(content[:-10])
     rejects("cannot be read", read_reference, tmp_path, classifier)
     path.unlink()
     rejects("--reference DIR", read_reference, tmp_path, classifier)
     write_reference(tmp_path, classifier, torch.rand(3, 16), [])
     rejects("3 pictures and at least 4 are needed", read_reference, tmp_path, classifier)
-    path.write_bytes(whole)
+    path.write_bytes(content)
     with torch.no_grad():
         classifier.stem.weight[0, 0, 0, 0] += 1e-3
     rejects(r"reference.safetensors was made by other weights", read_reference, tmp_path, classifier)
 
 
-def test_a_classifier_needs_something_to_tell_apart() -> None:
+def test_a_classifier_needs_two_labels() -> None:
     rejects("2 or more", ClassifierConfig, ("rose",))
     rejects("one entry per stage", ClassifierConfig, ("rose", "sea"), blocks=(1,))

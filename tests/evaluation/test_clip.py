@@ -53,7 +53,7 @@ def pictures() -> list[Image.Image]:
 PROMPTS = ["a rose", "the sea", "forest", "a tulip and a very long line of words", "snow", "a daisy"]
 
 
-def test_it_is_the_mean_cosine_of_pictures_and_their_prompts(folder: Path) -> None:
+def test_the_score_is_the_mean_cosine_of_pictures_and_their_prompts(folder: Path) -> None:
     clip = Clip.open(str(folder), CPU)
     cosines = []
     for image, prompt in zip(pictures(), PROMPTS, strict=True):
@@ -77,9 +77,7 @@ def test_pictures_without_a_prompt_are_left_out(folder: Path) -> None:
     assert clip.score(images, [None] * 6) is None
 
 
-def test_what_is_no_clip_is_rejected_in_one_sentence(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_models_are_rejected(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
     rejects("a model of type t5; give a CLIP", Clip.open, str(tmp_path), CPU)

@@ -22,7 +22,7 @@ OTHERS = {  # a model's own
 
 
 @pytest.mark.parametrize("paper", PAPERS.values(), ids=PAPERS)
-def test_a_paper_has_its_own_draft_and_sampling_on_a_model_with_other_defaults(paper: Paper) -> None:
+def test_settings_of_a_paper_do_not_depend_on_the_models_defaults(paper: Paper) -> None:
     plain, auto, *drafting = map(paper.entry, parse_methods(f"{AUTO}, {paper.methods}"))
     assert (plain.method, auto.method) == (BASELINE, AUTO) and not (plain.overrides or auto.overrides)
     assert drafting
@@ -33,7 +33,7 @@ def test_a_paper_has_its_own_draft_and_sampling_on_a_model_with_other_defaults(p
         assert settings.verify == "token" and not settings.fit and settings.cfg == paper.sampling["cfg"]
 
 
-def test_the_trees_have_as_many_nodes_as_the_papers_say() -> None:
+def test_trees_have_the_sizes_of_the_papers() -> None:
     settings = {
         entry.label: resolve(entry.method, {}, paper.entry(entry).overrides)
         for paper in PAPERS.values()

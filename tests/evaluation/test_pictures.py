@@ -1,4 +1,4 @@
-"""Folders of pictures: what is in them, what is known of it, and what is wrong with it."""
+"""Folders of pictures: their pictures, their prompts, and what is rejected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def fill(folder: Path, count: int, size: tuple[int, int] = (20, 20)) -> Path:
 
 
 @pytest.mark.parametrize("count", [2, 5, 12])
-def test_a_grid_that_generate_wrote_is_the_pictures_it_shows(count: int, tmp_path: Path) -> None:
+def test_a_grid_that_generate_wrote_is_read_as_its_pictures(count: int, tmp_path: Path) -> None:
     images = [plain((i * 10, 100, 0), (16, 12)) for i in range(count)]
     save_png(grid(images), tmp_path / "sheet.png", {"prompt": "a rose", "images": str(count)})
     gallery = Gallery.read(tmp_path, one_size=True)
@@ -35,7 +35,7 @@ def test_a_grid_that_generate_wrote_is_the_pictures_it_shows(count: int, tmp_pat
     rejects("no grid of 4 pictures", Gallery.read, tmp_path)
 
 
-def test_an_imagefolder_has_captions_and_only_the_pictures_it_names(tmp_path: Path) -> None:
+def test_an_imagefolder_has_captions_and_only_the_pictures_in_its_metadata(tmp_path: Path) -> None:
     fill(tmp_path / "val" / "red", 3)
     rows = [{"file_name": "red/02.png", "text": "a red thing"}, {"file_name": "red/00.png"}]
     (tmp_path / "val" / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -47,7 +47,7 @@ def test_an_imagefolder_has_captions_and_only_the_pictures_it_names(tmp_path: Pa
     assert all_of_them.prompts == [f"prompt {i}" for i in range(3)], "in the order of names"
 
 
-def test_a_name_may_be_spelled_in_any_way_that_leads_into_the_folder(tmp_path: Path, monkeypatch) -> None:
+def test_any_path_into_the_folder_may_name_a_picture(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(fill(tmp_path / "a", 3).parent)
     names = ("./a/00.png", "a//01.png", f"{tmp_path}/a/02.png")
     rows = (json.dumps({"file_name": name, "text": f"text {i}"}) + "\n" for i, name in enumerate(names))
@@ -58,10 +58,10 @@ def test_a_name_may_be_spelled_in_any_way_that_leads_into_the_folder(tmp_path: P
     rejects("line 1, names /b/00.png, which is not in a;", Gallery.read, Path("a"))
 
 
-def test_what_cannot_be_read_is_named_ten_at_a_time(tmp_path: Path) -> None:
-    whole = (fill(tmp_path, 1) / "00.png").read_bytes()
+def test_at_most_ten_unreadable_pictures_are_named(tmp_path: Path) -> None:
+    content = (fill(tmp_path, 1) / "00.png").read_bytes()
     for i in range(12):
-        (tmp_path / f"bad-{i:02d}.png").write_bytes(whole[: len(whole) // 2])
+        (tmp_path / f"bad-{i:02d}.png").write_bytes(content[: len(content) // 2])
     with pytest.raises(InputError, match=r"bad-00.png \(.*bad-09.png \([^)]*\), and 2 more$") as error:
         Gallery.read(tmp_path)
     assert "bad-10" not in str(error.value)
@@ -74,7 +74,7 @@ def test_sizes_that_differ_are_named(tmp_path: Path) -> None:
     assert len(Gallery.read(tmp_path)) == 5
 
 
-def test_a_broken_list_is_rejected(tmp_path: Path) -> None:
+def test_wrong_metadata_is_rejected(tmp_path: Path) -> None:
     fill(tmp_path, 1)
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "00.png"}\n{"text": "x"}\n')
     rejects("line 2", Gallery.read, tmp_path)

@@ -44,9 +44,7 @@ PARTI = 'Prompt\tCategory\tChallenge\tNote\na sign that says "Hi"\tArts\tBasic\t
         ("windows.tsv", "\ufeffNote\tPrompt\r\n\ta cat\u2028on a mat\r\n", ["a cat\u2028on a mat"]),
     ],
 )
-def test_the_files_of_benchmarks_are_read_as_they_are(
-    name: str, text: str, prompts: list[str], tmp_path: Path
-):
+def test_files_of_benchmarks_are_read(name: str, text: str, prompts: list[str], tmp_path: Path):
     (tmp_path / name).write_bytes(text.encode())
     assert read_prompts(tmp_path / name, tmp_path) == prompts
 
@@ -64,6 +62,6 @@ def test_the_files_of_benchmarks_are_read_as_they_are(
         ("a.jsonl", "3\n", "line 1, has no prompt"),
     ],
 )
-def test_other_files_are_refused_in_one_sentence(name: str, text: str, named: str, tmp_path: Path):
+def test_other_files_are_rejected(name: str, text: str, named: str, tmp_path: Path):
     (tmp_path / name).write_text(text)
     rejects(named, read_prompts, tmp_path / name, tmp_path)

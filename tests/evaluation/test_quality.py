@@ -1,6 +1,6 @@
-"""What pictures are worth: which figures can be given, that they tell good from bad, and what cannot be measured.
+"""Measures of quality: that they tell good pictures from bad ones, and what cannot be measured.
 
-The Fréchet distance is compared with a closed form and a second way of computing it, precision and recall with brute force.
+The Fréchet distance is compared with a second implementation, precision and recall with brute force.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lanternpp.evaluation.quality import (
 
 
 class Colours(Extractor):
-    """Somebody's own features: the mean colour."""
+    """Custom features: the mean colour."""
 
     side = 8
 
@@ -59,7 +59,7 @@ def saved(folder: Path, images: list[Image.Image]) -> Path:
     return folder
 
 
-def test_pictures_like_the_reference_are_near_it_and_others_far(folder: Path) -> None:
+def test_pictures_like_the_reference_have_a_small_distance_and_others_a_large_one(folder: Path) -> None:
     quality = Quality.for_model(folder, None, None, None, CPU)
     same, like, unlike = (
         quality.measure(images)
@@ -100,14 +100,14 @@ def test_prompt_accuracy_counts_prompts_that_name_a_label(folder: Path) -> None:
         (type("Nan", (Colours,), {"__call__": lambda self, x: x[..., 0, 0] * torch.nan}), "finite numbers"),
     ],
 )
-def test_features_of_ones_own_are_tried_before_anything_is_drawn(
+def test_custom_features_are_checked_before_anything_is_drawn(
     folder: Path, tmp_path: Path, features: type, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules[__name__], "Own", features, raising=False)
     rejects(said, Quality.for_model, folder, tmp_path, f"{__name__}:Own", None, CPU)
 
 
-def test_features_of_ones_own_need_no_classifier_and_leave_one_to_the_prompts(
+def test_custom_features_need_no_classifier_which_still_measures_prompts(
     folder: Path, tmp_path: Path
 ) -> None:
     pictures = saved(tmp_path / "red", splashes("red", 8))
@@ -122,7 +122,9 @@ def test_features_of_ones_own_need_no_classifier_and_leave_one_to_the_prompts(
     )
 
 
-def test_what_cannot_be_measured_is_rejected_before_anything_is_drawn(folder: Path, tmp_path: Path) -> None:
+def test_missing_and_small_references_are_rejected_before_anything_is_drawn(
+    folder: Path, tmp_path: Path
+) -> None:
     few = saved(tmp_path / "few", splashes("red", 3))
     rejects("need --reference DIR", Quality.for_model, folder, None, OWN, None, CPU)
     rejects("holds 3 pictures; at least 4 are needed", Quality.for_model, folder, few, None, None, CPU)
@@ -130,7 +132,9 @@ def test_what_cannot_be_measured_is_rejected_before_anything_is_drawn(folder: Pa
     rejects("3 pictures are too few to measure; at least 4", quality.measure, splashes("red", 3))
 
 
-def test_inception_says_what_it_needs(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inception_needs_torch_fidelity_and_weights(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def ask() -> None:
         Quality.for_model(folder, tmp_path, "inception", None, CPU)
 
@@ -164,7 +168,7 @@ LABELS = ("sea", "rose", "polar bear", "bear", "sea lion", "tree_frog", "daisy")
         ("", None),
     ],
 )
-def test_the_label_named_first(prompt: str, label: str | None) -> None:
+def test_the_label_of_a_prompt_is_the_one_named_first(prompt: str, label: str | None) -> None:
     found = label_of(prompt, LABELS)
     assert (None if found is None else LABELS[found]) == label
 
@@ -173,7 +177,7 @@ def draws(count: int, dims: int, seed: int) -> Tensor:
     return torch.randn(count, dims, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def second(one: Tensor, other: Tensor) -> float:
+def reference_frechet(one: Tensor, other: Tensor) -> float:
     """The formula itself in NumPy, by the eigenvalues of the unsymmetric product."""
     a, b = one.numpy(), other.numpy()
     product = np.cov(a, rowvar=False) @ np.cov(b, rowvar=False)
@@ -183,10 +187,10 @@ def second(one: Tensor, other: Tensor) -> float:
 
 
 @pytest.mark.parametrize(("count", "dims"), [(500, 16), (40, 24), (9, 32)])
-def test_a_second_implementation_agrees(count: int, dims: int) -> None:
+def test_frechet_is_that_of_a_second_implementation(count: int, dims: int) -> None:
     one = draws(count, dims, 1) @ draws(dims, dims, 2) + 1
     other = draws(300, dims, 3) @ draws(dims, dims, 4)
-    assert frechet(gaussian(one), gaussian(other)) == pytest.approx(second(one, other), rel=1e-6)
+    assert frechet(gaussian(one), gaussian(other)) == pytest.approx(reference_frechet(one, other), rel=1e-6)
 
 
 def test_the_spread_is_the_standard_deviation_over_new_pictures() -> None:
@@ -197,7 +201,7 @@ def test_the_spread_is_the_standard_deviation_over_new_pictures() -> None:
     assert reported == pytest.approx(real, rel=0.3)
 
 
-def brute(points: Tensor, manifold: Tensor) -> float:
+def brute_force(points: Tensor, manifold: Tensor) -> float:
     """The definition, one pair at a time."""
     inside = 0
     for point in points:
@@ -210,13 +214,13 @@ def brute(points: Tensor, manifold: Tensor) -> float:
 
 
 @pytest.mark.parametrize("chunk", [7, 1000])
-def test_brute_force_agrees(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precision_and_recall_are_those_of_brute_force(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the three neighbours of the paper."""
     monkeypatch.setattr(measures, "CHUNK", chunk)
     random = torch.Generator().manual_seed(7)
     generated = torch.randn(40, 3, generator=random).double() * 1.6
     reference = torch.randn(30, 3, generator=random).double()
     precision, recall = precision_recall(generated, reference)
-    assert precision == pytest.approx(brute(generated, reference))
-    assert recall == pytest.approx(brute(reference, generated))
-    assert 0.1 < precision < 0.95 and precision != recall  # a case that could tell a mistake
+    assert precision == pytest.approx(brute_force(generated, reference))
+    assert recall == pytest.approx(brute_force(reference, generated))
+    assert 0.1 < precision < 0.95 and precision != recall  # a case in which a mistake would show

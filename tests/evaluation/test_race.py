@@ -1,4 +1,4 @@
-"""A race over a tiny model: whose turn it is, what is written down, and what a stop loses."""
+"""A race over a tiny model: the order of turns, what is recorded, and resuming."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from lanternpp.evaluation import equal, report
 from lanternpp.evaluation.race import DIALS_BY_KEY, PICTURES, TURNS, Race, parse_methods
 
 PROMPTS = ["a red tulip", "a tulip"]
-FIELD = "lantern++ lambda=3, jacobi"
+METHODS = "lantern++ lambda=3, jacobi"
 
 
-def race(pipe: Pipeline, n: int = 2, field: str = FIELD, **shared) -> Race:
+def race(pipe: Pipeline, n: int = 2, field: str = METHODS, **shared) -> Race:
     return Race(pipe, parse_methods(field), PROMPTS, n, 5, shared, measure_tv=True)
 
 
@@ -68,35 +68,33 @@ def test_methods_take_turns_and_each_goes_first_in_its_turn(pipe: Pipeline) -> N
     assert len({seed for _, seed in pictures}) == len(pictures), "pictures of one seed share their noise"
 
 
-def test_what_is_written_down_is_what_the_pipeline_draws(pipe: Pipeline, tmp_path: Path) -> None:
+def test_recorded_turns_are_those_of_the_pipeline(pipe: Pipeline, tmp_path: Path) -> None:
     turns = race(pipe).run(tmp_path)
     for turn in turns:
         assert all((tmp_path / name).is_file() for name in turn.files) and len(turn.files) == 1
         assert all(sum(accepted) == pipe.target.length for accepted in turn.accepted)
         assert turn.seconds >= sum(v for k, v in turn.phases.items() if k != "rest") > 0
         assert (turn.tv_cost is not None) == (turn.seed in (5, 7))
-    bent = next(t for t in turns if t.label.startswith("lantern++") and (t.prompt, t.seed) == (1, 8))
+    relaxed = next(t for t in turns if t.label.startswith("lantern++") and (t.prompt, t.seed) == (1, 8))
     alone = pipe(PROMPTS[1], seed=8, method="lantern++", lam=3.0, batch_size=1)
-    assert bent.accepted == [alone.stats.accepted_per_pass]
+    assert relaxed.accepted == [alone.stats.accepted_per_pass]
     costs = {t.label: t.tv_cost for t in turns if t.seed == 5}
     assert costs["ar"] == costs["jacobi"] == [0.0] and costs["lantern++ lambda=3"][0] > 0
 
 
-def test_the_steps_of_a_row_are_those_that_its_engine_took(
-    pipe: Pipeline, tmp_path: Path, monkeypatch
-) -> None:
+def test_the_steps_of_a_row_are_those_of_its_engine(pipe: Pipeline, tmp_path: Path, monkeypatch) -> None:
     """Of five pictures, two at a time: the next one takes the slot of the first that is finished."""
     step, taken = Engine.step, Counter[Engine]()
     monkeypatch.setattr(Engine, "step", lambda engine: (taken.update([engine]), step(engine)))
-    mine = Race(pipe, parse_methods(FIELD), PROMPTS[:1], 5, 5, {"batch_size": 2}, False, turn_size=5)
+    mine = Race(pipe, parse_methods(METHODS), PROMPTS[:1], 5, 5, {"batch_size": 2}, False, turn_size=5)
     for row in report.rows(mine.run(tmp_path), mine.describe(), {}):
         assert 2 * row["steps"] == taken[mine.engines[row["method"]]], "with those of the warm-up"
 
 
-def test_a_stopped_run_is_gone_on_with_by_the_turn_it_hit_and_with_its_draft(
+def test_a_stopped_run_resumes_at_its_turn_and_with_its_draft(
     pipe: Pipeline, tmp_path: Path, monkeypatch
 ) -> None:
-    """A fit gives another draft whenever it is asked, as it does where acceptance becomes known meanwhile."""
+    """A fit returns another draft in every call, as it may once acceptance rates are known."""
     levels = iter(range(2, 100))
     options = {"method": "lantern++", "lam": 3.0, "batch_size": 1, "measure_tv": True}
     alone = pipe(PROMPTS[0], seed=5, tree="chain-2", **options).stats
@@ -120,11 +118,11 @@ def test_a_stopped_run_is_gone_on_with_by_the_turn_it_hit_and_with_its_draft(
     assert [(t.label, t.prompt, t.seed, t.accepted, t.tv_cost) for t in resumed] == [
         (t.label, t.prompt, t.seed, t.accepted, t.tv_cost) for t in begun
     ]
-    assert {path: path.read_bytes() for path in pictures} == pictures, "what was removed is drawn again"
+    assert {path: path.read_bytes() for path in pictures} == pictures, "removed pictures are drawn again"
     assert again.describe()["methods"]["lantern++ lambda=3"]["tree"] == "chain-2"
 
 
-def test_a_run_with_other_settings_or_weights_is_not_gone_on_with(
+def test_a_run_with_other_settings_or_weights_does_not_resume(
     pipe: Pipeline, tmp_path: Path, monkeypatch
 ) -> None:
     race(pipe, n=1, field="jacobi").run(tmp_path)

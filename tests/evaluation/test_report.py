@@ -70,7 +70,7 @@ def test_the_columns_of_papers_are_means_over_pictures_without_the_prefill() -> 
     assert "batch_size" in report.columns([plain, fast | {"batch_size": 4}], report.PAPER)
 
 
-def test_codes_per_pass_go_to_the_row_of_the_image_where_the_pass_began() -> None:
+def test_codes_per_pass_count_in_the_row_where_the_pass_began() -> None:
     rows = report.by_row([turn("fast", 0, 1.0, [[1, 2, 4, 1], [1, 1, 1, 5]])], width=4)
     # row 0: passes at 1 (2 codes), 3 (4), 1 (1), 2 (1), 3 (5); row 1: at 7 (1)
     assert rows == {"fast": [pytest.approx(13 / 5), 1]}
@@ -90,7 +90,7 @@ def test_the_table_shows_what_was_measured_and_dashes_elsewhere() -> None:
     assert "1 picture of 1 prompt per" in alone and "mean of 1 picture." in alone
 
 
-def test_the_table_says_which_drafts_were_fitted_to_the_machine() -> None:
+def test_the_table_has_the_drafts_that_were_fitted() -> None:
     fast = PLAIN | {"fit": True}
     methods = {"ar": PLAIN, "fast": fast | {"tree": "chain-7"}, "slow": fast | {"tree": None}}
     turns = [*TURNS, turn("slow", 0, 1.0, [[1] * 8])]

@@ -1,4 +1,4 @@
-"""A job over a real local Ray that is killed, or one of its workers: every picture once, and the bytes of a plain run."""
+"""A job on a real local Ray that is killed, or one of its workers: every picture once, with the bytes of a run without Ray."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def args(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(args: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def expected(args: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """What the job leaves without Ray."""
     out = tmp_path_factory.mktemp("plain") / "plain"
     with pytest.raises(SystemExit) as end:
@@ -52,7 +52,9 @@ def begun(args: list[str], out: Path, actors: int) -> Iterator[subprocess.Popen[
         process.kill()
 
 
-def test_a_killed_worker_costs_no_picture(args: list[str], whole: dict[str, bytes], tmp_path: Path) -> None:
+def test_a_killed_worker_loses_no_picture(
+    args: list[str], expected: dict[str, bytes], tmp_path: Path
+) -> None:
     with begun(args, tmp_path / "ray", 2) as process:
         os.kill(descendants(process.pid, "ray::Renderer")[0], signal.SIGKILL)
         assert len(list((tmp_path / "ray").glob("*.png"))) < 60
@@ -61,11 +63,11 @@ def test_a_killed_worker_costs_no_picture(args: list[str], whole: dict[str, byte
     assert err == ""
     figures = json.loads(out)
     assert (figures["images"], figures["skipped"], figures["codes"]) == (60, 0, 60 * 64)
-    assert contents(tmp_path / "ray") == whole
+    assert contents(tmp_path / "ray") == expected
 
 
-def test_a_killed_job_takes_its_workers_along_and_goes_on_without_ray(
-    args: list[str], whole: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_killed_job_ends_its_workers_and_resumes_without_ray(
+    args: list[str], expected: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with begun(args, tmp_path / "ray", 1) as process:
         workers = descendants(process.pid, "ray::Renderer")
@@ -78,5 +80,5 @@ def test_a_killed_job_takes_its_workers_along_and_goes_on_without_ray(
     figures = json.loads(capsys.readouterr().out)
     assert end.value.code == 0
     assert figures["skipped"] >= 5 and figures["images"] + figures["skipped"] == 60
-    assert contents(tmp_path / "ray") == whole
-    assert all(whole[name] == png for name, png in drawn.items() if name.endswith(".png"))
+    assert contents(tmp_path / "ray") == expected
+    assert all(expected[name] == png for name, png in drawn.items() if name.endswith(".png"))

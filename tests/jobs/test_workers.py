@@ -1,4 +1,4 @@
-"""A pool of workers that die or differ, on a real local Ray in this process."""
+"""A pool of workers that fail or differ, on a real local Ray in this process."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def pool(ray: Any, options: DrawOptions, workers: int = 2) -> WorkerPool:
     return WorkerPool(ray, options, Share(workers, {"num_cpus": 0}, 1))
 
 
-def test_workers_that_keep_dying_are_given_up(ray, options, monkeypatch) -> None:
-    class Dead(Renderer):
+def test_workers_that_fail_again_and_again_are_an_error(ray, options, monkeypatch) -> None:
+    class EndsItsProcess(Renderer):
         """Its process ends with the first picture."""
 
         def render(self, images: Any, info: Any) -> Any:
@@ -48,7 +48,7 @@ def test_workers_that_keep_dying_are_given_up(ray, options, monkeypatch) -> None
             yield from ()
             os.kill(os.getpid(), 9)
 
-    monkeypatch.setattr(workers, "Renderer", Dead)
+    monkeypatch.setattr(workers, "Renderer", EndsItsProcess)
     monkeypatch.setattr(workers, "MAX_RESTARTS", 1)
     rejects(re.escape("a worker died 2 times"), list, pool(ray, options, 1).render(IMAGES))
 

@@ -1,4 +1,4 @@
-"""A tuning on the tiny model, with made-up costs: what it tries, what it chooses, and what a stop loses."""
+"""A tuning on the tiny model, with given costs: what it tries, what it chooses, and resuming."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_the_cheapest_draft_is_found(pipe, tmp_path, priced) -> None:
     shapes = [static_shape(one.overrides["tree"]) for one in tried]
     assert all(len(shape) <= 12 and max(map(len, shape)) <= 4 for shape in shapes)
     assert any(map(is_chain, shapes)) and not all(map(is_chain, shapes))
-    given_up = [one for one in tried if not one.complete]
-    assert given_up and all(one.pictures == 1 and one.speedup < found.speedup for one in given_up)
+    pruned = [one for one in tried if not one.complete]
+    assert pruned and all(one.pictures == 1 and one.speedup < found.speedup for one in pruned)
     few = tuner(pipe, tmp_path / "few", options=replace(SMALL, trials=3))
     few.tune()
     assert len(few.candidates()) == 3
@@ -74,7 +74,7 @@ def test_the_methods_own_draft_is_the_fitted_one(pipe, tmp_path, priced, monkeyp
     assert [row["settings"]["tree"] for row in raced] == [None, "chain-2", "chain-3"]
 
 
-def test_the_dials_of_a_window_stay_where_they_are_given(pipe, tmp_path, priced) -> None:
+def test_given_dials_of_a_window_are_kept(pipe, tmp_path, priced) -> None:
     made = tuner(pipe, tmp_path, "jacobi-coupled", replace(SMALL, trials=20), {"init": "last"})
     found = made.tune()
     assert found.overrides.keys() == {"window", "alternatives", "init", "window_rows"}
@@ -85,7 +85,9 @@ def test_the_dials_of_a_window_stay_where_they_are_given(pipe, tmp_path, priced)
         )
 
 
-def test_a_stop_loses_at_most_one_batch(pipe, tmp_path, priced, monkeypatch) -> None:
+def test_an_interrupted_tuning_resumes_with_all_recorded_pictures(
+    pipe, tmp_path, priced, monkeypatch
+) -> None:
     drawn = study.draw
 
     def stopped(*args):
@@ -105,11 +107,11 @@ def test_a_stop_loses_at_most_one_batch(pipe, tmp_path, priced, monkeypatch) -> 
     found = again.tune()
     assert log.read_text().startswith(before)
     pictures = sum(one.pictures for one in again.candidates())
-    assert len(priced) == pictures, "what was drawn before the stop counts"
+    assert len(priced) == pictures, "pictures from before the interrupt count"
     assert tuner(pipe, tmp_path).tune() == found and len(priced) == pictures
 
 
-def test_a_budget_keeps_to_what_costs_little(pipe, tmp_path, priced, monkeypatch) -> None:
+def test_a_budget_limits_the_cost(pipe, tmp_path, priced, monkeypatch) -> None:
     asked = []
     monkeypatch.setattr(study, "variation", lambda *given: asked.append(given) or given[-1].lam - 1)
     limited = replace(SMALL, trials=25, budget_tv=2.0)
@@ -129,7 +131,7 @@ def test_a_damaged_log_and_a_run_of_something_else_are_rejected(pipe, tmp_path, 
     (tmp_path / LOG).write_text("{}\n")
     rejects("damaged", tuner, pipe, tmp_path)
     assert tuner(pipe, tmp_path, restart=True).candidates() == []
-    assert not (tmp_path / LOG).exists() and tuner(pipe, tmp_path, restart=True), "it was stopped at once"
+    assert not (tmp_path / LOG).exists() and tuner(pipe, tmp_path, restart=True), "it was interrupted at once"
     (tmp_path / "b").mkdir()
     (tmp_path / "b/run.json").write_text('{"methods": {}}')
     rejects("something else", tuner, pipe, tmp_path / "b", restart=True)
@@ -150,12 +152,12 @@ def test_a_race_draws_no_fewer_pictures_than_asked_for(
     assert pictures == [drawn]
 
 
-def test_without_optuna_there_is_one_sentence(pipe, tmp_path, monkeypatch) -> None:
+def test_without_optuna_the_error_says_what_to_install(pipe, tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
     rejects(r"install lanternpp\[tune\]", tuner, pipe, tmp_path)
 
 
-def test_acceptance_that_was_seen_often_stays_and_the_rest_follows_its_rank() -> None:
+def test_rates_seen_often_are_kept_and_others_follow_their_rank() -> None:
     seen = [([[1000.0, 100.0], [500.0, 0.0]], [[900.0, 20.0], [100.0, 0.0]])] * 2
     table = acceptance_table(seen, 3, 4)
     assert table[0, 0] == pytest.approx(0.9, abs=0.01) and table[1, 0] == pytest.approx(0.2, abs=0.02)

@@ -1,4 +1,4 @@
-"""How much memory is free, as the kernel and control groups say it."""
+"""Free memory, by the kernel and by control groups."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FIRST_VERSION = MACHINE | {
     ("files", "free"),
     [({}, None), (MACHINE, 9216), (NONE, 9216), (CONTAINER, 4320), (SERVICE, 2500), (FIRST_VERSION, 4200)],
 )
-def test_free_memory_is_what_the_machine_and_its_containers_leave(files, free, tmp_path: Path, monkeypatch):
+def test_free_memory_of_machines_and_containers(files, free, tmp_path: Path, monkeypatch):
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)

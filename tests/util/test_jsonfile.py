@@ -1,5 +1,4 @@
-"""JSON that anyone may have written is read whole or refused in a sentence; values are what a schema says; a log is read to its
-last whole line."""
+"""JSON of any origin is read or rejected in a sentence; values follow a schema; a log is read to its last complete line."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ from lanternpp.util.jsonfile import (
         (b"", "is not valid JSON"),
     ],
 )
-def test_what_cannot_be_read_is_one_sentence(content: bytes, said: str, tmp_path: Path) -> None:
+def test_unreadable_files_are_rejected(content: bytes, said: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(content)
     with pytest.raises(InputError) as caught:
@@ -47,7 +46,7 @@ def test_what_cannot_be_read_is_one_sentence(content: bytes, said: str, tmp_path
     assert str(caught.value).endswith("restore it from its source.") and str(caught.value).isprintable()
 
 
-def test_a_file_is_a_plain_one_of_sane_size_and_name(tmp_path: Path, monkeypatch) -> None:
+def test_only_plain_files_of_limited_size_are_read(tmp_path: Path, monkeypatch) -> None:
     os.mkfifo(tmp_path / "pipe.json")
     for path in (tmp_path / "pipe.json", tmp_path, tmp_path / "none.json"):
         rejects(r"is missing|is no plain file", read_json, path)
@@ -97,33 +96,33 @@ class Outer:
         ({"width": 1, "inner": {}}, "inner.side is missing"),
     ],
 )
-def test_a_value_that_the_schema_does_not_take_is_named(values: dict[str, Any], said: str) -> None:
+def test_a_value_of_the_wrong_type_or_range_is_named(values: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError) as caught:
         validated("", values, Outer)
     assert said in str(caught.value)
 
 
-def test_what_the_schema_takes_becomes_the_dataclass() -> None:
+def test_valid_values_become_the_dataclass() -> None:
     given = {"width": 8, "rate": 2, "name": "abc", "stages": [1, 2], "inner": {"side": 4}}
     given |= {"unknown": 1, "loud": None}
     assert validated("", given, Outer) == Outer(8, 2, "abc", "one", (1, 2), Inner(4))
 
 
-def test_a_line_cut_short_is_taken_off_and_a_damaged_one_is_named(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_removed_and_a_damaged_one_named(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     assert read_rows(path, int, "begin anew") == []
     append_row(path, {"n": 1})
     append_row(path, {"n": 2})
-    whole = path.read_text()
-    path.write_text(whole + '{"n": 3')
+    complete = path.read_text()
+    path.write_text(complete + '{"n": 3')
     assert read_rows(path, lambda row: row["n"], "begin anew") == [1, 2]
-    assert path.read_text() == whole
+    assert path.read_text() == complete
     rejects(
         "log.jsonl, line 1, is damaged: begin anew", read_rows, path, lambda row: row["other"], "begin anew"
     )
 
 
-def test_rows_that_are_not_wanted_are_removed_with_a_last_piece(tmp_path: Path) -> None:
+def test_unwanted_rows_and_an_incomplete_last_line_are_removed(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     log.write_text('{"step": 5, "loss": 1}\n{"step": 5, "validation": {}}\n{"step": 10, "loss": 2}\n{"ste')
     for path in (log, tmp_path / "none"):

@@ -1,4 +1,4 @@
-"""Names that come from files are entries of a registry; only the caller's own may be imported."""
+"""Names in files are entries of a registry; only names that the caller gives are imported."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from lanternpp.trees import build_tree
 from lanternpp.util.registry import Importable, find
 
 PROMPT = "a red tulip"
-MARK = "imported_by_a_file"  # a module that says so when it is imported
+MARK = "imported_by_a_file"  # a module that must not be imported
 
 
 @pytest.fixture
-def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def forbidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of an entry whose module must never be imported."""
     place = tmp_path / "path"
     place.mkdir()
@@ -35,9 +35,9 @@ def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize("part", ["tree", "proposer", "accept"])
 @pytest.mark.parametrize("deep", [True, False])
-def test_defaults_import_nothing(trap: str, part: str, deep: bool, tmp_path: Path) -> None:
+def test_defaults_import_nothing(forbidden: str, part: str, deep: bool, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
-    said = {part: trap}
+    said = {part: forbidden}
     change(folder / "defaults.json", **({"methods": {"lantern++": said}} if deep else said))
     pipe = None
     with pytest.raises(InputError, match=f"{MARK}.*not from a file"):
@@ -48,7 +48,7 @@ def test_defaults_import_nothing(trap: str, part: str, deep: bool, tmp_path: Pat
         pipe(PROMPT, method="lantern++", **{part: ours})
 
 
-def test_a_tree_file_is_the_callers_to_name(trap: str, tmp_path: Path) -> None:
+def test_only_the_caller_may_name_a_tree_file(forbidden: str, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     (tmp_path / "t.json").write_text("[[0],[1]]")
     change(folder / "defaults.json", tree=str(tmp_path / "t.json"))
@@ -59,9 +59,9 @@ def test_a_tree_file_is_the_callers_to_name(trap: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("network", ["target", "drafter", "parallel", "tokenizer"])
-def test_a_kind_imports_nothing(trap: str, network: str, tmp_path: Path) -> None:
+def test_a_kind_imports_nothing(forbidden: str, network: str, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
-    change(folder / network / "config.json", kind=trap)
+    change(folder / network / "config.json", kind=forbidden)
     said = rf"known here \(it calls itself '{MARK}:Part'\)"
     if network == "tokenizer":
         said = f"kind '{MARK}:Part' cannot be used: it should be 'vq' or 'kl'"
@@ -69,24 +69,24 @@ def test_a_kind_imports_nothing(trap: str, network: str, tmp_path: Path) -> None
         Pipeline.from_pretrained(str(folder))(PROMPT, method="parallel" if network == "parallel" else "eagle")
 
 
-def test_a_tuning_imports_nothing(trap: str, tmp_path: Path) -> None:
+def test_a_tuning_imports_nothing(forbidden: str, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     pipe = Pipeline.from_pretrained(str(folder))
     where = pipe.conditions(pipe.settings("lantern++", batch_size=1))
-    Defaults.read(folder).add_tuned("lantern++", where, {"tree": trap})
+    Defaults.read(folder).add_tuned("lantern++", where, {"tree": forbidden})
     rejects(f"{FILE} is damaged.*{MARK}", Pipeline.from_pretrained, str(folder))
 
 
-def test_a_checkpoint_that_others_published_imports_nothing(trap: str, tmp_path: Path) -> None:
+def test_a_checkpoint_that_others_published_imports_nothing(forbidden: str, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     tensors = load_file(folder / "target" / "model.safetensors")
     save_file(tensors, tmp_path / "model.safetensors")
-    config = {"kind": trap, "model_type": trap, "architectures": [trap]}
+    config = {"kind": forbidden, "model_type": forbidden, "architectures": [forbidden]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     rejects("is no model family known here", Pipeline.from_pretrained, str(tmp_path))
 
 
-def test_the_callers_own_name_is_imported_and_stays_so_on_its_way(tmp_path: Path) -> None:
+def test_a_name_that_the_caller_gives_is_imported_also_after_copies(tmp_path: Path) -> None:
     name = Importable("lanternpp.trees.dynamic:DynamicTree")
     for way in (name, copy.deepcopy(name), pickle.loads(pickle.dumps(name))):
         assert build_tree(way).size == 60
@@ -96,6 +96,6 @@ def test_the_callers_own_name_is_imported_and_stays_so_on_its_way(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", [None, 3, ["exact"], {"a": 1}, ""])
-def test_what_is_no_name_is_unknown(name: object) -> None:
+def test_other_types_are_unknown_names(name: object) -> None:
     with pytest.raises(InputError, match="is unknown"):
         find("rule", name, {"exact": object})  # type: ignore[arg-type]
