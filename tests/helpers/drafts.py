@@ -1,4 +1,4 @@
-"""What a draft's tree promises."""
+"""A check of a draft's tree."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from lanternpp.types import Draft
 
 
 def check_tree(draft: Draft, every: bool = False) -> None:
-    """What `Tree` promises. every: and each node is a child of its parent, which a dynamic tree may leave out."""
+    """Check the invariants of `Tree`; every: also that each node is a child of its parent, which a dynamic tree may leave out."""
     tree, size = draft.tree, draft.codes.shape[1]
     for b in range(len(draft.codes)):
         parent, depth = tree.parent[b].tolist(), tree.depth[b].tolist()
         assert parent[0] == -1 and depth[0] == 0
         for i in range(1, size):
             assert 0 <= parent[i] < i and depth[i] == depth[parent[i]] + 1
-            line = {i}
+            path = {i}
             while i:
                 i = parent[i]
-                line.add(i)
-            assert set(tree.mask[b, max(line)].nonzero()[:, 0].tolist()) == line
+                path.add(i)
+            assert set(tree.mask[b, max(path)].nonzero()[:, 0].tolist()) == path
         listed: list[int] = []
         for i in range(size):
             kids = [k for k in tree.children[b, i].tolist() if k >= 0]

@@ -1,4 +1,4 @@
-"""Jacobi drafting: windows at the next rows, and what its couplings promise. `engine/test_distribution.py` has its distribution."""
+"""Jacobi drafting: windows at the next rows, and its couplings. `engine/test_distribution.py` has its distribution."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from lanternpp.types import Draft, TargetOutput, Verdict
 
 
 @pytest.mark.parametrize("codebook", [True, False])
-def test_behind_refused_guesses_the_next_follows_what_is_behind_codes_that_look_alike(codebook, monkeypatch):
-    """Of two alternatives one has the latents of the code that was drawn, the other ones as far away as can be."""
+def test_after_a_rejection_the_next_code_follows_the_distribution_after_similar_codes(codebook, monkeypatch):
+    """Of two alternatives one has the latents of the code that was drawn, the other one the most distant ones."""
     monkeypatch.setattr(MarkovTarget, "codebook", CHAIN[[0, 1, 0]] if codebook else None)
     target = MarkovTarget(CHAIN)
     proposer = Jacobi(1, "maximal", "last", 1)
@@ -30,11 +30,11 @@ def test_behind_refused_guesses_the_next_follows_what_is_behind_codes_that_look_
     root = torch.zeros(3, 2, dtype=torch.int64)
     path = torch.tensor(
         [[0, 0], [0, 1], [0, 2]]
-    )  # both refused and 2 drawn; the guess kept; its sibling kept
+    )  # both rejected and 2 drawn; the draft code accepted; its sibling accepted
     kept, bonus = torch.tensor([1, 2, 2]), torch.tensor([2, 2, 2])
     proposer.observe(TargetOutput(draft, logits, logits, Verdict(path, kept, root, bonus)))
     ours = CHAIN.double()[0] if codebook else CHAIN.double()[:2].mean(0)
-    place = torch.tensor([[2]] * 3)  # behind the code drawn
+    place = torch.tensor([[2]] * 3)  # after the code drawn
     torch.testing.assert_close(proposer._read(proposer.p, place)[0, 0], ours)
     assert proposer.count.tolist() == [2, 3, 3]
     assert proposer._is_stored(proposer.p_place, proposer.count[:, None])[:, 0].tolist() == [
@@ -44,8 +44,8 @@ def test_behind_refused_guesses_the_next_follows_what_is_behind_codes_that_look_
     ]
 
 
-def test_a_guess_of_the_next_row_is_redrawn_from_what_the_target_says_there():
-    """In a grid 6 wide, with windows of 2: the second row's first guesses, whose p the pass gives as plain decoding would."""
+def test_a_draft_code_of_the_next_row_is_drawn_again_from_the_targets_distribution_there():
+    """In a grid 6 wide, with windows of 2: the second row's first draft codes, whose p the pass computes as plain decoding would."""
     target = ToyTarget(grid=6)
     proposer = Jacobi(2, "maximal", "above", 1, 2)
     engine = engine_of(target, proposer)
@@ -72,22 +72,24 @@ def test_a_guess_of_the_next_row_is_redrawn_from_what_the_target_says_there():
 
 
 @pytest.mark.parametrize("init", INITS)
-def test_coupled_guesses_survive_more_often_and_siblings_keep_more(init):
+def test_couplings_and_siblings_save_passes(init):
     target = ToyTarget(grid=6)
 
     def passes(coupling, alternatives=0):
         proposer = Jacobi(8, coupling, init, alternatives)
         engine = engine_of(target, proposer, 7)
         conditions = ["a", "sea", None, "hill", "stone", "clouds", "a"]
-        return sum(len(h.accepted) for h in generate(engine, conditions, [3, 1, 4, 1 << 40, 5, 9, 2]))
+        return sum(
+            len(sample.accepted) for sample in generate(engine, conditions, [3, 1, 4, 1 << 40, 5, 9, 2])
+        )
 
     assert passes("maximal") < passes("none") and passes("gumbel") < passes("none")
     assert passes("maximal", 3) < passes("maximal")
 
 
 @pytest.mark.parametrize("coupling", COUPLINGS)
-def test_a_guess_follows_the_newest_distribution_of_its_place(coupling):
-    """And a coupled one stays with the likelihood 1 - TV(old, new), or (Gumbel) nearly that."""
+def test_a_draft_code_follows_the_newest_distribution_of_its_place(coupling):
+    """And a coupled one stays the same with the probability 1 - TV(old, new), or (Gumbel) nearly that."""
     batch, target = 100_000, MarkovTarget(CHAIN)
     proposer = Jacobi(1, coupling)
     proposer.open(target, Sampling(), Guidance(), batch)
@@ -111,7 +113,7 @@ def test_a_guess_follows_the_newest_distribution_of_its_place(coupling):
         assert stayed == pytest.approx((old * new).sum().item(), abs=0.005)
 
 
-def test_a_fresh_guess_is_drawn_from_what_was_asked_for():
+def test_a_new_draft_code_is_drawn_from_the_initial_distribution():
     """One pass over a grid 4 wide: the p at places 1..6 are known, the window then reaches on."""
     target, sampling = ToyTarget(), Sampling(0.8, 8)
     for init in INITS:

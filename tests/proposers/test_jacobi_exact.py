@@ -24,7 +24,7 @@ ROWS = 60_000  # samples in an engine
 
 
 class Outcomes:
-    """Sample i takes the outcomes that the digits of its number name; `weight` is how probable they are."""
+    """Sample i takes the outcomes that the digits of its number index; `weight` is their probability."""
 
     def __init__(self, number: Tensor, weight: Tensor):
         self.number, self.weight = number, weight
@@ -124,20 +124,20 @@ def distribution_of(monkeypatch, table, proposer, verify, codes, grid) -> Tensor
 
 
 def snapshot(engine: Engine) -> list[Tensor]:
-    """The tensors of an engine's state, by sample, with what is never read again emptied."""
+    """The tensors of an engine's state, by sample, with entries that are never read again set to 0."""
     jacobi, count = engine.proposer, engine.count[:, None]
     assert isinstance(jacobi, Jacobi)
     past = jacobi.code_place < count
     above = jacobi.width if jacobi.init in ("above", "mixed") else 0
     last = torch.arange(jacobi.slots) == jacobi.last_place[:, None] % jacobi.slots
     old = (jacobi.p_place < count - above) & ~last
-    for owner, gone, rings in (
+    for owner, outdated, rings in (
         (jacobi.code_place, past, (jacobi.codes, jacobi.q)),
         (jacobi.p_place, old, (jacobi.p,)),
     ):
-        owner.masked_fill_(gone, -1)
+        owner.masked_fill_(outdated, -1)
         for ring in rings:
-            ring[gone] = 0
+            ring[outdated] = 0
     return [getattr(engine, name) for name in ENGINE] + [getattr(engine.proposer, n) for n in PROPOSER]
 
 
@@ -164,26 +164,26 @@ CASES = [  # window, coupling, init, alternatives, rows of windows; verifier, co
     ((2, "none", "last", 1), "traversal", 3, 2),
     ((1, "maximal", "last", 1), "traversal", 3, 2),
     ((2, "maximal", "above", 1), "traversal", 4, 2),
-    ((1, "maximal", "last", 0, 2), "block", 5, 3),  # guesses that wait in the next rows
+    ((1, "maximal", "last", 0, 2), "block", 5, 3),  # draft codes that wait in the next rows
     ((1, "maximal", "above", 1, 2), "traversal", 5, 3),
     ((1, "none", "mixed", 0, 3), "token", 4, 3),
 ]
-WAYS = [(CHAIN, *case) for case in CASES] + [(HOLES, *case) for case in CASES if case[-1] == 2]
+ALL_CASES = [(CHAIN, *case) for case in CASES] + [(HOLES, *case) for case in CASES if case[-1] == 2]
 
 
 def gap(monkeypatch, table, dials, verify, codes, grid) -> float:
-    """How far the distribution of the first codes is from the target's, in all."""
+    """The sum of absolute differences between the distribution of the first codes and the target's."""
     found = distribution_of(monkeypatch, table, Jacobi(*dials), verify, codes, grid=grid)
     return (found - MarkovTarget(table, grid).distribution(codes)).abs().sum()
 
 
-@pytest.mark.parametrize(("table", "dials", "verify", "codes", "grid"), WAYS)
+@pytest.mark.parametrize(("table", "dials", "verify", "codes", "grid"), ALL_CASES)
 def test_images_follow_the_targets_distribution(monkeypatch, table, dials, verify, codes, grid):
     assert gap(monkeypatch, table, dials, verify, codes, grid) < 1e-12
 
 
-def wrong_kept(monkeypatch):
-    """Guesses behind a refused one are taken to follow their q still."""
+def wrong_distribution(monkeypatch):
+    """Draft codes after a rejected one are taken to follow their q still."""
     monkeypatch.setattr(jacobi, "rejected_distribution", lambda p, q, codes: q[:, :-1])
 
 
@@ -195,18 +195,18 @@ def wrong_q(monkeypatch):
 @pytest.mark.parametrize(
     ("wrong", "alternatives", "verify"),
     [
-        (wrong_kept, 0, "block"),
-        (wrong_kept, 1, "traversal"),
+        (wrong_distribution, 0, "block"),
+        (wrong_distribution, 1, "traversal"),
         (wrong_q, 1, "token"),
         (wrong_q, 1, "traversal"),
     ],
 )
-def test_what_is_nearly_right_is_found_out(monkeypatch, wrong, alternatives, verify):
+def test_a_wrong_distribution_is_detected(monkeypatch, wrong, alternatives, verify):
     wrong(monkeypatch)
     assert gap(monkeypatch, CHAIN, (2, "maximal", "last", alternatives), verify, 3, 2) > 1e-4
 
 
-def test_a_waiting_guess_with_another_q_than_its_own_is_found_out(monkeypatch):
+def test_a_wrong_q_of_a_waiting_code_is_detected(monkeypatch):
     put = Jacobi._write
 
     def wrong(self, ring, place, value):

@@ -22,13 +22,13 @@ pytestmark = pytest.mark.usefixtures("without_gradients")
 SAMPLING = Sampling(0.8, 8)
 
 
-def step_and_recall(loop: Engine) -> torch.Tensor:
-    """A step, and what its pass showed at the places behind those it decided: [depth, D], 0 beyond the draft."""
+def step_and_hints(loop: Engine) -> torch.Tensor:
+    """Take a step; return the features of its pass at the places after those it decided, [depth, D], 0 beyond the draft."""
     before = int(loop.count[0])
     output, kept = observed_step(loop), int(loop.count[0]) - before
     features, depths = loop.guidance.merge(output.features)[0, :, :16], output.draft.tree.depth[0].tolist()
-    spine = [features[depths.index(d)] if d in depths else features[0] * 0 for d in range(12)]
-    return torch.stack(spine[kept : kept + loop.proposer.depth])
+    path = [features[depths.index(d)] if d in depths else features[0] * 0 for d in range(12)]
+    return torch.stack(path[kept : kept + loop.proposer.depth])
 
 
 @pytest.mark.parametrize("cfg", [1.0, 3.0])
@@ -43,17 +43,15 @@ def step_and_recall(loop: Engine) -> torch.Tensor:
         (3, "sea", (0, 1)),
     ],
 )
-def test_the_draft_comes_from_the_drafter_run_over_all_that_is_decided(cfg, steps, said, aux_layers):
-    """Off by one here would only lower the codes per pass, silently."""
+def test_the_draft_is_that_of_the_drafter_over_all_decided_codes(cfg, steps, said, aux_layers):
+    """An error of one place would only lower the codes per pass."""
     target, guidance = ToyTarget(layers=3), Guidance(cfg)
     drafter = parallel(target, 4, aux_layers)
     loop = engine_of(target, Parallel(drafter, StaticTree(EAGLE)), 1, SAMPLING, cfg)
     loop.admit(0, said, 5)
-    hints = torch.zeros(
-        1, 40, 16, dtype=torch.float64
-    )  # what each slot of the drafter is told of refused codes
+    hints = torch.zeros(1, 40, 16, dtype=torch.float64)  # of rejected codes, for each slot of the drafter
     for _ in range(steps):
-        hint = step_and_recall(loop)
+        hint = step_and_hints(loop)
         hints[0, target.slots + int(loop.count[0]) - 2] = hint[0]
     count = int(loop.count[0])
     assert count + 5 < target.length, "the queries' places lie inside the picture"
@@ -69,21 +67,21 @@ def test_the_draft_comes_from_the_drafter_run_over_all_that_is_decided(cfg, step
     )
     ahead = torch.cat((prompt.embeds[:1], target.embed(codes)), 1)[:, 1:]
     anchor = torch.tensor([[features.shape[1] - 1]])
-    reported = hints[:, : features.shape[1] + 4]
+    all_hints = hints[:, : features.shape[1] + 4]
     if steps:
-        reported[0, features.shape[1] :] = hint[1:]
-    first, more = drafter.forward_sequence(ahead, features, anchor, 4, prompt.start[:1], reported)
+        all_hints[0, features.shape[1] :] = hint[1:]
+    first, more = drafter.forward_sequence(ahead, features, anchor, 4, prompt.start[:1], all_hints)
     for node in draft.probs[0].sum(-1).nonzero()[:, 0].tolist():  # every node with children
         depth = int(draft.tree.depth[0, node])
         if depth == 0:
-            guess = first[:, -1]
+            feature = first[:, -1]
         else:
-            guess = drafter.condition_on(more[:, 0, depth - 1], target.embed(draft.codes[:, node]))
-        expected = SAMPLING.probs(target.head(guess))
+            feature = drafter.condition_on(more[:, 0, depth - 1], target.embed(draft.codes[:, node]))
+        expected = SAMPLING.probs(target.head(feature))
         assert torch.allclose(draft.probs[:, node], expected, atol=1e-10), node
 
 
-def test_a_chain_of_ones_own_is_grown_by_its_own_code():
+def test_a_subclass_of_a_chain_is_grown_by_its_own_method():
     class OwnChain(StaticTree):
         def grow(self, root, q, extend, children):
             raise ArithmeticError
@@ -96,7 +94,7 @@ def test_a_chain_of_ones_own_is_grown_by_its_own_code():
 
 
 class OwnDrafter(Drafter):
-    """A drafter of the caller's own, with the layers that `Parallel` reads."""
+    """A custom drafter with the layers that `Parallel` reads."""
 
     proposer = "lanternpp.proposers.parallel:Parallel"
     aux_layers, confidence = (), None
@@ -115,7 +113,7 @@ class OwnDrafter(Drafter):
         return self.run(*inputs)
 
 
-def test_a_drafter_of_ones_own_draws_a_chain_with_what_parallel_reads():
+def test_a_custom_drafter_with_the_layers_that_parallel_reads_draws_the_same_chain():
     target, drawn = ToyTarget(), []
     for kind in (lambda drafter: drafter, OwnDrafter):
         loop = engine_of(target, Parallel(kind(parallel(target)), StaticTree(chain(3))))
@@ -124,13 +122,13 @@ def test_a_drafter_of_ones_own_draws_a_chain_with_what_parallel_reads():
 
 
 @pytest.mark.parametrize("named", [TreeProposer, Parallel])
-def test_a_drafter_brings_its_own_proposer(named):
+def test_the_drafter_decides_the_proposer(named):
     drafter = parallel(ToyTarget())
     parts = Parts(StaticTree(EAGLE), drafter)
     assert type(named.build(parts)) is Parallel
 
 
-def test_a_cut_needs_a_drafter_that_predicts_what_is_kept():
+def test_min_survival_needs_a_drafter_that_predicts_acceptance():
     target, tree = ToyTarget(), StaticTree(chain(3))
     older = parallel(target, confidence=False)
     assert (

@@ -1,4 +1,4 @@
-"""Trees that follow the drafter: their shape, written a second time in plain Python."""
+"""Trees that follow the drafter's probabilities, and a second implementation of their shape in plain Python."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_dynamic_tree_is_a_tree(name, zeros):
 @pytest.mark.parametrize(
     ("beam", "depth", "nodes"), [(3, 4, 12), (2, 3, 5), (1, 4, 4), (4, 2, 20), (5, 3, 7)]
 )
-def test_it_holds_the_likeliest_paths(beam, depth, nodes, zeros):
+def test_a_dynamic_tree_has_the_likeliest_paths(beam, depth, nodes, zeros):
     tables = markov_tables(40, 5, zeros)
     draft = grow(DynamicTree(beam, depth, nodes), tables)
     for b, table in enumerate(tables.tolist()):
@@ -98,7 +98,7 @@ def test_it_holds_the_likeliest_paths(beam, depth, nodes, zeros):
         assert set(found) == best_paths(table, beam, depth, nodes)
 
 
-def test_it_stops_where_the_beam_has_little_left():
+def test_growth_stops_where_the_beam_has_little_probability():
     tables = markov_tables(40, 5)
     draft = grow(DynamicTree(3, 5, 20, 2, math.log(0.6)), tables)
     depths = set()
@@ -109,7 +109,7 @@ def test_it_stops_where_the_beam_has_little_left():
     assert len(depths) > 2, "some must stop early and others not"
 
 
-def test_the_levels_no_one_wants_are_not_computed():
+def test_levels_after_the_stop_are_not_computed():
     calls = []
 
     def extend(at):
@@ -124,7 +124,7 @@ def test_the_levels_no_one_wants_are_not_computed():
     assert calls == [1, 2, 3, 4, 5]
 
 
-def test_ties_keep_ancestors():
+def test_ties_keep_the_parents_of_nodes():
     certain = torch.zeros(2, 6, 6, 6, dtype=torch.float64)
     certain[0, ..., 3] = 1.0
     certain[1] = 1 / 6
@@ -134,8 +134,8 @@ def test_ties_keep_ancestors():
     assert len(paths(draft, 1)) == 11
 
 
-def test_an_oracles_likeliest_path_is_kept_when_greedy():
-    """A drafter that was told of another frontier would guess wrong."""
+def test_greedy_decoding_accepts_the_likeliest_path_of_a_perfect_drafter():
+    """With a wrong frontier the drafter's codes would be wrong."""
     target = ToyTarget()
     proposer = TreeProposer(OracleDrafter(target), DynamicTree(1, 4, 4))
     engine = engine_of(target, proposer, 4, Sampling(0), 3.0)
@@ -143,7 +143,7 @@ def test_an_oracles_likeliest_path_is_kept_when_greedy():
         assert sample.accepted == [1, 5, 5, 5]
 
 
-def test_they_are_named_and_their_numbers_checked():
+def test_trees_have_names_and_their_numbers_are_checked():
     for name in TREES.keys() - SHAPES:
         builder = build_tree(name)
         assert (builder.size, builder.beam) == (59 if name == "eagle2-58" else 60, 10)

@@ -51,7 +51,7 @@ def test_the_tree_found_is_the_best_of_all(seed: int, nodes: int, depth: int) ->
         assert check(found, "found") and expected_codes(table, found) == pytest.approx(best)
 
 
-def test_certain_and_hopeless_children_are_no_trouble() -> None:
+def test_children_of_probability_1_and_0() -> None:
     table = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
     found = best_tree(table, 4, 3)
     assert expected_codes(table, found) == pytest.approx(4) and set(found) == {

@@ -28,7 +28,7 @@ def grown(tree, batch=BATCH, dtype=torch.float32):
 
 @pytest.mark.parametrize("shape", EVERY.values(), ids=EVERY)
 def test_a_draft_is_a_tree_of_codes_drawn_at_each_node_in_trial_order(shape):
-    """`proposers/test_tree_proposer.py` has what the drafter is told of the frontier."""
+    """`proposers/test_tree_proposer.py` tests the frontier that the drafter gets."""
     tree = StaticTree(shape)
     draft = grown(tree)
     check_tree(draft, every=True)
@@ -63,7 +63,7 @@ def test_one_tree_serves_batches_of_any_size_in_any_precision():
         (chain(33), "the limits are"),
     ],
 )
-def test_a_shape_that_is_no_tree_is_refused(shape, names):
+def test_a_shape_that_is_no_tree_is_rejected(shape, names):
     rejects(names, StaticTree, shape)
 
 
