@@ -28,7 +28,7 @@ def network(seed: int = 0) -> Decoder:
     return decoder
 
 
-def fresh(decoder: Decoder, start=(0, 0), seed: int = 1) -> tuple[Cache, torch.Tensor]:
+def prefilled(decoder: Decoder, start=(0, 0), seed: int = 1) -> tuple[Cache, torch.Tensor]:
     """A cache after a prompt of four slots, and the features of the prompt."""
     torch.manual_seed(seed)
     cache = Cache(DEEP, ROWS, SLOTS, decoder.norm.weight)
@@ -36,7 +36,7 @@ def fresh(decoder: Decoder, start=(0, 0), seed: int = 1) -> tuple[Cache, torch.T
     return cache, decoder(torch.randn(ROWS, 4, 16).double(), memory.nodes(), memory)
 
 
-def line(decoder: Decoder, cache: Cache, x: torch.Tensor) -> torch.Tensor:
+def decode_one_by_one(decoder: Decoder, cache: Cache, x: torch.Tensor) -> torch.Tensor:
     """Codes one by one, each committed before the next."""
     out = []
     for i in range(x.shape[1]):
@@ -59,21 +59,21 @@ def eagle_tree():
 
 
 @pytest.mark.parametrize("start", [(0, 0), (2, 0), (1, 3)])
-def test_every_path_of_a_tree_sees_what_it_would_see_alone(start):
+def test_every_path_of_a_tree_has_the_features_of_the_path_alone(start):
     decoder = network()
     tree, paths = eagle_tree()
     x = torch.randn(ROWS, len(paths), 16).double()
-    cache, _ = fresh(decoder, start)
+    cache, _ = prefilled(decoder, start)
     together = decoder(x, cache.nodes(tree.depth, tree.mask), cache)
     for node, path in enumerate(paths):
         along = [paths.index(path[:d]) for d in range(len(path) + 1)]
-        alone = line(decoder, fresh(decoder, start)[0], x[:, along])
+        alone = decode_one_by_one(decoder, prefilled(decoder, start)[0], x[:, along])
         assert torch.allclose(alone[:, -1], together[:, node], atol=1e-12)
 
 
 @pytest.mark.parametrize("kept_paths", [[(1, 0, 0), (3,)], [None, (0, 1)]])
-def test_committing_a_scattered_path_is_writing_its_codes_one_by_one(kept_paths):
-    """Each row keeps its own path, of its own length; a finished sample (None) keeps nothing."""
+def test_committing_a_path_equals_decoding_its_codes_one_by_one(kept_paths):
+    """Each row commits its own path, of its own length; a finished sample (None) commits nothing."""
     decoder = network()
     tree, paths = eagle_tree()
     x, later = torch.randn(ROWS, len(paths), 16).double(), torch.randn(ROWS, 3, 16).double()
@@ -81,16 +81,16 @@ def test_committing_a_scattered_path_is_writing_its_codes_one_by_one(kept_paths)
         [[paths.index(p[: min(d, len(p))]) for d in range(6)] for p in (p or (1, 1) for p in kept_paths)]
     )  # the last one repeated as padding
     kept = torch.tensor([0 if p is None else len(p) + 1 for p in kept_paths])
-    scattered, _ = fresh(decoder)
+    scattered, _ = prefilled(decoder)
     decoder(x, scattered.nodes(tree.depth, tree.mask), scattered)
     scattered.commit(path, kept)
     assert scattered.used.tolist() == (4 + kept).tolist()
-    after = line(decoder, scattered, later)
+    after = decode_one_by_one(decoder, scattered, later)
     for row in range(ROWS):
-        plain, _ = fresh(decoder)
+        plain, _ = prefilled(decoder)
         if kept[row]:
-            line(decoder, plain, x[:, path[row, : kept[row]]])
-        assert torch.allclose(line(decoder, plain, later)[row], after[row], atol=1e-12)
+            decode_one_by_one(decoder, plain, x[:, path[row, : kept[row]]])
+        assert torch.allclose(decode_one_by_one(decoder, plain, later)[row], after[row], atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -99,14 +99,14 @@ def test_a_padding_slot_gives_no_nan_and_does_not_count(dtype):
     torch.manual_seed(2)
     x, later = torch.randn(ROWS, 4, 16).to(dtype), torch.randn(ROWS, 2, 16).to(dtype)
     other = x.clone()
-    other[0, :2], other[1, :3] = 100.0, -50.0  # what stands in the padding
+    other[0, :2], other[1, :3] = 100.0, -50.0  # in the padding
     ends = []
     for embeds in (x, other):
         cache = Cache(DEEP, ROWS, SLOTS, decoder.norm.weight)
         memory = cache.rows(torch.arange(ROWS), torch.tensor([2, 3]), 4)
         features = decoder(embeds, memory.nodes(), memory)
         assert features.isfinite().all()
-        ends.append((features[:, -1], line(decoder, cache, later)))
+        ends.append((features[:, -1], decode_one_by_one(decoder, cache, later)))
     assert torch.equal(ends[0][0], ends[1][0]) and torch.equal(ends[0][1], ends[1][1])
 
 
@@ -124,7 +124,7 @@ def test_a_prompt_in_several_passes_draws_the_same(monkeypatch: pytest.MonkeyPat
     assert drawn[0] == drawn[1] == drawn[2]
 
 
-def test_queries_of_a_group_are_rows_of_a_head() -> None:
+def test_grouped_attention_is_that_of_pytorch() -> None:
     q, k, v = torch.randn(2, 6, 5, 8), torch.randn(2, 2, 16, 8), torch.randn(2, 2, 16, 8)
     mask = torch.zeros(2, 1, 5, 16).masked_fill_(torch.rand(2, 1, 5, 16) < 0.4, float("-inf"))
     expected = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
@@ -140,6 +140,6 @@ def test_the_loop_draws_the_argmax_of_the_causal_pass():
     assert torch.equal(target.head(target.forward_sequence(prompt.embeds, codes)).argmax(-1), codes)
 
 
-def test_a_torch_without_its_private_probe_will_do(monkeypatch) -> None:
+def test_a_torch_without_its_private_function_can_be_used(monkeypatch) -> None:
     monkeypatch.delattr(torch.cpu, "_is_amx_tile_supported")
     assert runpy.run_path(cache.__file__)["TILES"] is False

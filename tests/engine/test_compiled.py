@@ -29,7 +29,7 @@ TREES: dict[str, Any] = {
     "ddd": DynamicTree(2, 2, 5, 1, -3.0),
     "chain": "chain-2",
 }
-BUSHY = [[0], [1], [0, 0]]
+SMALL_TREE = [[0], [1], [0, 0]]
 # On a chain of the parallel drafter, LANTERN++ is verified as a block.
 CHAIN = {"proposer": "parallel", "tree": "chain-2", "residual": "optimal"}
 CASES = {name: (name, {}) for name in METHODS} | {"lantern++ parallel": ("lantern++", CHAIN)}
@@ -39,7 +39,7 @@ PARTS = ("propose", "_target_forward", "_verify", "_commit", "observe")
 
 def small(tree: str | None) -> Any:
     """A small tree of the same kind."""
-    return tree and next((made for name, made in TREES.items() if tree.startswith(name)), BUSHY)
+    return tree and next((made for name, made in TREES.items() if tree.startswith(name)), SMALL_TREE)
 
 
 def draft_of(method: str) -> str:
@@ -48,7 +48,7 @@ def draft_of(method: str) -> str:
     return str([dials.get(name) for name in PARTS_OF_DRAFTS] + [small(dials.get("tree"))])
 
 
-# A method of each draft. Only verification looks at a rule, so that another method of the same draft has its graphs besides.
+# A method of each draft. Only verification depends on the rule, so that methods of the same draft share the other graphs.
 DRAFTS = {draft_of(method): method for method in METHODS}
 
 
@@ -68,7 +68,7 @@ def emu3(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
 
 
 def trace(engine: Engine, backend: Graphs, parts: Sequence[str] = PARTS) -> CompiledParts:
-    """Let these parts of an engine's steps be traced."""
+    """Trace these parts of an engine's steps."""
     traced = CompiledParts(engine, backend=backend)
     engine.run = lambda part, *args: (traced if part.__name__ in parts else call)(part, *args)
     return traced
@@ -90,7 +90,7 @@ def engine(pipe: Pipeline, method: str, **more: Any) -> Engine:
 
 
 class Graphs:
-    """A backend that calls another one, and looks for what CUDA graphs do not allow; "aot_eager" splits graphs as Inductor does."""
+    """A backend that calls another one and records what CUDA graphs do not allow; "aot_eager" splits graphs as Inductor does."""
 
     def __init__(self, backend: str = "eager") -> None:
         self.count = 0
@@ -111,15 +111,17 @@ class Graphs:
             out = operations(*given)
             for i, (old, new) in enumerate(zip(before, given, strict=True)):
                 if isinstance(new, Tensor) and not torch.equal(old, new) and not kept[i]:
-                    self.faults.append(f"input {i} is written to, and may be somewhere else in the next step")
+                    self.faults.append(
+                        f"input {i} is written to, and may have another address in the next step"
+                    )
             return out
 
         return run
 
 
 @pytest.fixture(autouse=True)
-def nothing_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Without what earlier tests compiled, in memory and on disk."""
+def reset_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Without graphs of earlier tests, in memory and on disk."""
     monkeypatch.setenv(compiled.FOLDER_VARIABLE, str(tmp_path / "compiled"))
     torch._dynamo.reset()
     yield
@@ -143,7 +145,7 @@ def test_every_part_of_a_step_is_one_graph_that_serves_all_steps(pipe: Pipeline,
 
 
 # A pass over one node, a tree that the drafter's probabilities shape, a window of codes, and a chain. Verification and the commit
-# look at no target.
+# do not depend on the target.
 @pytest.mark.parametrize("method", ["ar", "ddd", "jacobi", "parallel"])
 def test_the_passes_of_a_model_of_transformers_are_one_graph(emu3: Pipeline, method: str) -> None:
     plain, traced, graphs = engine(emu3, method), engine(emu3, method), Graphs()
@@ -174,8 +176,8 @@ def test_engines_that_differ_do_not_share_graphs_once_guards_are_off(pipe: Pipel
         assert torch.equal(plain.codes, traced.codes) and int(plain.count.min()) == GUARDED_CALLS + 6
 
 
-class Reader(Exact):
-    """A rule of a user's own that looks at a value."""
+class HostReader(Exact):
+    """A custom rule that reads a value on the host."""
 
     lossless = False
 
@@ -184,7 +186,7 @@ class Reader(Exact):
 
 
 def test_a_part_that_cannot_be_traced_is_called_as_it_is(pipe: Pipeline) -> None:
-    plain, traced = (engine(pipe, "lantern-static", accept=Reader()) for _ in range(2))
+    plain, traced = (engine(pipe, "lantern-static", accept=HostReader()) for _ in range(2))
     traced.run = run = CompiledParts(traced, backend=Graphs())
     plain.step()
     traced.step()

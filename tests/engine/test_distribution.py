@@ -44,12 +44,12 @@ from lanternpp.trees.dynamic import DynamicTree
 from lanternpp.trees.static import StaticTree, chain
 from lanternpp.types import Draft
 
-DRAWS, FEWER, PICTURES = 400_000, 50_000, 20_000  # fewer: of one of many like it
-# Times as many pictures, where a q that is a tenth off changes so little that 20,000 would not show it.
-MORE = {"chain, flatter q": 3, "tree, flatter q": 3, "tree": 3, "independent tree": 3, "jacobi maximal": 10}
+DRAWS, FEWER_DRAWS, PICTURES = 400_000, 50_000, 20_000  # fewer: for one of many similar cases
+# Factors of PICTURES for the cases in which an error of a tenth in q changes too little to show in 20,000.
+TIMES = {"chain, flatter q": 3, "tree, flatter q": 3, "tree": 3, "independent tree": 3, "jacobi maximal": 10}
 UNLIKELY = 1e-3  # the seeds are fixed: a test passes always or never
 
-FULL = ((0,), (1,), (2,), (0, 0), (1, 0), (2, 0), (2, 1))
+ALL_CODES = ((0,), (1,), (2,), (0, 0), (1, 0), (2, 0), (2, 1))
 FLATTER = CHAIN.sqrt()
 TOKEN, BLOCK, BOTH = ("token",), ("block",), ("token", "traversal")
 
@@ -70,7 +70,7 @@ CASES = {  # verifiers, drafts
     "chain, flatter q": (("token", "block"), drafted(FLATTER, StaticTree(chain(2)))),
     "tree, flatter q": (("traversal",), drafted(FLATTER, StaticTree(BUSHY))),
     "all levels at once": (BOTH, lambda t: Parallel(parallel(t), StaticTree(BUSHY))),
-    "fewer codes than children": (BOTH, drafted(HOLES, StaticTree(FULL))),
+    "fewer codes than children": (BOTH, drafted(HOLES, StaticTree(ALL_CODES))),
     "chain, q with holes": (BLOCK, drafted(HOLES, StaticTree(chain(3)))),
     "chain, all levels at once": (BLOCK, lambda t: Parallel(parallel(t), StaticTree(chain(3)))),
     "a chain longer than the picture, and layers of the target": (
@@ -95,7 +95,7 @@ CASES = {  # verifiers, drafts
 
 def pictures(case: str) -> int:
     """How many pictures of a case are drawn."""
-    return PICTURES * (10 if "gumbel" in case else MORE.get(case, 1))
+    return PICTURES * (10 if "gumbel" in case else TIMES.get(case, 1))
 
 
 @pytest.mark.parametrize(
@@ -107,18 +107,18 @@ def test_pictures_follow_the_targets_distribution_however_a_draft_is_verified(ca
     assert chi_square(counts(engine, 4, pictures(case)), target.distribution()) > UNLIKELY
 
 
-WARPED = {
+WARPED_PROPOSERS = {
     "tree": drafted(FLATTER, StaticTree(BUSHY)),
     "jacobi maximal": lambda target: Jacobi(4, "maximal", "mixed"),  # wider than the picture
     "jacobi gumbel": lambda target: Jacobi(4, "gumbel", "mixed"),
 }
 
 
-@pytest.mark.parametrize("proposer", WARPED)
-def test_pictures_follow_the_distribution_that_is_left_after_temperature_and_top_k(proposer):
+@pytest.mark.parametrize("proposer", WARPED_PROPOSERS)
+def test_pictures_follow_the_distribution_after_temperature_and_top_k(proposer):
     target, sampling = MarkovTarget(CHAIN), Sampling(0.7, top_k=2)
     warped = MarkovTarget(sampling.probs(CHAIN.log()))
-    engine = engine_of(target, WARPED[proposer](target), PICTURES, sampling)
+    engine = engine_of(target, WARPED_PROPOSERS[proposer](target), PICTURES, sampling)
     assert chi_square(counts(engine, 4, pictures(proposer)), warped.distribution()) > UNLIKELY
 
 
@@ -138,7 +138,7 @@ def test_the_toy_admission_is_the_engines_own(case):
 
 # One node and its children, straight through `verify_tokenwise`.
 
-P = [0.41, 0.24, 0.19, 0.16]  # no sums of these meet a budget below
+P = [0.41, 0.24, 0.19, 0.16]  # no sum of these equals a budget below
 QS = {
     "near": [0.3, 0.3, 0.2, 0.2],
     "far": [0.05, 0.05, 0.1, 0.8],
@@ -168,7 +168,7 @@ def verdict_of(children, codes, probs, p, rule, sampling=None):
 
 
 def round_codes(rule, p, q, children, draws=DRAWS, dtype=torch.float64):
-    """The code a round decides after the root, [draws], its children drawn without replacement."""
+    """The code that a round decides after the root, [draws], its children drawn without replacement."""
     row = torch.tensor(q, dtype=dtype).expand(draws, 1, -1)
     codes = torch.cat((torch.zeros(draws, 1, dtype=torch.int64), drawn(row[:, 0], children)), 1)
     probs = row.expand(-1, children + 1, -1)
@@ -179,27 +179,27 @@ def round_codes(rule, p, q, children, draws=DRAWS, dtype=torch.float64):
 @pytest.mark.parametrize("q", QS)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_round_follows_its_enumerated_distribution(rule, q, children):
-    ours, written_again = RULES[rule]
+    ours, reference = RULES[rule]
     distribution = torch.tensor(
-        round_distribution(P, QS[q], children, written_again, ours.optimal_residual), dtype=torch.float64
+        round_distribution(P, QS[q], children, reference, ours.optimal_residual), dtype=torch.float64
     )
     assert distribution.sum().item() == pytest.approx(1)
-    draws = DRAWS if rule == "exact" and children > 1 else FEWER
+    draws = DRAWS if rule == "exact" and children > 1 else FEWER_DRAWS
     if ours.lossless:
         assert distribution.tolist() == pytest.approx(P)
     elif (q, children) == ("near", 2) and rule in ("lantern 0.5", "lantern++ 4"):
-        assert (distribution - torch.tensor(P)).abs().max() > 0.01, "the rule does bend the distribution"
+        assert (distribution - torch.tensor(P)).abs().max() > 0.01, "the rule changes the distribution"
     assert chi_square(tally(round_codes(ours, P, QS[q], children, draws), 4), distribution) > UNLIKELY
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("children", [(2,), (3, 0), (1, 0, 2)])
 def test_point_mass_drafts_follow_their_enumerated_distribution(rule, children):
-    ours, written_again = RULES[rule]
-    codes = torch.tensor((0, *children)).expand(FEWER, -1)
+    ours, reference = RULES[rule]
+    codes = torch.tensor((0, *children)).expand(FEWER_DRAWS, -1)
     made = verdict_of(len(children), codes, None, torch.tensor(P).double(), ours).next_codes[:, :1]
     distribution = torch.tensor(
-        point_round_distribution(P, children, written_again, ours.optimal_residual), dtype=torch.float64
+        point_round_distribution(P, children, reference, ours.optimal_residual), dtype=torch.float64
     )
     if ours.lossless:
         assert distribution.tolist() == pytest.approx(P)
@@ -211,15 +211,15 @@ def test_single_precision_follows_the_distribution_too():
     assert chi_square(tally(made, 4), torch.tensor(P)) > UNLIKELY
 
 
-def test_a_child_the_drafter_could_not_have_drawn_is_never_kept():
+def test_a_child_of_drafted_probability_0_is_never_accepted():
     codes = torch.tensor([0, 3]).expand(1000, -1)
     q = torch.tensor([0.5, 0.5, 0.0, 0.0], dtype=torch.float64).expand(1000, 2, -1)
     for sampling in (Sampling(), Sampling(0)):
         assert verdict_of(1, codes, q, torch.tensor(P).double(), Exact(), sampling).kept.max() == 1
 
 
-def test_a_child_that_cannot_be_tried_does_not_hide_the_next_one():
-    """Alone, nothing is tried at the first rank; beside a sample that goes down at once, at the second."""
+def test_a_child_of_probability_0_does_not_stop_the_next_one():
+    """Alone, no child of the first rank is tried; beside a sample that accepts its first child, none of the second."""
     codes = torch.tensor([[0, 1, 2], [0, 1, 2]])
     q = torch.tensor([[0.0, 0.0, 1.0, 0.0], [0.0, 0.5, 0.5, 0.0]], dtype=torch.float64)
     p = torch.tensor([[0.0, 0.0, 1.0, 0.0], [0.0, 1.0, 0.0, 0.0]], dtype=torch.float64)

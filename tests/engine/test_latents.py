@@ -28,7 +28,7 @@ Q = torch.tensor([0.0, 0.8, -1.0, -1.0, 0.9, 1.0, 0.2, -0.5, 0.3], dtype=torch.f
 
 
 def decided(p: Tensor, q: Tensor, depth: int = 1) -> tuple[Tensor, Tensor]:
-    """DRAWS latents decided behind the root by verifying a chain, and how many levels were kept."""
+    """DRAWS latents decided after the root by verifying a chain, and how many levels were accepted."""
     sampling, noise = MixtureSampling(), Noise(torch.arange(DRAWS), torch.ones(DRAWS, dtype=torch.int64))
     distribution = q.expand(DRAWS, 1, -1)
     drafted = [sampling.children(distribution, 1, noise, Noise.DRAFT + level)[:, 0] for level in range(depth)]
@@ -41,7 +41,7 @@ def decided(p: Tensor, q: Tensor, depth: int = 1) -> tuple[Tensor, Tensor]:
 def test_one_latent_follows_the_density() -> None:
     drawn, kept = decided(P, Q)
     assert agreement(drawn, P, EDGES) > 1e-3
-    assert agreement(drawn, Q, EDGES) < 1e-12  # the test can tell the two apart
+    assert agreement(drawn, Q, EDGES) < 1e-12  # so the test would detect a wrong distribution
     line = torch.linspace(-12, 12, 200_001, dtype=torch.float64)
     least = torch.minimum(
         *(GaussianMixture.of(distribution, 1).log_prob(line[:, None]).exp() for distribution in (P, Q))
@@ -50,28 +50,28 @@ def test_one_latent_follows_the_density() -> None:
     assert accepted == pytest.approx(torch.trapezoid(least, line).item(), abs=4 * 0.5 / math.sqrt(DRAWS))
 
 
-def test_a_wrong_residual_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_residual_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latent_decode, "draw_residual", wrong_residual)
     assert agreement(decided(P, Q)[0], P, EDGES) < 1e-12
 
 
-def test_a_sample_without_a_draft_kept_does_not_depend_on_its_batch() -> None:
+def test_a_draw_from_the_residual_does_not_depend_on_the_batch() -> None:
     noise = Noise(torch.arange(400), torch.full((400,), 3))
-    near = P + 0.01  # nearly all draws from p are refused then
-    p, q, refused = P.expand(400, -1), near.expand(400, -1), torch.arange(400) % 2 == 0
-    together = draw_residual(p, q, refused, noise, 1)
+    near = P + 0.01  # nearly all draws from p are rejected then
+    p, q, rejected = P.expand(400, -1), near.expand(400, -1), torch.arange(400) % 2 == 0
+    together = draw_residual(p, q, rejected, noise, 1)
     for part in (slice(0, 7), slice(8, 9), slice(9, 400)):
         mine = Noise(noise.seed[part], noise.step[part])
-        assert torch.equal(draw_residual(p[part], q[part], refused[part], mine, 1), together[part])
+        assert torch.equal(draw_residual(p[part], q[part], rejected[part], mine, 1), together[part])
 
 
-def test_broken_weights_end() -> None:
+def test_drawing_a_residual_of_nan_ends() -> None:
     nan = torch.full((2, 9), math.nan, dtype=torch.float64)
     noise = Noise(torch.arange(2), torch.ones(2, dtype=torch.int64))
     assert draw_residual(nan, nan, torch.ones(2, dtype=torch.bool), noise, 1).shape == (2, 1)
 
 
-def test_densities_narrower_than_float32_end() -> None:
+def test_drawing_a_residual_of_densities_narrower_than_float32_ends() -> None:
     p, q = torch.tensor([[[0, 3, math.log(1e-8)]], [[0, 3 + 1e-9, math.log(9e-9)]]], dtype=torch.float64)
     noise = Noise(torch.arange(1), torch.ones(1, dtype=torch.int64))
     assert draw_residual(p, q, torch.ones(1, dtype=torch.bool), noise, 1).item() == 3
@@ -123,7 +123,7 @@ def test_drafted_latents_follow_the_distribution_of_plain_decoding(
 @pytest.mark.parametrize("drafted", [False, True])
 @pytest.mark.parametrize("parts", [mixture_parts, diffusion_parts])
 def test_a_picture_does_not_depend_on_its_batch(parts: Parts, drafted: bool) -> None:
-    """Alone, and between two others."""
+    """Alone, and in a batch between two others."""
     wide, alone = engine_of(parts(drafted, 3)), engine_of(parts(drafted, 1))
     for slot, seed in ((0, 4), (1, 5), (2, 6)):
         wide.admit(slot, "tulip", seed)

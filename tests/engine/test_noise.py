@@ -14,18 +14,19 @@ UNLIKELY = 1e-3
 PURPOSES = [Noise.ACCEPT, Noise.BONUS, Noise.DRAFT, Noise.DRAFT + 4]
 
 
-def at(seed, turn=1):
+def at(seed, step=1):
     seed = torch.as_tensor(seed).reshape(-1)
-    return Noise(seed, torch.full_like(seed, turn))
+    return Noise(seed, torch.full_like(seed, step))
 
 
 def correlation(a, b):
-    """In units of its own standard error."""
+    """The correlation coefficient, in units of its standard error."""
     a, b = a.flatten().double(), b.flatten().double()
     return (torch.corrcoef(torch.stack((a, b)))[0, 1] * a.numel() ** 0.5).item()
 
 
-def even(u, cells=256):
+def uniformity(u, cells=256):
+    """The p-value of a uniform distribution."""
     counts = torch.bincount((u.flatten() * cells).long(), minlength=cells)
     return chi_square(counts, torch.ones(cells))
 
@@ -43,23 +44,23 @@ MANY = torch.arange(1 << 18)
     ],
 )
 def test_uniform_over_index_seed_step_and_the_high_half_of_the_seed(noise, purpose, count):
-    assert even(noise.uniform(purpose, count)) > UNLIKELY
+    assert uniformity(noise.uniform(purpose, count)) > UNLIKELY
 
 
 @pytest.mark.parametrize(("a", "b"), [(0, 1), (0, 2), (1, 2), (0, 255), (254, 255)])
 def test_pairs_of_indices_fill_the_square(a, b):
     u = at(torch.arange(1 << 15)).uniform(Noise.BONUS, 256)[:, [a, b]]
-    assert even(torch.floor(u[:, 0] * 16) / 16 + u[:, 1] / 16) > UNLIKELY
+    assert uniformity(torch.floor(u[:, 0] * 16) / 16 + u[:, 1] / 16) > UNLIKELY
 
 
-def test_samples_turns_purposes_and_seeds_are_independent():
+def test_seeds_steps_and_purposes_are_independent():
     n = 1 << 16
     base = at([5], 9).uniform(Noise.BONUS, n)
     others = {
         "next seed": at([6], 9).uniform(Noise.BONUS, n),
         "seed of the other half": at([5 + (1 << 32)], 9).uniform(Noise.BONUS, n),
-        "next turn": at([5], 10).uniform(Noise.BONUS, n),
-        "seed and turn exchanged": at([9], 5).uniform(Noise.BONUS, n),
+        "next step": at([5], 10).uniform(Noise.BONUS, n),
+        "seed and step exchanged": at([9], 5).uniform(Noise.BONUS, n),
         "accept": at([5], 9).uniform(Noise.ACCEPT, n),
         "draft": at([5], 9).uniform(Noise.DRAFT, n),
         "next level": at([5], 9).uniform(Noise.DRAFT + 1, n),
@@ -71,7 +72,7 @@ def test_samples_turns_purposes_and_seeds_are_independent():
     assert abs(correlation(others["draft"], others["next level"])) < 4
 
 
-def test_the_same_index_is_independent_across_neighbouring_seeds_and_turns():
+def test_the_same_index_is_independent_across_neighbouring_seeds_and_steps():
     u = at(torch.arange(1 << 16)).uniform(Noise.ACCEPT, 2)
     assert abs(correlation(u[1:, 0], u[:-1, 0])) < 4
     assert abs(correlation(u[1:, 0], u[:-1, 1])) < 4
@@ -81,7 +82,7 @@ def test_the_same_index_is_independent_across_neighbouring_seeds_and_turns():
 
 
 @pytest.mark.parametrize("bits", [0, -1])
-def test_noise_is_never_0_nor_1_and_draws_no_code_of_no_probability(monkeypatch, bits):
+def test_noise_is_never_0_nor_1_and_draws_no_code_of_probability_0(monkeypatch, bits):
     """At 1 an exponential is 0, and 0 / 0 would draw a forbidden code."""
     monkeypatch.setattr(module, "_mix", lambda x: torch.full_like(x, bits))
     n = at([1])
@@ -96,8 +97,8 @@ def test_noise_is_never_0_nor_1_and_draws_no_code_of_no_probability(monkeypatch,
 
 def test_fine_noise_is_uniform_to_its_last_bits():
     u = at([3]).fine(Noise.BONUS, 1 << 18)
-    assert u.dtype == torch.float64 and even(u) > UNLIKELY
-    assert even((u * 2**23).frac()) > UNLIKELY and even((u * 2**38).frac()) > UNLIKELY
+    assert u.dtype == torch.float64 and uniformity(u) > UNLIKELY
+    assert uniformity((u * 2**23).frac()) > UNLIKELY and uniformity((u * 2**38).frac()) > UNLIKELY
     assert abs(correlation(u, (u * 2**23).frac())) < 4
 
 
@@ -110,23 +111,23 @@ def test_a_tail_of_improbable_codes_keeps_its_share():
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_every_child_is_drawn_from_what_its_elder_siblings_left(count):
+def test_every_child_is_drawn_without_the_earlier_ones(count):
     q = torch.tensor([0.4, 0.3, 0.2, 0.1, 0.0], dtype=torch.float64)
     rows = q.expand(200_000, 2, -1)
     picked = Sampling().children(rows, count, at(torch.arange(200_000)), Noise.DRAFT)
     assert picked.shape == (200_000, 2, count)
     for picks in picked.unbind(1):
-        for elders in set(itertools.permutations(range(4), count - 1)):
-            same = (picks[:, :-1] == torch.tensor(elders)).all(1)
-            left = q.scatter(0, torch.tensor(elders, dtype=torch.int64), 0)
-            youngest = picks[same, -1]
-            fresh = youngest[left[youngest] > 0]  # a repetition or a forbidden code is never tried
-            assert len(fresh) > 0.5 * same.sum()
-            if len(elders) < 3:
-                assert chi_square(torch.bincount(fresh, minlength=5), left) > UNLIKELY / 24
+        for earlier in set(itertools.permutations(range(4), count - 1)):
+            same = (picks[:, :-1] == torch.tensor(earlier)).all(1)
+            left = q.scatter(0, torch.tensor(earlier, dtype=torch.int64), 0)
+            last = picks[same, -1]
+            distinct = last[left[last] > 0]  # a repetition or a forbidden code is never tried
+            assert len(distinct) > 0.5 * same.sum()
+            if len(earlier) < 3:
+                assert chi_square(torch.bincount(distinct, minlength=5), left) > UNLIKELY / 24
 
 
-def test_codes_that_can_be_drawn_come_before_those_that_are_never_tried():
+def test_codes_of_probability_0_come_last():
     q = torch.tensor([0.0, 0.6, 0.0, 0.4, 0.0]).expand(1000, 1, -1)
     picks = Sampling().children(q, 4, at(torch.arange(1000)), Noise.DRAFT)[:, 0]
     both = picks[:, :2].sort(-1).values
@@ -141,7 +142,7 @@ def test_the_nodes_of_a_level_draw_their_children_independently():
 
 
 @pytest.mark.parametrize("samples", [1, 3, 5000])
-def test_precomputed_numbers_are_those_of_their_step(samples):
+def test_precomputed_noise_is_that_of_its_step(samples):
     noise = at(torch.arange(samples), 4)
     steps = noise.precomputed(3)
     assert len(steps) == 1 if samples == 5000 else len(steps) > 1
@@ -156,7 +157,7 @@ def test_precomputed_numbers_are_those_of_their_step(samples):
             (Noise.DRAFT + 3, (4,)),
         ):
             assert torch.equal(ready.fine(purpose, *shape), noise.fine(purpose, *shape))
-        for levels in (3, 4):  # of one more than there are
+        for levels in (3, 4):  # one more than was precomputed
             assert torch.equal(ready.draft_uniform(levels), noise.draft_uniform(levels))
             first = [noise.fine(Noise.DRAFT + level, 1) for level in range(levels)]
             assert torch.equal(noise.draft_uniform(levels), torch.cat(first, 1))

@@ -1,11 +1,11 @@
-"""Observers: what they are shown, which children they count, and timed steps. `tuning/test_counts.py` has what the counts predict."""
+"""Observers: what they are shown, which children they count, what the counts predict, and timed steps."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from helpers.models import write_model
-from helpers.toys import BUSHY, CHAIN, FAR, MarkovTarget, OtherMarkovDrafter, engine_of
+from helpers.toys import BUSHY, CHAIN, FAR, MarkovTarget, OtherMarkovDrafter, admit_all, engine_of
 
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.engine.batching import generate
@@ -13,7 +13,8 @@ from lanternpp.engine.decode import Observer
 from lanternpp.engine.observers import AcceptanceByRank, Stopwatch, TimedEngine
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.tree import TreeProposer
-from lanternpp.trees.static import StaticTree
+from lanternpp.trees.search import expected_codes
+from lanternpp.trees.static import Shape, StaticTree
 from lanternpp.types import Admission, Draft, TargetOutput, Tree, Verdict
 
 # A root with four children, the second of which repeats the first's code; the third has two children, the other leaves.
@@ -23,7 +24,7 @@ CHILDREN = [[1, 2, 3, 4], *[[-1] * 4] * 2, [5, 6, -1, -1], *[[-1] * 4] * 3]
 
 
 def output(path: list[int], kept: int) -> TargetOutput:
-    """A pass over that draft, of which the first `kept` nodes of a path were kept."""
+    """A pass over that draft, of which the first `kept` nodes of a path were accepted."""
     none = torch.zeros(1, 7, 1)
     depth = torch.tensor([[0, 1, 1, 1, 1, 2, 2]])
     tree = Tree(torch.tensor([PARENT]), depth, torch.tensor([CHILDREN]), none.bool(), (4, 2))
@@ -32,23 +33,54 @@ def output(path: list[int], kept: int) -> TargetOutput:
     return TargetOutput(Draft(tree, torch.tensor([CODES]), None), none, none, verdict)
 
 
-def test_a_path_says_which_children_were_refused() -> None:
+def test_rejected_children_are_counted_from_the_accepted_path() -> None:
     counts = AcceptanceByRank(10)
-    counts.verified(output([0, 3, 3], 2), torch.tensor([1]))  # then both children of node 3 are refused
-    assert counts.tried.tolist() == [[1, 1, 1, 0], [1, 1, 0, 0]], "the child that repeats a code was refused"
+    counts.verified(output([0, 3, 3], 2), torch.tensor([1]))  # then both children of node 3 are rejected
+    assert counts.tried.tolist() == [[1, 1, 1, 0], [1, 1, 0, 0]], "the child that repeats a code was rejected"
     assert counts.kept.tolist() == [[0, 0, 1, 0], [0] * 4]
     counts.verified(output([0, 3, 6], 3), torch.tensor([7]))
     counts.verified(output([0, 0, 0], 1), torch.tensor([7]))
     assert counts.tried.tolist() == [[3, 3, 3, 1], [2, 2, 0, 0]]
     assert counts.kept.tolist() == [[0, 0, 2, 0], [0, 1, 0, 0]]
     before = counts.tried.tolist()
-    counts.verified(output([0, 3, 3], 2), torch.tensor([8]))  # no room for a whole draft
+    counts.verified(output([0, 3, 3], 2), torch.tensor([8]))  # no room for a complete draft
     counts.verified(output([0, 0, 0], 0), torch.tensor([10]))  # a finished sample
     assert counts.tried.tolist() == before and (int(counts.passes), int(counts.codes)) == (3, 2 + 3 + 1)
 
 
+def counted(shape: Shape, grid: int, batch: int, verify: str, complete: bool = False) -> AcceptanceByRank:
+    """The counts of one step of a batch, or of complete pictures."""
+    target = MarkovTarget(CHAIN, grid)
+    proposer = TreeProposer(OtherMarkovDrafter(target, FAR), StaticTree(shape))
+    engine = engine_of(target, proposer, batch, verify=verify)
+    counts = AcceptanceByRank(target.length)
+    engine.observers.append(counts)
+    admit_all(engine, torch.arange(batch))
+    engine.step()
+    while complete and len(engine.done()) < batch:
+        engine.step()
+    return counts
+
+
+@pytest.mark.parametrize("verify", ["token", "traversal"])
+@torch.inference_mode()
+def test_counts_of_one_tree_predict_another(verify: str) -> None:
+    wide = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0))
+    counts = counted(wide, 4, 10_000, verify)
+    table = (counts.kept / counts.tried.clamp(min=1)).double()
+    for shape in (wide, ((0,), (1,)), ((0,), (0, 0), (1,))):
+        measured = int(counted(shape, 4, 10_000, verify).codes) / 10_000
+        assert expected_codes(table, shape) == pytest.approx(measured, abs=0.03)
+
+
+@torch.inference_mode()
+def test_the_end_of_a_picture_is_not_counted_as_a_rejection() -> None:
+    counts = counted(((0,), (1,), (0, 0), (1, 0)), 3, 1, "token", complete=True)
+    assert int(counts.codes) == int(counts.passes) + int(counts.kept.sum()) <= 9 - 1
+
+
 class Log(Observer):
-    """Everything that an engine shows."""
+    """Everything that an engine reports."""
 
     def __init__(self) -> None:
         self.seen: list[object] = []
@@ -79,7 +111,7 @@ def test_an_observer_sees_every_admission_and_every_pass_and_changes_nothing() -
     assert decided == watched.target.length and len(log.seen) == 3 + 8 * (len(seen.accepted) - 1)
 
 
-def test_observers_have_no_part_in_the_time_of_a_step(monkeypatch) -> None:
+def test_the_time_of_observers_is_not_part_of_a_step(monkeypatch) -> None:
     watch = Stopwatch(engine_of(MarkovTarget(CHAIN), NoDraft()))
     began = {
         "draft": 0,

@@ -24,21 +24,21 @@ from lanternpp.engine.decode import Engine, engine_class
 from lanternpp.engine.noise import MAX_STEPS
 from lanternpp.engine.observers import AcceptanceByRank
 
-OnGpu = Callable[..., Engine]
+MakeEngine = Callable[..., Engine]
 NONE_LEFT: Mapping[str, Answer] = {"draw_residual": lambda left, undecided: left[:0]}
 
 
 @pytest.fixture
-def on_gpu() -> Iterator[OnGpu]:
-    """Makes an engine on a fake GPU, which the test has from then on, and takes a step, which makes what is made once."""
+def on_gpu() -> Iterator[MakeEngine]:
+    """Makes an engine on a fake GPU and takes a first step, which allocates what is allocated once."""
     with ExitStack() as stack:
 
         def make(
             target: Any, proposer: Any, rule: Any, *rest: Any, answers: Any = None, observed: bool = False
         ) -> Engine:
             mode = stack.enter_context(fake_cuda())
-            of_making = {"check": lambda differ: False}
-            with Watch(of_making | (answers or {}), strict=False):
+            reads_of_construction = {"check": lambda differ: False}
+            with Watch(reads_of_construction | (answers or {}), strict=False):
                 made = engine_class(target)(*(moved(part, mode) for part in (target, proposer, rule)), *rest)
                 made.observers += [AcceptanceByRank(made.target.length)] * observed
                 made.step()
@@ -64,8 +64,8 @@ def watched(engine: Engine, answers: Mapping[str, Answer] | None = None) -> Coun
         ("eagle2", "lantern++", "warped", 3.0),
     ],
 )
-def test_a_step_reads_nothing_back_and_makes_nothing_elsewhere(
-    on_gpu: OnGpu, drafts: str, rule: str, sampling: str, cfg: float
+def test_a_step_has_no_host_read_and_no_tensor_on_the_host(
+    on_gpu: MakeEngine, drafts: str, rule: str, sampling: str, cfg: float
 ) -> None:
     made = on_gpu(*parts(drafts, rule, sampling, cfg, measure_tv=True), observed=True)
     holders = [made, made.cache, made.proposer, made.noise]
@@ -83,12 +83,12 @@ def test_a_step_reads_nothing_back_and_makes_nothing_elsewhere(
     ("drafts", "verify", "rule"),
     [*((*joint, "exact") for joint in JOINT), *(("tree", "traversal", rule) for rule in RULES)],
 )
-def test_joint_verification_reads_nothing_back(on_gpu: OnGpu, drafts: str, verify: str, rule: str) -> None:
+def test_joint_verification_has_no_host_read(on_gpu: MakeEngine, drafts: str, verify: str, rule: str) -> None:
     assert not watched(on_gpu(*parts(drafts, rule, "warped", measure_tv=True, verify=verify)))
 
 
 @pytest.mark.parametrize("drafts", ["none", "parallel"])
-def test_noise_is_computed_on_the_device(on_gpu: OnGpu, drafts: str) -> None:
+def test_noise_is_computed_on_the_device(on_gpu: MakeEngine, drafts: str) -> None:
     made = on_gpu(*parts(drafts))
     for _ in range(MAX_STEPS + 1):
         assert not watched(made)
@@ -96,25 +96,27 @@ def test_noise_is_computed_on_the_device(on_gpu: OnGpu, drafts: str) -> None:
 
 @pytest.mark.parametrize("drafted", [False, True])
 @pytest.mark.parametrize("kind", [mixture_parts, diffusion_parts])
-def test_latents_are_read_once_for_each_block_of_draws(on_gpu: OnGpu, kind: Any, drafted: bool) -> None:
+def test_latents_have_one_host_read_for_each_block_of_draws(
+    on_gpu: MakeEngine, kind: Any, drafted: bool
+) -> None:
     made = on_gpu(*kind(drafted), answers=NONE_LEFT)
     assert watched(made, NONE_LEFT) == {"draw_residual": 1}
     twice = iter((lambda left: left[:1], lambda left: left[:0]))
     assert watched(made, {"draw_residual": lambda left, undecided: next(twice)(left)}) == {"draw_residual": 2}
 
 
-def test_the_published_rule_of_latents_reads_nothing_back(on_gpu: OnGpu) -> None:
+def test_the_published_rule_of_latents_has_no_host_read(on_gpu: MakeEngine) -> None:
     assert not watched(on_gpu(*diffusion_parts(True, rule=Cspd())))
 
 
-def test_chains_that_end_early_are_read_once(on_gpu: OnGpu) -> None:
+def test_chains_that_end_early_have_one_host_read(on_gpu: MakeEngine) -> None:
     target, proposer, *rest = parts("parallel", verify="block")
     proposer.min_survival = 0.5
     answers = {"_ended": lambda longest: 2}
     assert watched(on_gpu(target, proposer, *rest, answers=answers), answers) == {"_ended": 1}
 
 
-def test_a_batch_is_read_once_a_step(on_gpu: OnGpu) -> None:
+def test_a_batch_has_one_host_read_a_step(on_gpu: MakeEngine) -> None:
     answers = {"decided": lambda count: 1}
     made = on_gpu(*parts())
     with Watch(answers, strict=False):
@@ -124,7 +126,7 @@ def test_a_batch_is_read_once_a_step(on_gpu: OnGpu) -> None:
     assert watch.reads == {"decided": 1} and batch.counts == [1, 1]
 
 
-def launches(on_gpu: OnGpu, method: str, layers: int = 1) -> int:
+def launches(on_gpu: MakeEngine, method: str, layers: int = 1) -> int:
     """The operations that a step starts on the device."""
     made = on_gpu(*of_method(method, layers))
     with Watch() as watch:
@@ -133,14 +135,14 @@ def launches(on_gpu: OnGpu, method: str, layers: int = 1) -> int:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_page_has_the_launches_of_a_step(on_gpu: OnGpu, method: str) -> None:
+def test_the_page_has_the_launches_of_a_step(on_gpu: MakeEngine, method: str) -> None:
     found = launches(on_gpu, method)
     said = f"`{method}` {found:,}"
     page = " ".join((DOCS / "performance.md").read_text().split())
     assert re.search(rf"{re.escape(said)}[,.] ", page), f"the page lacks {said}"
 
 
-def test_the_page_has_the_launches_of_a_layer(on_gpu: OnGpu) -> None:
+def test_the_page_has_the_launches_of_a_layer(on_gpu: MakeEngine) -> None:
     page, two = (DOCS / "performance.md").read_text(), launches(on_gpu, "ar", layers=2)
     found = re.search(r"each further layer\s+adds\s+(\d+)\):\s+`ar`\s+(\d+),", page)
     assert found and two == sum(map(int, found.groups()))
@@ -148,7 +150,7 @@ def test_the_page_has_the_launches_of_a_layer(on_gpu: OnGpu) -> None:
 
 @pytest.mark.parametrize("drafts", ["eagle2", "parallel", "jacobi rows"])
 def test_masks_need_no_copy_for_the_attention_of_a_gpu(
-    on_gpu: OnGpu, drafts: str, monkeypatch: pytest.MonkeyPatch
+    on_gpu: MakeEngine, drafts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, masks = on_gpu(*parts(drafts)), []
 
@@ -162,7 +164,7 @@ def test_masks_need_no_copy_for_the_attention_of_a_gpu(
     assert masks and all(mask.stride(i) % 16 == 0 for mask in masks for i in range(3))
 
 
-FAULTS: dict[str, Callable[[Tensor], Any]] = {
+HOST_READS: dict[str, Callable[[Tensor], Any]] = {
     "a number": lambda p: p / float(p.sum()),
     "a condition": lambda p: p if p.sum() > 0 else -p,
     "a list": lambda p: p * p.sum(-1).tolist()[0],
@@ -178,14 +180,14 @@ FAULTS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_step_that_waits_for_the_host_is_noticed(
-    on_gpu: OnGpu, fault: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", HOST_READS)
+def test_a_host_read_within_a_step_is_detected(
+    on_gpu: MakeEngine, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = on_gpu(*parts())
 
     def relax(self: Exact, p: Tensor, code: Tensor) -> Tensor:
-        FAULTS[fault](p)
+        HOST_READS[kind](p)
         return p
 
     monkeypatch.setattr(Exact, "relax", relax)
@@ -193,8 +195,8 @@ def test_a_step_that_waits_for_the_host_is_noticed(
         watched(made)
 
 
-def test_a_step_of_the_host_is_noticed() -> None:
-    """A CPU may leave early, and does."""
+def test_a_step_on_the_host_is_detected() -> None:
+    """On a CPU a step reads values, to end early."""
     made = Engine(*parts())
     with Watch(), pytest.raises(HostReadError):
         made.step()

@@ -30,13 +30,13 @@ P = torch.tensor([0.1, 0.4, 0.2, 0.3])
     ],
     ids=str,
 )
-def test_what_is_left_is_in_proportion(sampling, left):
+def test_probabilities_are_renormalised_over_the_codes_that_are_left(sampling, left):
     expected = torch.tensor(left) / sum(left)
     assert torch.allclose(sampling.probs(P.log()), expected)
 
 
 @pytest.mark.parametrize("native", [None, backend()], ids=["PyTorch", "C"])
-def test_of_equal_codes_top_k_keeps_all_and_top_p_as_many_as_are_needed(native):
+def test_of_equal_codes_top_k_keeps_all_and_top_p_as_many_as_it_needs(native):
     for given, kept in (({"top_k": 3}, 8), ({"top_p": 1e-6}, 1), ({"top_p": 0.5}, 4)):
         probs = Sampling(**given, backend=native).probs(torch.zeros(2, 5, 8))
         assert ((probs > 0).sum(-1) == kept).all() and probs.max().item() == pytest.approx(1 / kept)
@@ -72,7 +72,7 @@ def test_forbidden_codes_stay_forbidden():
         (Guidance, "scale", (0.5, -1.0, math.nan)),
     ],
 )
-def test_numbers_out_of_range_are_refused_by_name(kind, name, wrong):
+def test_numbers_out_of_range_are_rejected(kind, name, wrong):
     for value in wrong:
         rejects(str(value), kind, **{name: value})
 

@@ -1,4 +1,4 @@
-"""Threads are given up while other work takes the cores, and taken again when it ends."""
+"""The number of threads falls while other work uses the cores, and rises again when it ends."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     torch.set_num_threads(before)
 
 
-def test_threads_are_halved_while_the_cores_are_wanted_and_doubled_when_they_are_free(run: Run):
+def test_threads_are_halved_while_cores_are_busy_and_doubled_when_they_are_free(run: Run):
     busy, free = (0.1, 0.1), (0.5, 0.0)
     phases = [(0.1, 0.01), busy, busy, busy, free, free, free, free, free, free]
     counts = []
@@ -56,7 +56,7 @@ def test_threads_are_halved_while_the_cores_are_wanted_and_doubled_when_they_are
     assert len(caught) == 1
 
 
-def test_short_waits_are_no_reason_for_a_warning(run: Run, monkeypatch: pytest.MonkeyPatch):
+def test_short_waits_do_not_warn(run: Run, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(threads, "MAX_GAP", 0.0)
     with AdaptiveThreads(IN_C) as fitted, warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -67,7 +67,7 @@ def test_short_waits_are_no_reason_for_a_warning(run: Run, monkeypatch: pytest.M
 
 
 @pytest.mark.filterwarnings("ignore:other work")
-def test_beside_lasting_work_more_threads_are_tried_less_and_less_often(run: Run):
+def test_while_other_work_lasts_more_threads_are_tried_less_and_less_often(run: Run):
     tried = []
     with AdaptiveThreads(IN_C) as fitted:
         for moment in range(800):  # it is alone until more threads are tried, which then wait
@@ -80,7 +80,7 @@ def test_beside_lasting_work_more_threads_are_tried_less_and_less_often(run: Run
 
 
 @pytest.mark.filterwarnings("ignore:other work")
-def test_the_next_drawing_begins_with_as_many_threads_as_the_last_one_had(run: Run):
+def test_the_next_call_begins_with_the_number_of_threads_of_the_last_one(run: Run):
     for _ in range(2):
         with AdaptiveThreads(IN_C) as fitted:
             before = torch.get_num_threads()
@@ -92,7 +92,7 @@ def test_the_next_drawing_begins_with_as_many_threads_as_the_last_one_had(run: R
 
 @pytest.mark.filterwarnings("ignore:other work")
 @pytest.mark.parametrize("openmp", [True, False])
-def test_threads_that_begin_meanwhile_have_as_many_as_ever(openmp: bool, run: Run):
+def test_a_new_thread_has_the_original_number_of_threads(openmp: bool, run: Run):
     decoder, found = Pipeline.from_pretrained("nature-128", device="cpu").target.decoder, []
     if decoder.native is None:
         pytest.skip("no kernels here")
@@ -108,7 +108,7 @@ def test_threads_that_begin_meanwhile_have_as_many_as_ever(openmp: bool, run: Ru
     assert found == [4] and torch.get_num_threads() == 4 and own.threads == 0
 
 
-def test_passes_that_pytorch_computes_keep_their_threads(run: Run):
+def test_threads_of_passes_by_pytorch_are_not_changed(run: Run):
     with AdaptiveThreads(IN_PYTORCH) as fitted, warnings.catch_warnings():
         warnings.simplefilter("error")
         run(0.1, 0.1)
@@ -117,7 +117,7 @@ def test_passes_that_pytorch_computes_keep_their_threads(run: Run):
 
 
 @pytest.mark.filterwarnings("ignore:other work")
-def test_a_context_in_another_one_leaves_the_threads_alone(run: Run):
+def test_a_nested_context_does_not_change_the_threads(run: Run):
     with AdaptiveThreads(IN_C) as outer:
         run(0.1, 0.1)
         outer.update()

@@ -1,4 +1,4 @@
-"""Latents of a diffusion head: its distribution, drafts along the same noise, what is published and is not exact, and what is refused."""
+"""Latents of a diffusion head: their distribution, drafts from the same noise, the published rule, which is not exact, and refusals."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def verified(
 def test_any_number_of_steps_draws_from_a_gaussian_exactly(steps: int) -> None:
     drawn = sampling(steps).children(P.expand(DRAWS, 1, -1), 1, noise(), Noise.DRAFT)[:, 0, 0, 0]
     assert p_value(drawn) > 1e-3
-    assert p_value(drawn, Q) < 1e-12  # the test can tell the two apart
+    assert p_value(drawn, Q) < 1e-12  # so the test would detect a wrong distribution
 
 
 def test_temperature_narrows_every_step() -> None:
@@ -103,14 +103,14 @@ def test_guidance_goes_from_the_unconditional_prediction_through_the_conditional
 
 
 def test_a_draft_leaves_the_distribution_of_the_target_and_alignment_keeps_more_of_it() -> None:
-    together, apart = verified(P, Q), verified(P, Q, aligned=False)
-    for verdict in (together, apart):
+    aligned, unaligned = verified(P, Q), verified(P, Q, aligned=False)
+    for verdict in (aligned, unaligned):
         assert p_value(verdict.next_codes[:, 0, 0]) > 1e-3
-    kept, without = ((verdict.kept == 2).double().mean().item() for verdict in (together, apart))
+    kept, without = ((verdict.kept == 2).double().mean().item() for verdict in (aligned, unaligned))
     assert kept > without + 0.1
 
 
-def test_the_distribution_of_the_latent_behind_a_draft_that_is_kept() -> None:
+def test_the_latent_after_an_accepted_draft_follows_the_target() -> None:
     verdict = verified(P, P, depth=2)
     assert verdict.kept.min() == 3  # the drafter is the target
     assert p_value(verdict.bonus[:, 0]) > 1e-3

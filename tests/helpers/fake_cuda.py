@@ -1,4 +1,4 @@
-"""A CUDA device without a GPU: tensors with shapes and without values, on which every operation of a step is watched."""
+"""A CUDA device without a GPU: tensors with shapes and without values, on which every operation of a step is checked."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_")
 FREE = ("empty", "empty_like", "new_empty", "empty_strided", "lift_fresh", "_unsafe_view", "_reshape_alias")
 # Functions that are one kernel on a GPU and have no kernel here.
 FUSED = ("scaled_dot_product_attention", "_fused_rms_norm")
-Thing = TypeVar("Thing")
+T = TypeVar("T")
 Answer = Callable[..., Any]
 
 
 class HostReadError(Exception):
-    """The host asked for a value, or a tensor of the host met one of the device."""
+    """The host read a value, or an operation had tensors of the host and of the device."""
 
 
 class _WithoutValues(FakeTensorMode):
-    """Forgets the values of tensors that are made from numbers, which it would compute with on the device."""
+    """Does not keep the values of tensors that are made from numbers, with which it would compute on the host."""
 
     def may_turn_const(self, t: Tensor) -> bool:
         return False
@@ -65,7 +65,7 @@ def fake_cuda() -> Iterator[FakeTensorMode]:
         all_guards[CUDA] = before
 
 
-def moved(thing: Thing, mode: FakeTensorMode) -> Thing:
+def moved(thing: T, mode: FakeTensorMode) -> T:
     """A network, or an object of ours that holds some, after all tensors were replaced by fake ones on `DEVICE`."""
 
     def there(value: Any) -> Any:
@@ -83,7 +83,7 @@ def moved(thing: Thing, mode: FakeTensorMode) -> Thing:
 
 
 class Watch(TorchDispatchMode):
-    """Raises HostReadError on every operation that would make the host wait for the device, or that meets a tensor of the host.
+    """Raises HostReadError on every operation that would make the host wait for the device, or that has a tensor of the host.
 
     answers: functions of the package that may read, and what the host reads there, called with the operation's arguments;
     `reads` counts how often they do. launched: the operations that start kernels. strict: whether tensors of the host are errors.

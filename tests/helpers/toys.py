@@ -28,7 +28,7 @@ from lanternpp.proposers.network import AutoregressiveProposer
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.types import Nodes, Prompt, TargetOutput
 
-# Markov chains of three codes: a target's, a drafter's that is far from it, and one that forbids codes.
+# Markov chains of three codes: a target's, a drafter's that differs much from it, and one that forbids codes.
 CHAIN = torch.tensor([[0.5, 0.3, 0.2], [0.05, 0.15, 0.8], [0.6, 0.3, 0.1]], dtype=torch.float64)
 FAR = torch.tensor([[0.1, 0.2, 0.7], [0.9, 0.05, 0.05], [0.3, 0.3, 0.4]], dtype=torch.float64)
 HOLES = torch.tensor([[0.0, 0.4, 0.6], [1.0, 0.0, 0.0], [0.5, 0.5, 0.0]], dtype=torch.float64)
@@ -129,10 +129,10 @@ class MarkovTarget(ToyTarget):
 
 
 class OracleDrafter(Drafter):
-    """The target itself, as a drafter: it ignores the features, so every first child must be kept.
+    """The target itself, as a drafter: it ignores the features, so every first child must be accepted.
 
-    A drafter never sees the first prompt slot (its inputs run one position ahead); the oracle puts it back, and so
-    keeps its whole cache one slot further on.
+    A drafter never sees the first prompt slot, as its inputs are one position ahead; the oracle adds it, and so
+    its cache is one slot longer.
     """
 
     def __init__(self, target: ToyTarget):
@@ -185,7 +185,7 @@ def codes_of(engine: Engine, conditions: Sequence[str | None], seeds: Sequence[i
 
 
 class Outputs(Observer):
-    """What the target showed in every pass."""
+    """Records the output of every pass."""
 
     def __init__(self) -> None:
         self.seen: list[TargetOutput] = []
@@ -195,7 +195,7 @@ class Outputs(Observer):
 
 
 def observed_step(engine: Engine) -> TargetOutput:
-    """Take a step: what its pass showed."""
+    """Take a step; return the output of its pass."""
     outputs = Outputs()
     engine.observers.append(outputs)
     engine.step()
@@ -221,7 +221,7 @@ def admit_all(engine: Engine, seeds: Tensor) -> None:
         first = engine.guidance.rows(target.embed(root[:, None]))
         proposer.features[:, :1] = proposer.drafter_forward(root[:, None], first, None, None)
     if isinstance(proposer, Parallel):
-        proposer.cache.start.fill_(target.slots - 1)  # of the prompt it has seen the last slot alone
+        proposer.cache.start.fill_(target.slots - 1)  # of the prompt it has seen only the last slot
         proposer.cache.used.fill_(target.slots - 1)
         proposer.next_embeds[:, 0], proposer.features[:, 0] = target.embed(root), 0
         proposer.waiting.fill_(1)
@@ -253,7 +253,7 @@ def neighbours(book: Tensor, k: int) -> Tensor:
 def parallel(
     target: ToyTarget, queries: int = 4, aux_layers: tuple[int, ...] = (), confidence: bool = True
 ) -> ParallelDrafter:
-    """A random drafter whose queries and turning layers matter."""
+    """A random drafter whose queries and `turn` layers matter."""
     torch.manual_seed(3)
     dim = target.embed(torch.zeros(1, 1, dtype=torch.int64)).shape[-1]
     heads = max(1, dim // 8)
@@ -292,7 +292,7 @@ class SmallerTarget(ToyTarget):
 
 
 def smaller(target: ToyTarget) -> SmallerTarget:
-    """A smaller target that shares the tables, so that it agrees now and then."""
+    """A smaller target that shares the tables, so that it sometimes agrees."""
     made = SmallerTarget(target.vocab, target.width, seed=3, layers=1).to(target.table.dtype)
     made.book = target.book
     for name in ("table", "out"):
@@ -302,9 +302,9 @@ def smaller(target: ToyTarget) -> SmallerTarget:
 
 
 def stored_in_8_bits(weight: Tensor) -> Tensor:
-    """Round a weight [out, in] to 8 bits, which it keeps beside it; what they stand for, in float64."""
-    whole, scale = quantised(weight.float(), 8)
-    exact = whole.double() * scale.double()[:, None]
+    """Round a weight [out, in] to 8 bits and store them with it; return the rounded weight in float64."""
+    numbers, scale = quantised(weight.float(), 8)
+    exact = numbers.double() * scale.double()[:, None]
     weight.copy_(exact)
-    weight.int8_weight = whole, scale  # type: ignore[attr-defined]
+    weight.int8_weight = numbers, scale  # type: ignore[attr-defined]
     return exact

@@ -66,7 +66,9 @@ def test_the_distribution_is_the_targets(vocab: int, shape: str, kind: str) -> N
 @pytest.mark.parametrize("rule", RULES)
 @every_kind
 @pytest.mark.parametrize(("vocab", "shape"), [(4, "chain of 2"), (3, "three by two"), (4, "ragged")])
-def test_under_a_relaxed_rule_it_is_that_rules(rule: str, kind: str, vocab: int, shape: str) -> None:
+def test_under_a_relaxed_rule_the_distribution_is_the_rules(
+    rule: str, kind: str, vocab: int, shape: str
+) -> None:
     """At a node that has children; elsewhere nothing is drafted and the distribution is the target's."""
     drafts, p, q = enumerated(vocab, shape, kind)
     distributions = distributions_of(p, q, RULES[rule](vocab))
@@ -74,22 +76,22 @@ def test_under_a_relaxed_rule_it_is_that_rules(rule: str, kind: str, vocab: int,
     inner, depths = (tree.children[0, :, 0] >= 0).tolist(), tree.depth[0].tolist()
     tables = [distributions[depth] if has else p[depth] for has, depth in zip(inner, depths, strict=True)]
     distribution = torch.stack([table[at[:, node]] for node, table in enumerate(tables)], 1)
-    whole, _, after = tree_distribution(rejection_tails, drafts, distribution, distributions)
+    total, _, after = tree_distribution(rejection_tails, drafts, distribution, distributions)
     for found, table in zip(after, tables, strict=True):
         assert distance(found, found.sum(-1, keepdim=True) * table) < 1e-12
     if shape != "ragged":
-        assert distance(whole, sequences(distributions)) < 1e-12
+        assert distance(total, sequences(distributions)) < 1e-12
     if kind == "random":
-        assert distance(sequences(distributions), sequences(p)) > 1e-3, "the rule does bend the distribution"
+        assert distance(sequences(distributions), sequences(p)) > 1e-3, "the rule changes the distribution"
 
 
-# The same again in plain Python, a node after the other, and what each keeps.
+# A second implementation in plain Python, one node after another.
 
 
-def written_again(
+def reference_tails(
     p: Tensor, q: Tensor, codes: Tensor, tree: Tree, update: str = "the paper's"
 ) -> tuple[Tensor, Tensor]:
-    """`rejection_tails` as the paper walks the tree. update: of a node's weight, when a child is refused."""
+    """`rejection_tails` as the paper walks the tree. update: of a node's weight, when a child is rejected."""
     chances, bonus = torch.zeros(p.shape[:2], dtype=torch.float64), p.clone()
     for draft in range(len(p)):
         reach = 1.0
@@ -104,18 +106,18 @@ def written_again(
                 visit(child, min(weight * left[code] / rest[code], 1.0))
                 beyond = [max(weight * a - b, 0.0) for a, b in zip(left, rest, strict=True)]
                 if update == "with replacement":
-                    gone = list(rest)
+                    without_code = list(rest)
                 else:
-                    gone = [0.0 if y == code else b for y, b in enumerate(rest)]
+                    without_code = [0.0 if y == code else b for y, b in enumerate(rest)]
                 mass = sum(beyond)
                 if update == "a public one":
-                    weight = min(mass / sum(gone), 1.0) if sum(gone) else 1.0
+                    weight = min(mass / sum(without_code), 1.0) if sum(without_code) else 1.0
                 elif update == "none":
                     weight = weight if node else 1.0
                 else:
                     weight = mass / (mass + 1 - weight) if node and mass + 1 - weight else 1.0
                 left = [b / mass for b in beyond] if mass else left
-                rest = [b / sum(gone) for b in gone] if sum(gone) else gone
+                rest = [b / sum(without_code) for b in without_code] if sum(without_code) else without_code
             weight = weight if node else 1.0
             chances[draft, node], bonus[draft, node] = reach * weight, torch.tensor(left)
             reach *= 1 - weight
@@ -129,15 +131,15 @@ def written_again(
     ("vocab", "shape"), [(4, "chain of 3"), (3, "two by two"), (4, "ragged"), (3, "three levels")]
 )
 @pytest.mark.parametrize("kind", ["random", "with zeros", "all of them"])
-def test_the_nodes_at_once_are_the_nodes_one_by_one(vocab: int, shape: str, kind: str) -> None:
+def test_tails_are_those_of_a_walk_node_by_node(vocab: int, shape: str, kind: str) -> None:
     drafts, _, _ = enumerated(vocab, shape, kind)
     given = drafts.p, drafts.draft.probs, drafts.draft.codes, drafts.draft.tree
-    (behind, left), (again, bonus) = rejection_tails(*given), written_again(*given)
-    assert distance(behind, again) < 1e-12
-    come_to = torch.cat((behind, torch.ones_like(behind[:, :1])), 1).diff(dim=1, prepend=0 * behind[:, :1])
+    (tails, left), (expected, bonus) = rejection_tails(*given), reference_tails(*given)
+    assert distance(tails, expected) < 1e-12
+    ends = torch.cat((tails, torch.ones_like(tails[:, :1])), 1).diff(dim=1, prepend=0 * tails[:, :1])
     order = drafts.draft.tree.layout.order
     left, bonus = (left / left.sum(-1, keepdim=True))[:, order], bonus[:, order]
-    assert distance(left[come_to > 1e-9], bonus[come_to > 1e-9]) < 1e-6
+    assert distance(left[ends > 1e-9], bonus[ends > 1e-9]) < 1e-6
 
 
 def no_residual(p: Tensor, q: Tensor, codes: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
@@ -161,13 +163,13 @@ CHAIN, TREE = "chain of 3", "two by two"
 WRONG = [
     *((shape, wrong) for shape in (CHAIN, TREE) for wrong in (no_residual, tokenwise_residual)),
     (CHAIN, each_as_the_last),
-    *((TREE, partial(written_again, update=name)) for name in ("a public one", "none", "with replacement")),
+    *((TREE, partial(reference_tails, update=name)) for name in ("a public one", "none", "with replacement")),
 ]
 
 
 @pytest.mark.parametrize(("shape", "wrong"), WRONG)
 @pytest.mark.parametrize("kind", ["random", "all of them"])
-def test_a_wrong_residual_or_weight_would_be_seen(shape: str, wrong, kind: str) -> None:
+def test_a_wrong_residual_or_weight_is_detected(shape: str, wrong, kind: str) -> None:
     drafts, p, _ = enumerated(4 if shape == CHAIN else 3, shape, kind)
     assert distance(tree_distribution(wrong, drafts, drafts.p, p)[0], sequences(p)) > 1e-3
 
@@ -178,14 +180,14 @@ def test_single_precision_follows_the_distribution_too(shape: str) -> None:
         drafts, p, _ = enumerated(4, shape, kind)
 
         def single(p: Tensor, q: Tensor, codes: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
-            behind, left = rejection_tails(p.float(), q.float(), codes, tree)
-            return behind, left.double()
+            tails, left = rejection_tails(p.float(), q.float(), codes, tree)
+            return tails, left.double()
 
         assert distance(tree_distribution(single, drafts, drafts.p, p)[0], sequences(p)) < 1e-6
 
 
 @pytest.mark.parametrize("kind", ["random", "near"])
-def test_a_sibling_that_was_not_found_in_time_is_no_refused_one(kind: str) -> None:
+def test_a_repeated_sibling_does_not_count_as_rejected(kind: str) -> None:
     """Where few distinct codes are drawn, a row ends in repetitions, though its q has more. How soon depends on its codes."""
     drafts, p, _ = enumerated(4, "two by two", kind)
     codes = drafts.draft.codes.clone()
@@ -218,7 +220,7 @@ def drawn(rule: Acceptance, shape: str, kind: str, draws: int, measure_tv: bool 
     ("rule", "kind"),
     [("exact", "with zeros"), ("exact", "forced"), *((rule, "random") for rule in ("exact", *RULES))],
 )
-def test_what_is_drawn_follows_the_distribution(rule: str, kind: str, shape: str) -> None:
+def test_drawn_codes_follow_the_distribution(rule: str, kind: str, shape: str) -> None:
     made = Exact() if rule == "exact" else RULES[rule](VOCAB)
     verdict, p, q = drawn(made, shape, kind, DRAWS if rule == "exact" else DRAWS // 4)
     tables = distributions_of(p, q, made)
@@ -243,17 +245,17 @@ def test_what_is_drawn_follows_the_distribution(rule: str, kind: str, shape: str
 def test_the_measured_cost_is_the_distance_at_every_kept_node(rule: str, shape: str) -> None:
     made = RULES[rule](VOCAB)
     verdict, p, q = drawn(made, shape, "random", 2000, measure_tv=True)
-    spent = [(one - own).abs().sum(-1) / 2 for one, own in zip(distributions_of(p, q, made), p, strict=True)]
+    costs = [(one - own).abs().sum(-1) / 2 for one, own in zip(distributions_of(p, q, made), p, strict=True)]
     deeper = verdict.kept > 1
-    assert torch.allclose(verdict.tv_cost[:, 0], spent[0][0].expand(2000))
-    assert torch.allclose(verdict.tv_cost[deeper, 1], spent[1][verdict.next_codes[deeper, 0]])
+    assert torch.allclose(verdict.tv_cost[:, 0], costs[0][0].expand(2000))
+    assert torch.allclose(verdict.tv_cost[deeper, 1], costs[1][verdict.next_codes[deeper, 0]])
     assert verdict.tv_cost[verdict.kept > 2, 2].max() < 1e-12
-    assert max(float(one.max()) for one in spent) > 1e-2
+    assert max(float(one.max()) for one in costs) > 1e-2
 
 
 @every_shape
-def test_what_the_format_forbids_is_never_kept_nor_drawn(shape: str) -> None:
-    """Though the drafter offers it, and neighbours would give it all their mass."""
+def test_a_code_that_the_format_forbids_is_never_accepted_nor_drawn(shape: str) -> None:
+    """Though the drafter draws it, and its neighbours have mass."""
     q = [torch.full((VOCAB**level, VOCAB), 1 / VOCAB, dtype=torch.float64) for level in range(3)]
     numbers = torch.rand(2000, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     draft = tree_drafts(SHAPES[shape], q, q, numbers).draft
@@ -271,6 +273,6 @@ def test_improbable_codes_do_not_overflow(shape: str) -> None:
     tiny = torch.tensor([1.0, 1e-30, 1e-30 if shape == CHAIN else 1e-44])
     p, q = tiny.expand_as(drafts.p), tiny.flip(0) * (drafts.draft.tree.children[..., :1] >= 0)
     for one, other in ((p, q), (q, p), (p, p)):
-        behind, left = rejection_tails(one, other, drafts.draft.codes, drafts.draft.tree)
+        tails, left = rejection_tails(one, other, drafts.draft.codes, drafts.draft.tree)
         assert left.isfinite().all() and (left >= 0).all()
-        assert ((behind >= 0) & (behind <= 1)).all()
+        assert ((tails >= 0) & (tails <= 1)).all()

@@ -24,17 +24,19 @@ from lanternpp.types import Draft, TargetOutput, Tree
 
 CASES = [(3, 1), (3, 2), (3, 3), (4, 2)]
 KINDS = ["random", "near", "with zeros", "a point", "forced", "all of them"]
-Ends = list[Tensor]  # by guesses drafted, from 1 on: whether a chain ends behind these codes, [V ** guesses]
+Ends = list[
+    Tensor
+]  # by number of draft codes, from 1 on: whether a chain ends after these codes, [V ** number]
 
 
 def ends_of(vocab: int, depth: int, seed: int = 0, peek: int = 0) -> Ends:
-    """A rule at random that ends a chain by the codes drafted so far. peek: by so many more, which it must not."""
+    """A random rule that ends a chain by the codes drafted so far. peek: by so many later codes too, which would be wrong."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.rand(vocab ** (level + peek), generator=generator) < 0.4 for level in range(1, depth)]
 
 
 def lengths_of(codes: Tensor, vocab: int, ends: Ends, peek: int = 0) -> Tensor:
-    """How many guesses chains have, of codes [D, g + 1]."""
+    """How many draft codes chains of codes [D, g + 1] have."""
     depth = codes.shape[1] - 1
     lengths = torch.full((len(codes),), depth)
     for level in range(depth - 1 - peek, 0, -1):
@@ -48,7 +50,7 @@ def lengths_of(codes: Tensor, vocab: int, ends: Ends, peek: int = 0) -> Tensor:
 def jointly(ends: Ends, peek: int = 0, rule: Acceptance | None = None) -> ChainStops:
     """Where `verify_joint` ends chains that are cut, and the weights of the code drawn there.
 
-    Chains are masked as the proposer masks them; what was drawn behind their ends is still there.
+    Chains are masked as the proposer masks them; codes drawn after their ends are still there.
     """
 
     def found(ps: Tensor, qs: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,16 +83,16 @@ def test_a_chain_that_ends_by_what_was_drafted_keeps_the_targets_distribution(
 
 
 @pytest.mark.parametrize("kind", ["random", "with zeros"])
-def test_one_that_ends_by_the_guess_it_is_about_to_drop_would_not(kind: str) -> None:
-    """So the test above can fail: the guess that decides must be verified too."""
+def test_a_chain_that_ends_by_a_code_which_it_drops_is_detected(kind: str) -> None:
+    """So the test above can fail: the code that decides must be verified too."""
     p, q = contexts(3, 3, kind)
     distribution, _ = chain_distribution(jointly(ends_of(3, 3, peek=1), peek=1), p, q)
     assert distance(distribution, sequences(p)) > 1e-3
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_under_a_relaxed_rule_the_distribution_is_the_rules_where_something_was_drafted(rule: str) -> None:
-    """And the target's behind the end: a chain that is cut relaxes less."""
+def test_under_a_relaxed_rule_the_distribution_is_the_rules_within_the_draft(rule: str) -> None:
+    """And the target's after its end: a shorter chain relaxes less."""
     (p, q), ends = contexts(3, 3, "random"), ends_of(3, 3)
     made, every = RULES[rule](3), torch.cartesian_prod(*[torch.arange(3)] * 3)
     lengths = lengths_of(torch.cat((torch.zeros_like(every[:, :1]), every), 1), 3, ends)
@@ -122,7 +124,7 @@ def engine(target: ToyTarget, batch: int, cut: float, verify: str) -> tuple[Engi
 
 
 def lengths(output: TargetOutput) -> Tensor:
-    """How many guesses the chains of a pass had."""
+    """How many draft codes the chains of a pass had."""
     return (output.draft.tree.children[..., 0] >= 0).sum(1)
 
 
@@ -132,13 +134,13 @@ def nodes(outputs: Outputs) -> list[int]:
 
 
 @pytest.mark.parametrize("verify", ["block", "token"])
-def test_an_engine_that_cuts_draws_the_targets_distribution(verify: str) -> None:
+def test_an_engine_with_short_chains_draws_the_targets_distribution(verify: str) -> None:
     target = MarkovTarget(CHAIN)
     loop, outputs = engine(target, 20_000, 0.3, verify)
     found = counts(loop, 4, 40_000)
     seen = torch.cat([lengths(output) for output in outputs.seen]).bincount(minlength=5)[1:]
     assert (seen[:2] > 500).all() and not seen[2:].any(), (
-        "chains of one guess and of two, as three codes are left"
+        "chains of one code and of two, as three codes are left"
     )
     assert chi_square(found, target.distribution()) > 1e-3
 
