@@ -13,10 +13,10 @@ from helpers.models import write_model
 
 from lanternpp import Pipeline
 
-gc.disable()  # until all tests are collected: what is imported stays
+gc.disable()  # until all tests are collected, as imported objects stay
 torch.set_num_threads(1)  # the tests' tensors are small: a second thread makes them ten times slower
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
-os.environ["LANTERNPP_FIT"] = "0"  # drafts would depend on this machine and on what was drawn before
+os.environ["LANTERNPP_FIT"] = "0"  # drafts would depend on this machine and on earlier calls
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-# Files whose tests mostly wait for processes that they start: they begin first, beside tests that compute.
+# Files whose tests mostly wait for processes that they start: they run first, beside tests that compute.
 FIRST = {
     "test_release.py",
     "test_ray.py",
@@ -39,7 +39,7 @@ FIRST = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes long, and skip GPU tests on a machine without one."""
+    """Run the slowest files first, and skip GPU tests on a machine without a GPU."""
     items.sort(key=lambda item: item.path.name not in FIRST)
     if torch.cuda.is_available():
         return
@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """From now on garbage is looked for among what tests make, and less often: half a million objects are there already."""
+    """Collect garbage from now on, less often, and only among new objects: half a million exist already."""
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
     gc.enable()
@@ -65,7 +65,7 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 @pytest.fixture
 def without_gradients() -> Iterator[None]:
-    """As the engine calls its parts."""
+    """Inference mode, as in the engine."""
     with torch.inference_mode():
         yield
 

@@ -1,4 +1,4 @@
-"""The shape of the source: which way imports flow, and how long files are.
+"""The structure of the source: the direction of imports, and the length of files.
 
 A room is a folder of `lanternpp`, or one of its files. The tests read the imports with `ast`, wherever in a
 file they stand.
@@ -109,7 +109,7 @@ def may_import(name: str, full: str) -> bool:
     return other in allowed or any(other.startswith(f"{entry}.") for entry in allowed if entry)
 
 
-def test_imports_flow_one_way() -> None:
+def test_imports_go_down() -> None:
     wrong = [
         f"{MODULES[name]}:{node.lineno}: {room(name)} may not import {full}"
         for name in MODULES
@@ -117,10 +117,10 @@ def test_imports_flow_one_way() -> None:
         for node, full in imports(name)
         if not may_import(name, full)
     ]
-    assert not wrong, "\n".join(["imports against the arrows:", *wrong])
+    assert not wrong, "\n".join(["imports in the wrong direction:", *wrong])
 
 
-def test_no_import_cycle() -> None:
+def test_there_is_no_import_cycle() -> None:
     reached = {name: {ours(full) for _, full in imports(name)} - {None, "", name} for name in MODULES if name}
     try:
         TopologicalSorter(reached).prepare()
@@ -128,7 +128,7 @@ def test_no_import_cycle() -> None:
         pytest.fail("import cycle: " + " -> ".join(error.args[1]))
 
 
-def test_the_house_has_few_floors() -> None:
+def test_the_longest_chain_of_imports_between_rooms_is_short() -> None:
     graph: dict[str, set[str]] = {}
     for name in MODULES:
         for statement in TREES_OF[name].body if name else ():
@@ -142,7 +142,7 @@ def test_the_house_has_few_floors() -> None:
     assert max(floors.values()) <= MOST_FLOORS, sorted(floors.items(), key=lambda item: item[1])
 
 
-def test_one_line_names_the_kernels() -> None:
+def test_only_one_line_names_the_kernels() -> None:
     words = re.compile(r"lanternpp\.kernels|\bctypes\b|csrc")
     texts = {
         name: path.read_text(encoding="utf-8") for name, path in MODULES.items() if room(name) != "kernels"
@@ -169,7 +169,7 @@ def is_type_checking(node: ast.stmt) -> bool:
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
-def test_no_file_is_long() -> None:
+def test_no_file_is_too_long() -> None:
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in MODULES.values()}
     long = [f"{p.relative_to(SOURCE)}: {n} lines" for p, n in lengths.items() if n > MOST_LINES]
     assert not long, f"more than {MOST_LINES} lines is a sign of two ideas in one file: {', '.join(long)}"

@@ -1,4 +1,4 @@
-"""Calls of a pipeline: their types, seeds and generators, what is seen of a picture on the way, and what is returned."""
+"""Calls of a pipeline: their types, seeds and generators, partial pictures, and results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lanternpp.api.pipeline import Partial
 PROMPT = "a red tulip"
 
 
-def test_a_notebook_completes_every_dial() -> None:
+def test_signatures_have_every_dial() -> None:
     for call in (Pipeline.__call__, Pipeline.stream, Pipeline.settings):
         assert set(DIALS) <= set(inspect.signature(call).parameters)
 
@@ -47,7 +47,7 @@ MISTAKES = [
 ]
 
 
-def test_a_type_checker_takes_a_typed_use_and_refuses_a_misspelt_dial(tmp_path: Path) -> None:
+def test_a_type_checker_accepts_typed_calls_and_rejects_misspelt_dials(tmp_path: Path) -> None:
     script = tmp_path / "use.py"
     script.write_text(TYPED + "\n".join(line for line, _ in MISTAKES) + "\n")
     config = tmp_path / "mypy.ini"
@@ -84,12 +84,12 @@ def test_a_callback_sees_every_step_and_the_pictures_so_far(pipe: Pipeline) -> N
     assert seen[-1].images[0].tobytes() == result.images[0].tobytes()
 
 
-def test_a_stream_gives_what_a_callback_sees_and_ends_with_the_result(pipe: Pipeline) -> None:
+def test_a_stream_yields_the_partials_of_a_callback_and_ends_with_the_result(pipe: Pipeline) -> None:
     options: dict[str, Any] = {"n": 3, "seed": 4, "method": "parallel", "batch_size": 2}
     seen: list[Partial] = []
     expected = pipe(PROMPT, callback=seen.append, **options)
-    spoilt = pipe(PROMPT, callback=lambda seen: [codes.zero_() for codes in seen.codes], **options)
-    assert torch.equal(spoilt.codes, expected.codes)
+    changed = pipe(PROMPT, callback=lambda seen: [codes.zero_() for codes in seen.codes], **options)
+    assert torch.equal(changed.codes, expected.codes)
     partials = list(pipe.stream(PROMPT, **options))
     assert [one.result is None for one in partials] == [True] * (len(partials) - 1) + [False]
     assert [one.decided for one in partials] == [*(one.decided for one in seen), 48]
@@ -100,7 +100,7 @@ def test_a_stream_gives_what_a_callback_sees_and_ends_with_the_result(pipe: Pipe
     assert result.stats.accepted_per_pass == expected.stats.accepted_per_pass
 
 
-def test_other_calls_draw_between_two_pictures_of_a_stream(model: Path) -> None:
+def test_other_calls_may_run_between_two_steps_of_a_stream(model: Path) -> None:
     pipe = Pipeline.from_pretrained(model, device="cpu", dtype="float32")
     alone = [pipe(PROMPT, seed=seed, method="eagle").codes for seed in (1, 2)]
     first, second = (pipe.stream(PROMPT, seed=seed, method="eagle") for seed in (1, 2))
@@ -109,13 +109,13 @@ def test_other_calls_draw_between_two_pictures_of_a_stream(model: Path) -> None:
         assert torch.equal(pipe(PROMPT, seed=1, method="eagle").codes, alone[0])
         known = left.codes[0], right.codes[0]
     assert all(torch.equal(a, b[0, : len(a)]) for a, b in zip(known, alone, strict=True))
-    left_early = pipe.stream(PROMPT, seed=2, method="eagle")
-    next(left_early)
-    left_early.close()  # type: ignore[attr-defined]
+    unfinished = pipe.stream(PROMPT, seed=2, method="eagle")
+    next(unfinished)
+    unfinished.close()  # type: ignore[attr-defined]
     assert torch.equal(pipe(PROMPT, seed=2, method="eagle").codes, alone[1])
 
 
-def test_a_generator_draws_the_seeds(pipe: Pipeline) -> None:
+def test_seeds_are_drawn_from_a_generator(pipe: Pipeline) -> None:
     def drawn(seed: int, **more: Any) -> Any:
         return pipe([PROMPT, "tulip"], n=2, generator=torch.Generator().manual_seed(seed), **more)
 
@@ -128,7 +128,7 @@ def test_a_generator_draws_the_seeds(pipe: Pipeline) -> None:
     assert first != second and first + second == one.seeds[:2]
 
 
-def test_pictures_are_returned_as_what_is_asked_for(pipe: Pipeline) -> None:
+def test_output_types(pipe: Pipeline) -> None:
     usual = pipe(PROMPT, n=2)
     as_array = pipe(PROMPT, n=2, output_type="np").images
     as_tensor = pipe(PROMPT, n=2, output_type="pt").images
@@ -143,19 +143,19 @@ def test_pictures_are_returned_as_what_is_asked_for(pipe: Pipeline) -> None:
 
 def test_a_pipeline_moves_to_another_dtype_and_back(model: Path) -> None:
     pipe = Pipeline.from_pretrained(model, device="cpu", dtype="float32")
-    way = {"method": "lantern++", "lam": 3.0}
-    usual, weights = pipe(PROMPT, **way).codes, pipe.target.decoder.norm.weight
+    call = {"method": "lantern++", "lam": 3.0}
+    usual, weights = pipe(PROMPT, **call).codes, pipe.target.decoder.norm.weight
     assert pipe.to("cpu").to("cpu", torch.float32).target.decoder.norm.weight is weights  # nothing to do
-    wide = Pipeline.from_pretrained(model, device="cpu", dtype="float64")(PROMPT, **way).codes
-    stream = pipe.stream(PROMPT, **way)
+    wide = Pipeline.from_pretrained(model, device="cpu", dtype="float64")(PROMPT, **call).codes
+    stream = pipe.stream(PROMPT, **call)
     next(stream)
     assert pipe.to(torch.float64) is pipe and pipe.dtype == "float64" and pipe.device.type == "cpu"
-    *_, last = stream  # what was begun before is drawn as it was begun
+    *_, last = stream  # a stream that began before ends in its dtype
     assert last.result.stats.settings["dtype"] == "float32"
-    assert torch.equal(last.result.codes, usual) and torch.equal(pipe(PROMPT, **way).codes, wide)
+    assert torch.equal(last.result.codes, usual) and torch.equal(pipe(PROMPT, **call).codes, wide)
     assert {engine.cache.kv.dtype for engine in pipe._idle_engines.values()} == {torch.float64}
     narrow = pipe.to(dtype="bfloat16").to(dtype="float32")
-    assert torch.equal(narrow(PROMPT, **way).codes, usual)
+    assert torch.equal(narrow(PROMPT, **call).codes, usual)
     rejects("dtype 'float23' is unknown", pipe.to, "cpu", "float23")
     assert pipe.dtype == "float32"
 
@@ -173,7 +173,5 @@ def test_a_pipeline_moves_to_another_dtype_and_back(model: Path) -> None:
         (pickle.dumps, "cannot be pickled or copied; call from_pretrained in each"),
     ],
 )
-def test_what_cannot_be_done_is_one_sentence(
-    pipe: Pipeline, call: Callable[[Pipeline], Any], says: str
-) -> None:
+def test_wrong_calls_are_rejected(pipe: Pipeline, call: Callable[[Pipeline], Any], says: str) -> None:
     rejects(says, call, pipe)

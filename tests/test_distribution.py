@@ -34,7 +34,7 @@ from lanternpp.trees.dynamic import DynamicTree
 from lanternpp.types import Verdict
 
 VOCAB, GRID, CODES, TOP_K = 64, 3, 6, 4
-FAVOURITES = 6  # codes that are usually among the top-k, so that drafts are kept
+FAVOURITES = 6  # codes that are usually among the top-k, so that drafts are accepted
 CONSTANT = 8.0  # of channel 0 of all embeddings: by it the head prefers the favourites everywhere
 BATCH = 8  # so that all passes have few enough rows for the kernels of any CPU
 SIGNIFICANT = 1e-4
@@ -71,7 +71,7 @@ def words(vq: VQ, dim: int, layers: int, liked: Tensor) -> WordsTarget:
 
 @torch.no_grad()
 def write(folder: Path) -> Path:
-    """The model, with drafters of each kind that agree with it now and then."""
+    """The model, with drafters of each kind that sometimes agree with it."""
     torch.manual_seed(0)
     shape = VQConfig(
         4 * GRID, 4, codes=VOCAB, channels=(16, 16), encoder_blocks=(1, 1), decoder_blocks=(1, 1)
@@ -92,7 +92,7 @@ def write(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def draw(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Draw:
-    """Draws the pictures of a method, from seeds of their own: codes [n, 9] and the codes per pass."""
+    """Draws the pictures of a method, from seeds of its own: codes [n, 9] and the codes per pass."""
     pipe = Pipeline.from_pretrained(write(tmp_path_factory.mktemp("model")), device="cpu", dtype="bfloat16")
     count = request.config.getoption("--pictures")
 
@@ -111,8 +111,8 @@ def plain(draw: Draw) -> Tensor:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[bool]]:
-    """Of each kind of kernel, whether it computed what it was asked to."""
+def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[bool]]:
+    """For each kind of kernel, whether its calls computed a result."""
     seen: dict[str, list[bool]] = {}
     kinds = {"sample": KernelDrafter, "verify": Kernels, "probs": Kernels, "run": KernelStep}
     for name, kind in {"__call__": KernelDecoder, "product": KernelLinear, **kinds}.items():
@@ -156,7 +156,7 @@ def differ(name: str, codes: Tensor, plain: Tensor, per_pass: float) -> bool:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_first_codes_follow_the_distribution_of_plain_decoding(
-    draw: Draw, plain: Tensor, asked: dict[str, list[bool]], name: str
+    draw: Draw, plain: Tensor, kernel_calls: dict[str, list[bool]], name: str
 ) -> None:
     method, turn = METHODS[name], 1 + list(METHODS).index(name)
     codes, per_pass = draw(method, turn)
@@ -164,12 +164,14 @@ def test_first_codes_follow_the_distribution_of_plain_decoding(
     assert per_pass == 1 if method["method"] == "ar" else per_pass > 1.5
     whole = method["method"] in ("ar", "parallel") and "min_survival" not in method
     expected = {"__call__", "product", "probs", "run" if whole else "verify"}
-    assert expected <= asked.keys() and ("sample" in asked) == (method["method"] == "parallel" and not whole)
-    assert all(map(all, asked.values()))
+    assert expected <= kernel_calls.keys() and ("sample" in kernel_calls) == (
+        method["method"] == "parallel" and not whole
+    )
+    assert all(map(all, kernel_calls.values()))
 
 
 def with_wrong_residual(call: Callable[..., Verdict]) -> Callable[..., Verdict]:
-    """The verifier's call, but what follows a refusal is drawn from the target's distribution and not from the residual."""
+    """The verifier's call, but the code after a rejection is drawn from the target's distribution instead of the residual."""
 
     def wrong(*given: Any) -> Verdict:
         verdict, logits, last = call(*given), given[2], given[-1]
@@ -185,7 +187,7 @@ def with_wrong_residual(call: Callable[..., Verdict]) -> Callable[..., Verdict]:
 
 
 @pytest.mark.parametrize("name", ["eagle, token", "eagle2", "independent, block"])
-def test_a_wrong_residual_is_seen(
+def test_a_wrong_residual_is_detected(
     draw: Draw, plain: Tensor, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(Kernels, "verify", with_wrong_residual(Kernels.verify))
@@ -193,6 +195,6 @@ def test_a_wrong_residual_is_seen(
     assert differ(f"wrong residual: {name}", codes, plain, per_pass)
 
 
-def test_a_relaxed_rule_is_seen(draw: Draw, plain: Tensor) -> None:
+def test_a_relaxed_rule_is_detected(draw: Draw, plain: Tensor) -> None:
     codes, per_pass = draw({"method": "parallel", "accept": "lantern++", "lam": 3.0, "neighbours": 60}, 21)
     assert differ("relaxed: lantern++", codes, plain, per_pass)

@@ -1,4 +1,4 @@
-"""The pages: links lead somewhere, commands and Python can be read, and those of the first pages are run, on a tiny model."""
+"""The pages: links are valid, commands and Python can be parsed, and those of the first pages run, on a tiny model."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from lanternpp.models.transformers import CLASSES
 
 __all__ = ["elsewhere", "run"]
 RUN = [ROOT / "README.md", DOCS / "quickstart.md", DOCS / "extending.md"]
-ELSEWHERE = {"--help", "--num_processes", "--pid"}  # of every verb, and of other programs
+OTHER_OPTIONS = {"--help", "--num_processes", "--pid"}  # of every verb, and of other programs
 NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
 MOST_LINES = {"README.md": 110, "CHANGELOG.md": 60}
 MOST_WORDS = 14_000  # of docs/
 
 
 class Loader(yaml.SafeLoader):
-    """YAML as it is written: `on` is a word."""
+    """YAML without types: `on` is a string."""
 
 
 Loader.yaml_implicit_resolvers = {}
@@ -46,7 +46,7 @@ def links(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", sorted(ROOT.glob("*.md")), ids=name)
-def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
+def test_every_link_is_to_a_file_and_a_heading(page: Path) -> None:
     """Of pages outside docs/, whose links MkDocs checks."""
     for link in links(page):
         path, _, anchor = link.partition("#")
@@ -61,7 +61,7 @@ def test_the_pages_are_short() -> None:
     assert sum(len(page.read_text().split()) for page in DOCS.glob("*.md")) <= MOST_WORDS
 
 
-def test_the_release_makes_every_link_of_the_first_page_absolute(tmp_path: Path) -> None:
+def test_the_release_makes_every_link_of_the_readme_absolute(tmp_path: Path) -> None:
     """PyPI shows the README alone, without the files that it links to."""
     workflow = yaml.load((ROOT / ".github/workflows/publish.yml").read_text(), Loader)
     steps = [step["run"] for step in workflow["jobs"]["sdist"]["steps"] if "README.md" in step.get("run", "")]
@@ -75,7 +75,7 @@ def test_the_release_makes_every_link_of_the_first_page_absolute(tmp_path: Path)
     assert pages == {f"https://github.com/owner/name/blob/v9/{link}" for link in relative}
 
 
-def test_the_workflows_run_what_every_change_must_pass_and_upload_without_a_password() -> None:
+def test_the_workflows_run_the_checks_and_upload_without_a_password() -> None:
     checks = yaml.load((ROOT / ".github/workflows/ci.yml").read_text(), Loader)
     assert ".ci/run" in [step.get("run") for step in checks["jobs"]["check"]["steps"]]
     upload = yaml.load((ROOT / ".github/workflows/publish.yml").read_text(), Loader)["jobs"]["upload"]
@@ -83,15 +83,15 @@ def test_the_workflows_run_what_every_change_must_pass_and_upload_without_a_pass
     assert all("with" not in step for step in upload["steps"] if "pypi-publish" in step["uses"])
 
 
-def test_the_citation_can_be_read() -> None:
+def test_the_citation_is_valid() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert {"cff-version", "message", "title", "authors"} <= citation.keys()
     assert citation["license"] == "Apache-2.0" and "version" not in citation  # __init__.py alone has it
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=name)
-def test_a_notebook_runs_and_is_kept_without_outputs(path: Path, tmp_path: Path, monkeypatch) -> None:
-    """On a tiny model: what the cell with the tag `parameters` sets is set again behind it."""
+def test_notebooks_run_and_are_stored_without_outputs(path: Path, tmp_path: Path, monkeypatch) -> None:
+    """On a tiny model: the parameters of the cell with the tag `parameters` are set again after it."""
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "jupyter"))
     notebook = nbformat.read(path, 4)
@@ -107,14 +107,14 @@ def test_a_notebook_runs_and_is_kept_without_outputs(path: Path, tmp_path: Path,
     assert any(output.output_type == "display_data" for cell in code for output in cell.outputs)
 
 
-def test_every_file_that_the_architecture_names_is_there() -> None:
+def test_every_file_that_the_architecture_names_exists() -> None:
     page, source = (ROOT / "ARCHITECTURE.md").read_text(), ROOT / "src" / "lanternpp"
     named = set(re.findall(r"`((?:[\w]+/)*[\w.]+\.(?:py|c))`", page))
     missing = [path for path in named if not any(source.rglob(path)) and not (ROOT / path).exists()]
     assert named and not missing, f"ARCHITECTURE.md names {sorted(missing)}, which are no files"
 
 
-def test_every_command_of_the_pages_can_be_read(run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_of_the_pages_can_be_parsed(run, monkeypatch: pytest.MonkeyPatch) -> None:
     found = set()
 
     def read(app: App, tokens: list[str]) -> None:
@@ -145,14 +145,14 @@ def test_the_page_on_papers_has_a_command_for_each_and_figures_of_its_own_method
         assert set(re.findall(r"`([^`]+)`", figures)) == methods - {"ar"}
 
 
-def test_every_option_that_a_page_names_is_there(run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_option_that_a_page_names_exists(run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     models = [f"models {command}" for command in ("list", "download", "convert", "warm")]
     shown = [
         run(*command.split(), "--help").out
         for command in (*VERBS, *models, "tokenizer", "target", "classifier")
     ]
-    known = set(re.findall(r"--[a-z][\w-]*", " ".join(shown))) | ELSEWHERE
+    known = set(re.findall(r"--[a-z][\w-]*", " ".join(shown))) | OTHER_OPTIONS
     for page in PAGES:
         if page.name != "CHANGELOG.md":  # it also names those of earlier versions
             assert set(re.findall(r"`(--[a-z][\w-]*)", prose(page))) <= known, page
@@ -165,7 +165,9 @@ def test_every_python_block_compiles(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", RUN, ids=name)
-def test_the_first_pages_do_what_they_say(page: Path, run, model, elsewhere: Path, monkeypatch) -> None:
+def test_code_and_commands_of_the_first_pages_run(
+    page: Path, run, model, elsewhere: Path, monkeypatch
+) -> None:
     monkeypatch.setattr(sys, "path", [str(elsewhere), *sys.path])
     read = Pipeline.from_pretrained
 

@@ -1,6 +1,6 @@
-"""Files that anyone may have written: one sentence or a model, never a traceback, never a long wait.
+"""Files of any origin give a model or an error in one sentence, without a traceback or a long wait.
 
-FUZZ=50 in the environment tries fifty times as many, other ones each time.
+FUZZ=50 in the environment tries fifty times as many, with other random numbers each time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TIMES = int(os.environ.get("FUZZ", "1"))
 
 
 def examples(count: int) -> settings:
-    """So many; a minute for one is a hang."""
+    """Settings for so many examples, each of which must end within a minute."""
     return settings(
         max_examples=count * TIMES,
         derandomize=TIMES == 1,
@@ -78,7 +78,7 @@ def as_json(value: Any) -> str:
 
 
 def one_sentence(read: Callable[[], object]) -> None:
-    """`read` returns, or says in one line what is wrong."""
+    """`read` returns, or raises InputError with one line."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -89,7 +89,7 @@ def one_sentence(read: Callable[[], object]) -> None:
             assert "weights_only" not in said and "Traceback" not in said
 
 
-def spoil(document: Any, data: st.DataObject) -> Any:
+def mutated(document: Any, data: st.DataObject) -> Any:
     """A JSON document with one or two of its values, at any depth, taken out, replaced or added to."""
     document = copy.deepcopy(document)
     for _ in range(data.draw(st.integers(1, 2))):
@@ -147,7 +147,7 @@ def written(path: Path, text: str) -> Iterator[None]:
 @given(st.sampled_from([*(f"{part}/config.json" for part in CONFIGS), *SMALL]), st.data())
 def test_a_config_of_ours(ours: Path, name: str, data: st.DataObject) -> None:
     kept = json.loads((ours / name).read_text())
-    document = data.draw(VALUES) if data.draw(st.integers(0, 9)) == 0 else spoil(kept, data)
+    document = data.draw(VALUES) if data.draw(st.integers(0, 9)) == 0 else mutated(kept, data)
     with written(ours / name, as_json(document)):
         one_sentence(lambda: read_all(ours))
 
@@ -176,7 +176,7 @@ def only_read(document: Any) -> Any:
 @given(st.sampled_from(sorted(PUBLISHED)), st.data())
 def test_a_config_of_others(published: Path, name: str, data: st.DataObject) -> None:
     path = published / name / "config.json"
-    document = spoil(only_read(json.loads(path.read_text())), data)
+    document = mutated(only_read(json.loads(path.read_text())), data)
     with written(path, as_json(document)):
         one_sentence(lambda: read_target(path.parent, torch.float32).prompt(["a photo"], 2))
 

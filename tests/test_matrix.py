@@ -25,7 +25,7 @@ from lanternpp.trees.static import EAGLE, StaticTree, chain
 ORACLES = {  # the drafter is the target: all codes must be accepted
     "oracle chain": lambda target: TreeProposer(OracleDrafter(target), StaticTree(chain(4))),
     "oracle tree": lambda target: TreeProposer(OracleDrafter(target), StaticTree(EAGLE)),
-    "independent oracle": lambda target: DraftModel(target, StaticTree(steps.BUSHY)),
+    "independent oracle": lambda target: DraftModel(target, StaticTree(steps.SMALL_TREE)),
 }
 PROPOSERS = {
     **steps.PROPOSERS,

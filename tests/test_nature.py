@@ -1,4 +1,4 @@
-"""The shipped model: that it draws, and that what holds on toys holds on it."""
+"""The shipped model: that it draws, with the properties that other tests check on toys."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_distribution_of_the_next_code_is_the_targets() -> None:
         features = pipe.target(rows(pipe.target.embed(draft.codes)), nodes, loop.cache)
         logits = loop.guidance.merge(pipe.target.head(features))
     p, q = loop.sampling.probs(logits)[0, 0].double(), draft.probs[0, 0].double()
-    assert 0.1 < torch.minimum(p, q).sum() < 0.99  # a draft worth testing: neither hopeless nor perfect
+    assert 0.1 < torch.minimum(p, q).sum() < 0.99  # the draft is neither always nor never accepted
     counts, row = torch.zeros_like(p), q.float().expand(2000, 1, -1)
     for part in range(5):
         noise = Noise(torch.arange(2000) + 2000 * part, torch.ones(2000, dtype=torch.int64))
@@ -72,7 +72,7 @@ def test_its_drafter_saves_more_than_half_of_the_passes() -> None:
     assert pipeline("auto")(PROMPTS[1], n=2, seed=1).stats.codes_per_pass > 2
 
 
-def test_common_words_are_read_as_the_models_own_and_said_so() -> None:
+def test_synonyms_are_replaced_with_a_warning() -> None:
     target = pipeline("auto").target
     for word, known in (("ocean", "sea"), ("rivers", "sea"), ("flowers", "tulip"), ("woods", "forest")):
         with pytest.warns(PromptWarning, match=f"this model reads {word} as {known}$"):
@@ -82,7 +82,7 @@ def test_common_words_are_read_as_the_models_own_and_said_so() -> None:
     assert not target.synonyms.keys() & set(target.config.words)
 
 
-def test_an_emoji_is_warned_of_and_plurals_and_punctuation_are_not() -> None:
+def test_emojis_warn_and_plurals_and_punctuation_do_not() -> None:
     target = pipeline("auto").target
     with pytest.warns(PromptWarning, match="are ignored: 🌷, ❤️, zebra;.* tulip") as reported:
         ids = target.word_ids("red-tulips 🌷, (of!) & the ❤️ zebra...")
@@ -90,10 +90,10 @@ def test_an_emoji_is_warned_of_and_plurals_and_punctuation_are_not() -> None:
 
 
 @pytest.mark.parametrize("prompt", ["zebra " * 2000, "z" * 10_000, "tulip " * 2000])
-def test_a_very_long_prompt_has_a_short_refusal(prompt: str) -> None:
-    with pytest.raises(InputError) as refusal:
+def test_a_very_long_prompt_has_a_short_error(prompt: str) -> None:
+    with pytest.raises(InputError) as error:
         pipeline("auto").target.word_ids(prompt)
-    assert len(str(refusal.value)) < 300
+    assert len(str(error.value)) < 300
 
 
 def test_a_very_long_prompt_has_a_short_warning() -> None:

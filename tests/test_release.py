@@ -1,4 +1,4 @@
-"""A release: the wheel that the sdist makes, in a fresh environment that has the core dependencies and nothing else."""
+"""A release: the wheel of the sdist, in a new environment that has only the core dependencies."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def build(kind: str, source: Path, out: Path) -> Path:
     compiler = out / "cc"
     compiler.write_text('#!/bin/sh\nexec cc "$@" -O0\n')
     compiler.chmod(0o755)
-    less = {"CC": str(compiler)} if shutil.which("cc") else {}
-    done = python("-c", code, cwd=source, env=os.environ | less)
+    options = {"CC": str(compiler)} if shutil.which("cc") else {}
+    done = python("-c", code, cwd=source, env=os.environ | options)
     assert done.returncode == 0, done.stderr
     return out / done.stdout.split()[-1]
 
@@ -59,7 +59,7 @@ def core(requirements: list[str]) -> Iterator[str]:
             yield requirement.name
 
 
-def fresh_environment(folder: Path) -> Path:
+def new_environment(folder: Path) -> Path:
     """An environment with links to the core dependencies and with nothing else; its folder of packages."""
     venv.create(folder, with_pip=False, symlinks=True)
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
@@ -91,7 +91,7 @@ def test_the_wheel_of_the_sdist_works_in_an_environment_without_extras(tmp_path:
 
     home = tmp_path / "elsewhere"
     home.mkdir()
-    packages = fresh_environment(tmp_path / "fresh")
+    packages = new_environment(tmp_path / "fresh")
     fresh = tmp_path / "fresh" / "bin" / "python"
     pip = ["-m", "pip", "--python", fresh, "install", "--quiet", "--no-compile"]
     clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")}

@@ -17,7 +17,7 @@ from helpers.distributions import (
     tally,
 )
 from helpers.toys import (
-    BUSHY,
+    BRANCHING,
     CHAIN,
     FAR,
     HOLES,
@@ -68,8 +68,8 @@ SHALLOW = DynamicTree(2, 3, 6, 1, math.log(0.9))
 CASES = {  # verifiers, drafts
     "none": (TOKEN, lambda target: NoDraft()),
     "chain, flatter q": (("token", "block"), drafted(FLATTER, StaticTree(chain(2)))),
-    "tree, flatter q": (("traversal",), drafted(FLATTER, StaticTree(BUSHY))),
-    "all levels at once": (BOTH, lambda t: Parallel(parallel(t), StaticTree(BUSHY))),
+    "tree, flatter q": (("traversal",), drafted(FLATTER, StaticTree(BRANCHING))),
+    "all levels at once": (BOTH, lambda t: Parallel(parallel(t), StaticTree(BRANCHING))),
     "fewer codes than children": (BOTH, drafted(HOLES, StaticTree(ALL_CODES))),
     "chain, q with holes": (BLOCK, drafted(HOLES, StaticTree(chain(3)))),
     "chain, all levels at once": (BLOCK, lambda t: Parallel(parallel(t), StaticTree(chain(3)))),
@@ -82,7 +82,7 @@ CASES = {  # verifiers, drafts
     "dynamic tree, q with holes": (TOKEN, drafted(HOLES, DynamicTree(2, 3, 5))),
     "dynamic depth": (TOKEN, drafted(FAR, SHALLOW)),
     "independent chain": (TOKEN, of_a_target(HOLES, StaticTree(chain(2)))),
-    "independent tree": (TOKEN, of_a_target(FAR, StaticTree(BUSHY))),
+    "independent tree": (TOKEN, of_a_target(FAR, StaticTree(BRANCHING))),
     "independent, dynamic depth": (TOKEN, of_a_target(FAR, SHALLOW)),
     "jacobi": (BLOCK, lambda t: Jacobi(3, "none", "mixed")),
     "jacobi uniform": (TOKEN, lambda t: Jacobi(2)),
@@ -108,7 +108,7 @@ def test_pictures_follow_the_targets_distribution_however_a_draft_is_verified(ca
 
 
 WARPED_PROPOSERS = {
-    "tree": drafted(FLATTER, StaticTree(BUSHY)),
+    "tree": drafted(FLATTER, StaticTree(BRANCHING)),
     "jacobi maximal": lambda target: Jacobi(4, "maximal", "mixed"),  # wider than the picture
     "jacobi gumbel": lambda target: Jacobi(4, "gumbel", "mixed"),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.models import write_model
-from helpers.toys import BUSHY, CHAIN, FAR, MarkovTarget, OtherMarkovDrafter, admit_all, engine_of
+from helpers.toys import BRANCHING, CHAIN, FAR, MarkovTarget, OtherMarkovDrafter, admit_all, engine_of
 
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.engine.batching import generate
@@ -97,7 +97,7 @@ class Log(Observer):
 
 def test_an_observer_sees_every_admission_and_every_pass_and_changes_nothing() -> None:
     target, log = MarkovTarget(CHAIN), Log()
-    proposer = TreeProposer(OtherMarkovDrafter(target, FAR), StaticTree(BUSHY))
+    proposer = TreeProposer(OtherMarkovDrafter(target, FAR), StaticTree(BRANCHING))
     plain, watched = (engine_of(target, proposer) for _ in range(2))
     watched.observers += [log, AcceptanceByRank(watched.target.length)]
     (alone,), (seen,) = (generate(one, ["a"], [3]) for one in (plain, watched))

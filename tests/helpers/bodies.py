@@ -40,7 +40,7 @@ CHAMELEON = {
     },
     "vocabulary_map": {"<image>": 30, "IMGIMGA": 31},
 }
-ON_A_GRID = {
+GRID_POSITIONS = {
     "vision_vocab_size": 20,
     "eos_token_id": 1,
     "rope_parameters": PARTIAL | {"mrope_section": [2, 1, 1]},
@@ -62,8 +62,11 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "emu3": ("Emu3TextModel", {}),
     "chameleon": ("ChameleonModel", CHAMELEON),
     "chameleon, swin": ("ChameleonModel", CHAMELEON | {"swin_norm": True}),
-    "glm-image": ("GlmImageTextModel", ON_A_GRID),
-    "glm-image, heads of 100": ("GlmImageTextModel", ON_A_GRID | {"head_dim": 100, "rope_parameters": WIDE}),
+    "glm-image": ("GlmImageTextModel", GRID_POSITIONS),
+    "glm-image, heads of 100": (
+        "GlmImageTextModel",
+        GRID_POSITIONS | {"head_dim": 100, "rope_parameters": WIDE},
+    ),
 }
 
 

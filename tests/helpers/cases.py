@@ -90,21 +90,21 @@ def rows_of(
 ) -> Callable[[int, Tensor], Any]:
     """A `prefix_allowed_tokens_fn` of rows of codes with row ends.
 
-    first: places from the token `start` to the first code. after: the tokens that follow the last code, the last of them for ever.
+    first: places from the token `start` to the first code. after: the tokens that follow the last code, the last of them repeated.
     """
 
     def allowed(batch: int, tokens: Tensor) -> Any:
         place = len(tokens) - int(torch.nonzero(tokens == start)[0][0]) - first
-        behind = place - (WIDTH + 1) * HEIGHT + 1
-        if behind >= 0 and after:
-            return (after[min(behind, len(after) - 1)],)
+        last = place - (WIDTH + 1) * HEIGHT + 1
+        if last >= 0 and after:
+            return (after[min(last, len(after) - 1)],)
         return (row_end,) if place % (WIDTH + 1) == WIDTH else codes
 
     return allowed
 
 
 def emu3(folder: Path) -> Case:
-    """Rows of 4 codes with a row end behind each, then three tokens that end the picture, as its documentation has it."""
+    """Rows of 4 codes with a row end after each, then three tokens that end the picture, as its documentation has it."""
     model = write_emu3(folder).double()
     vocab = model.model.vocabulary_mapping.vocab_map
     visual = model.vocabulary_mapping.image_tokens
@@ -133,7 +133,7 @@ PROMPTS = ("a photo of the red tulip", "red sea", "the sea at sunset")
 
 
 def emu35(folder: Path) -> Case:
-    """Rows of 4 codes with a row end behind each except the last, then the token that ends the picture."""
+    """Rows of 4 codes with a row end after each except the last, then the token that ends the picture."""
     model = write_emu35(folder).double()
     config = model.config
     codes = range(config.eoi_token_id + 1, config.vocab_size)
@@ -167,7 +167,7 @@ def chameleon(folder: Path) -> Case:
 
 
 def lumina2(folder: Path) -> Case:
-    """Rows of 4 codes with a row end behind each except the last."""
+    """Rows of 4 codes with a row end after each except the last."""
     model = write_lumina2(folder).double()
     model.__class__ = DrawingChameleon
     vocab = model.model.vocabulary_mapping.vocab_map

@@ -1,7 +1,7 @@
 """Tiny checkpoints in the layouts that others publish, with weights that a formula gives.
 
 The formula needs no generator and no file: the same names and shapes give the same numbers everywhere, so
-what upstream code said of such a checkpoint can be kept without the checkpoint (`golden/`).
+the outputs of upstream code for such a checkpoint can be stored without the checkpoint (`golden/`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def llamagen(text: bool = False, dim: int = 64) -> dict[str, Tensor]:
 
 
 def llama_named(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same target under the names of transformers' Llama, projections apart."""
+    """The same target under the names of transformers' Llama, with separate projections."""
     names = {
         "attention.wo": "self_attn.o_proj",
         "feed_forward.w1": "mlp.gate_proj",
@@ -127,7 +127,7 @@ def vqgan_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """The names and shapes of a VQ decoder in a layout; encoder: and of the encoder.
 
-    Names are those that our rules take. What is drawn from tensors of other names is not what the authors' code drew of these.
+    Names are those that our rules accept. Tensors of other names have other numbers than those of the authors' pictures.
     """
     shapes: dict[str, tuple[int, ...]] = {"quantize.embedding.weight": (config.codes, config.dim)}
     for kind in (VQGAN, VQGANEncoder) if encoder else (VQGAN,):
@@ -142,7 +142,7 @@ def vqgan_shapes(
 
 
 def vq16() -> dict[str, Tensor]:
-    """LlamaGen's tokenizer: its decoder, and a little of what drawing does not need."""
+    """LlamaGen's tokenizer: its decoder, and a few tensors that drawing does not need."""
     config = VQGANConfig(codes=VOCAB, dim=4, channels=32, multiples=(1, 1, 1, 1, 2), latent=16)
     unread = {"quant_conv.weight": (16, 4, 1, 1), "encoder.conv_in.weight": (3, 32, 3, 3)}
     tensors = made(vqgan_shapes(config, names=LLAMAGEN) | unread)
@@ -175,7 +175,7 @@ def t5(folder: Path) -> Path:
 
 
 def write_llamagen(folder: Path, text: bool = False, layout: str = "official", grid: int = 4) -> Path:
-    """A folder as a user would fill it: target, tokenizer and, for texts, the encoder."""
+    """A folder with a target, a tokenizer and, for texts, the encoder."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = llamagen(text)
     if layout == "official":

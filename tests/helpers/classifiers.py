@@ -1,4 +1,4 @@
-"""A classifier with random weights, small enough to be made in a moment, and pictures for it."""
+"""A classifier with random weights, small enough to be written in a moment, and pictures for it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 def write_classifier(folder: Path, side: int = 16, captions: tuple[str, ...] = ("a red tulip",)) -> Path:
     """A classifier of reds and blues in a model folder, with 24 reddish pictures as its reference.
 
-    Its features are random; its labels follow what those say of plain red and plain blue.
+    Its features are random; its labels follow the features of plain red and plain blue.
     """
     torch.manual_seed(0)
     config = ClassifierConfig(LABELS, ("red",), side, stem=8, channels=(16, 16), blocks=(1, 1))
@@ -34,9 +34,9 @@ def write_classifier(folder: Path, side: int = 16, captions: tuple[str, ...] = (
         torch.tensor(x).view(1, 3, 1, 1).expand(1, 3, side, side) for x in ((0.8, -1, -1), (-1, -1, 0.8))
     )
     with torch.no_grad():
-        apart = classifier.features(red) - classifier.features(blue)
+        difference = classifier.features(red) - classifier.features(blue)
         middle = (classifier.features(red) + classifier.features(blue)) / 2
-        classifier.labels.weight.copy_(torch.cat((apart, -apart)))
+        classifier.labels.weight.copy_(torch.cat((difference, -difference)))
         classifier.labels.bias.copy_(-classifier.labels.weight @ middle[0])
     checkpoints.save(folder / CLASSIFIER, {"kind": CLASSIFIER, **asdict(config)}, classifier.state_dict())
     stored = ClassifierFeatures.open(folder, CPU)

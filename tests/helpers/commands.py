@@ -19,26 +19,26 @@ STAGES = ["tokenizer"], ["target"], ["classifier"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended."""
+    """The result of a command."""
 
     code: int
     out: str
     err: str
-    made: frozenset[Path]  # files that the current folder has since
+    made: frozenset[Path]  # new files in the current folder
 
     @property
     def json(self) -> Any:
-        """What a command printed that ended well and said nothing else."""
+        """The output of a command that ended with status 0 and no message."""
         assert (self.code, self.err) == (0, ""), self.err
         return json.loads(self.out)
 
     def refused(self, *said: str) -> None:
-        """Status 2, one line, which says this, and no new file."""
+        """Assert status 2, one line of error with these words, and no new file."""
         self.failed(*said)
         assert not self.made
 
     def failed(self, *said: str) -> None:
-        """Status 2, and one line, which says this."""
+        """Assert status 2 and one line of error with these words."""
         assert (self.code, self.out, self.err.count("\n")) == (2, "", 1), self
         assert self.err.startswith("lanternpp: error: ")
         for words in said:

@@ -104,7 +104,7 @@ def write_tokenizer(folder: Path, tokens: list[str]) -> dict[str, int]:
 def taming(config: VQGANConfig, encoder: bool = False) -> dict[str, torch.Tensor]:
     """A VQ decoder of taming-transformers' layout; encoder: and the encoder."""
     tensors = made(vqgan_shapes(config, encoder))
-    tensors["decoder.conv_out.weight"] /= 8  # pixels that clamping leaves alone
+    tensors["decoder.conv_out.weight"] /= 8  # pixels within the clamped range
     return tensors
 
 
@@ -340,7 +340,7 @@ def cosmos(book: tuple[int, int], latent: int = 8, width: int = 16) -> dict[str,
         elif not name.endswith("block.2"):  # which is ours: the addition of frames
             conv(name, layer.in_channels, size, 1, 1, 1)
     tensors = made(shapes)
-    for parameter in ("weight", "bias"):  # pixels that clamping leaves alone
+    for parameter in ("weight", "bias"):  # pixels within the clamped range
         tensors[f"decoder.conv_out.1.conv3d.{parameter}"] /= 20
     return tensors
 
@@ -350,7 +350,7 @@ def write_language(folder: Path, kind: str, tokens: list[str], levels: list[int]
     vocab = write_tokenizer(folder, tokens)
     fields |= LANGUAGE | {"vocab_size": len(vocab) + CODES, "levels": levels, "size": "64"}
     model = model_of(f"{kind}ForCausalLM", **fields, tie_word_embeddings=True)
-    if kind == "Gemma":  # else codes repeat themselves: they are scaled, and the head's too
+    if kind == "Gemma":  # otherwise codes repeat: Gemma scales embeddings, which are the head's too
         model.get_input_embeddings().weight.data /= 4
     model.save_pretrained(folder)
     return model
@@ -366,7 +366,7 @@ def write_liquid(folder: Path, head_dim: int = 16) -> Any:
 
 
 def write_sketch(folder: Path) -> None:
-    """The model of `docs/extending.md`: a Llama over 20 words, whose files say nothing of codes."""
+    """The model of `docs/extending.md`: a Llama over 20 words, whose config has no fields about codes."""
     write_language(folder, "Llama", ["<s>", "<draw>", "<pad>"], [CODES])
     configured(folder, "levels", "size")
     save_file(taming(CHAMELEON_VQ), folder / "vqgan.safetensors")
@@ -452,7 +452,7 @@ PUBLISHED: dict[str, Callable[[Path], Any]] = {
 }
 """What writes a tiny checkpoint of each family that has a config.json and pixels."""
 EVERY = PUBLISHED | {"Lumina-mGPT-7B-64": partial(write_chameleon, lumina=True)}
-"""And of Lumina-mGPT, which is told from Anole by the name of its folder. A picture has 4 x 4 codes."""
+"""And of Lumina-mGPT, which the name of its folder distinguishes from Anole. A picture has 4 x 4 codes."""
 PIXELS = dict.fromkeys(EVERY, 16) | {"emu3": 8, "lumina2": 8}  # of a code's side
 
 

@@ -1,4 +1,4 @@
-"""A stand-in for the hub on this machine: repositories are folders, and every request is written down."""
+"""A stand-in for the hub on this machine: repositories are folders, and every request is recorded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Outcome = tuple[int, str, str]
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves `root`/OWNER/NAME; `cut` = (file, bytes, times): where the line goes dead."""
+    """Serves `root`/OWNER/NAME; `cut` = (file, bytes, times): where downloads are interrupted."""
 
     def __init__(self, root: Path):
         super().__init__(("127.0.0.1", 0), Answer)
@@ -43,30 +43,30 @@ class Answer(BaseHTTPRequestHandler):
         # repositories of datasets are answered like those of models
         parts = self.path.split("?")[0].strip("/").removeprefix("datasets/").split("/")
         if parts[:2] == ["api", "models"]:
-            self.about("/".join(parts[2:4]), parts[4:])
+            self.repository_info("/".join(parts[2:4]), parts[4:])
         elif len(parts) > 4 and parts[2] == "resolve":
             self.file(self.server.root / "/".join(parts[:2]) / "/".join(parts[4:]))
         else:
-            self.refuse("EntryNotFound")
+            self.send_not_found("EntryNotFound")
 
-    def about(self, repo: str, rest: list[str]) -> None:
+    def repository_info(self, repo: str, rest: list[str]) -> None:
         folder = self.server.root / repo
         revision = rest[1] if len(rest) > 1 else "main"
         if not folder.is_dir():
-            return self.refuse("RepoNotFound")
+            return self.send_not_found("RepoNotFound")
         if revision not in ("main", COMMIT):
-            return self.refuse("RevisionNotFound")
+            return self.send_not_found("RevisionNotFound")
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         if rest[:1] == ["tree"]:
             sizes = {str(path.relative_to(folder)): (path.stat().st_size, etag(path)) for path in files}
             found = ({"path": name, "size": size, "oid": oid} for name, (size, oid) in sizes.items())
-            return self.say([{"type": "file", **each} for each in found])
+            return self.send_json([{"type": "file", **each} for each in found])
         siblings = [{"rfilename": str(path.relative_to(folder))} for path in files]
-        return self.say({"id": repo, "sha": COMMIT, "siblings": siblings})
+        return self.send_json({"id": repo, "sha": COMMIT, "siblings": siblings})
 
     def file(self, path: Path) -> None:
         if not path.is_file():
-            return self.refuse("EntryNotFound")
+            return self.send_not_found("EntryNotFound")
         body, requested = path.read_bytes(), self.headers.get("Range")
         first = int(requested.removeprefix("bytes=").split("-")[0]) if requested else 0
         self.send_response(206 if requested else 200)
@@ -88,7 +88,7 @@ class Answer(BaseHTTPRequestHandler):
         self.wfile.write(body[first:])
         return None
 
-    def say(self, content: object) -> None:
+    def send_json(self, content: object) -> None:
         body = json.dumps(content).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
@@ -97,7 +97,7 @@ class Answer(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    def refuse(self, code: str) -> None:
+    def send_not_found(self, code: str) -> None:
         self.send_response(404)
         self.send_header("X-Error-Code", code)
         self.send_header("Content-Length", "0")

@@ -1,4 +1,4 @@
-"""Tiny targets over latents, drafters that know nothing of them, engines of both, and the distance between two samples of pictures."""
+"""Tiny targets over latents, random drafters, engines of both, and the distance between two samples of pictures."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def frozen(network: Network) -> Network:
 
 
 def eagle(target: LatentTarget, kind: type[EagleDrafter] = EagleDrafter, **fields: Any) -> EagleDrafter:
-    """A drafter of random weights, which knows nothing of the target."""
+    """A drafter of random weights."""
     torch.manual_seed(1)
     shape = target.decoder.config
     config = kind.config_class.like(DecoderConfig(shape.dim, 1, shape.heads, shape.hidden), **fields)
@@ -94,7 +94,7 @@ def mixture_parts(drafted: bool, batch: int = 2, rule: Acceptance | None = None)
 
 
 def diffusion_parts(drafted: bool, batch: int = 2, rule: Acceptance | None = None) -> tuple[Any, ...]:
-    """The arguments of an engine whose latents are drawn by a diffusion head, which a drafter's is near to."""
+    """The arguments of an engine whose latents are drawn by a diffusion head, with a drafter whose head is similar."""
     target, drafter = small_diffusion(2)
     for weight in target.denoiser.parameters():
         weight.data /= 2
@@ -138,7 +138,7 @@ def next_latents(engine: LatentEngine, first: int) -> Tensor:
 
 
 def energies(a: Tensor, b: Tensor, times: int = 100) -> tuple[float, list[float]]:
-    """The energy distance of two samples [n, d], and sorted those of the same latents in random halves."""
+    """The energy distance of two samples [n, d], and those of random halves of the same latents, sorted."""
     n, far = len(a), torch.cdist(torch.cat((a, b)), torch.cat((a, b)))
     generator = torch.Generator().manual_seed(0)
     signs = torch.ones(times + 1, 2 * n)

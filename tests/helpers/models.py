@@ -1,4 +1,4 @@
-"""Model folders with random weights, small enough to be made in a moment."""
+"""Model folders with random weights, small enough to be written in a moment."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def save_words(folder: Path, target: WordsTarget) -> None:
 
 
 def write_model(folder: Path, grid: int = 4, layers: int = 2) -> Path:
-    """A model of 32 codes on a grid of 4 x 4, 16 px, that knows a red tulip. A larger grid takes longer to draw."""
+    """A model of 32 codes on a grid of 4 x 4, 16 px, whose words are red and tulip. A larger grid takes longer to draw."""
     torch.manual_seed(0)
     vq_shape = VQConfig(
         SIDE * grid // 4, 4, codes=VOCAB, channels=(16, 16), encoder_blocks=(1, 1), decoder_blocks=(1, 1)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-# In which a process, thread or event must come, on a busy machine too. pytest ends a test after 300.
+# The timeout of every wait, long enough for a busy machine. pytest ends a test after 300.
 SECONDS = 200
 LANTERNPP = (sys.executable, "-c", "from lanternpp.cli import main; main()")
 SCRIPT = """
@@ -34,7 +34,7 @@ print(json.dumps([sys.modules["lanternpp"].__file__, ended]))
 
 
 def at_low_priority() -> None:
-    """What a process calls first that a test stops in the middle: on a busy machine too, the test is there before its work is done."""
+    """Called first in a process that a test stops, so that on a busy machine too it is stopped before its work is done."""
     os.nice(5)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup ignores
 
@@ -47,7 +47,7 @@ def python(*args: object, **options: object) -> subprocess.CompletedProcess[str]
 
 @contextmanager
 def killed_late(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Kill a process that the block still waits for after `SECONDS`: reading its output then ends."""
+    """Kill a process after `SECONDS` if the block still waits for it, so that reading its output ends."""
     timer = threading.Timer(SECONDS, process.kill)
     timer.start()
     try:
@@ -57,10 +57,10 @@ def killed_late(process: subprocess.Popen[str]) -> Iterator[None]:
 
 
 def until(true: Callable[[], object], seconds: float = SECONDS, every: float = 0.002) -> None:
-    """Wait for something that must come true."""
+    """Wait until a condition holds; fail after `seconds`."""
     end = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < end, "it never happened"
+        assert time.monotonic() < end, "the condition did not become true"
         time.sleep(every)
 
 
@@ -81,7 +81,7 @@ def commands(
 
 
 def command(pid: int) -> str:
-    """The command line of a process; nothing where it has ended."""
+    """The command line of a process; empty if it has ended."""
     try:
         return " ".join(psutil.Process(pid).cmdline())
     except psutil.NoSuchProcess:
@@ -89,10 +89,10 @@ def command(pid: int) -> str:
 
 
 def running(pid: int) -> bool:
-    """Whether it has not ended yet."""
+    """Whether a process has not ended yet."""
     return bool(command(pid))
 
 
 def descendants(pid: int, name: str) -> list[int]:
-    """The processes below one whose command has this in it."""
+    """The descendants of a process whose command contains a name."""
     return [child.pid for child in psutil.Process(pid).children(recursive=True) if name in command(child.pid)]

@@ -45,7 +45,7 @@ def in_place(folder: Path, rank: int, arguments: dict[str, Any]) -> list[list[in
 
 def draw_together(place: Path, env: dict[str, str]) -> None:
     """`drawn`: folders of models that are divided; `refused`: of those that cannot be; `simplear`: one for `in_place`."""
-    signal.alarm(SECONDS)  # a process that waits for another one in vain ends
+    signal.alarm(SECONDS)  # ends a process that waits for one that has failed
     os.environ |= env
     torch.set_num_threads(1)
     rank = int(env["RANK"])
@@ -58,5 +58,5 @@ def draw_together(place: Path, env: dict[str, str]) -> None:
     asked = {"generation_mode": "image", "do_sample": True, "guidance_scale": 2.0}
     results["in place"] = in_place(place / "drawn" / "simplear", rank, asked)
     (place / f"{rank}.json").write_text(json.dumps(results))
-    # a thread of gloo that wants the interpreter while this ends would abort the process
+    # otherwise a thread of gloo may abort the process while the interpreter ends
     torch.distributed.destroy_process_group()

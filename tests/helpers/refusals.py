@@ -1,4 +1,4 @@
-"""What is refused, in one sentence."""
+"""An assertion about rejected input."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lanternpp import InputError
 
 
 def rejects(said: str, call: Callable[..., object], *args: object, **options: object) -> str:
-    """The call raises an InputError of one line, in which this regular expression is found; that line."""
+    """Assert that the call raises an InputError of one line that matches a regular expression; return the line."""
     with pytest.raises(InputError, match=said) as error:
         call(*args, **options)
     line = str(error.value)

@@ -1,4 +1,4 @@
-"""For tests of the server: a real one in this process, and a pipeline whose steps wait to be allowed."""
+"""For tests of the server: a real one in this process, and a pipeline whose steps wait for the test."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def put(batcher: Batcher, ticket: Ticket) -> Ticket:
 
 
 class PacedPipe:
-    """A real pipeline whose engines step when they are allowed to, and note what enters and leaves; two seeds break them."""
+    """A real pipeline whose engines step when a test allows it, and record admitted and dropped seeds; two seeds raise errors."""
 
     def __init__(self, pipe: Pipeline):
         self.pipe, self.allowed = pipe, threading.Semaphore(0)
@@ -100,7 +100,7 @@ class PacedPipe:
 
 @contextmanager
 def batcher_of(pipe: object, config: ServerConfig | None = None, **options: object) -> Iterator[Batcher]:
-    """A batcher that is closed in the end, whatever happens. options: further fields of its configuration."""
+    """A batcher that is closed at the end. options: further fields of its configuration."""
     made = Batcher(pipe, replace(config or ServerConfig(), **options))
     try:
         yield made
@@ -167,7 +167,7 @@ def dial(address: str) -> socket.socket:
 
 
 def received(line: socket.socket) -> bytes:
-    """All that comes until the server closes the connection."""
+    """Everything that is received until the server closes the connection."""
     said = bytearray()
     try:
         while part := line.recv(1 << 16):
@@ -188,7 +188,7 @@ def request(**fields: object) -> bytes:
 def serving(
     model: Path, *options: str, limit: Callable[[], None] | None = None, **environment: str
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`lanternpp serve` as a process of its own, once it answers, and its address. limit: what it calls first."""
+    """`lanternpp serve` as a process, once it answers, and its address. limit: called first in the process."""
     command = [*LANTERNPP, "serve", "--port", "0", "--model", str(model), "--device", "cpu", *options]
     pipe, environment = subprocess.PIPE, {**os.environ, **environment}
     process = subprocess.Popen(

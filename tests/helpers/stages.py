@@ -115,5 +115,5 @@ def log(model: Path, part: str) -> list[dict[str, Any]]:
 
 
 def weights(model: Path, part: str) -> dict[str, torch.Tensor]:
-    """The weights of a part as they lie on disk."""
+    """The weights of a part on disk."""
     return checkpoints.load(model / part)[1]

@@ -26,16 +26,16 @@ from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.dynamic import DynamicTree
 from lanternpp.trees.static import StaticTree, chain
 
-BUSHY = ((0,), (1,), (0, 0), (0, 1))
+SMALL_TREE = ((0,), (1,), (0, 0), (0, 1))
 PROPOSERS: dict[str, Callable[[ToyTarget], Proposer]] = {
     "none": lambda t: NoDraft(),
     "chain": lambda t: TreeProposer(eagle(t), StaticTree(chain(2))),
-    "tree": lambda t: TreeProposer(eagle(t), StaticTree(BUSHY)),
+    "tree": lambda t: TreeProposer(eagle(t), StaticTree(SMALL_TREE)),
     "eagle2": lambda t: TreeProposer(eagle(t), DynamicTree(3, 2, 8)),
     "ddd": lambda t: TreeProposer(eagle(t), DynamicTree(3, 2, 8, 1, math.log(0.05))),
     "parallel": lambda t: Parallel(parallel(t), StaticTree(chain(3))),
-    "parallel tree": lambda t: Parallel(parallel(t, aux_layers=(0,)), StaticTree(BUSHY)),
-    "independent": lambda t: DraftModel(smaller(t), StaticTree(BUSHY)),
+    "parallel tree": lambda t: Parallel(parallel(t, aux_layers=(0,)), StaticTree(SMALL_TREE)),
+    "independent": lambda t: DraftModel(smaller(t), StaticTree(SMALL_TREE)),
     "independent eagle2": lambda t: DraftModel(smaller(t), DynamicTree(3, 2, 8)),
     "jacobi none uniform": lambda t: Jacobi(3),
     "jacobi maximal mixed": lambda t: Jacobi(3, "maximal", "mixed"),

@@ -32,7 +32,7 @@ from lanternpp.types import Nodes, Prompt, TargetOutput
 CHAIN = torch.tensor([[0.5, 0.3, 0.2], [0.05, 0.15, 0.8], [0.6, 0.3, 0.1]], dtype=torch.float64)
 FAR = torch.tensor([[0.1, 0.2, 0.7], [0.9, 0.05, 0.05], [0.3, 0.3, 0.4]], dtype=torch.float64)
 HOLES = torch.tensor([[0.0, 0.4, 0.6], [1.0, 0.0, 0.0], [0.5, 0.5, 0.0]], dtype=torch.float64)
-BUSHY = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))  # a tree
+BRANCHING = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))  # a tree
 
 
 def noise(draws: int, seed: int = 0) -> Noise:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.toys import BUSHY, RowsEnd, ToyTarget, codes_of, eagle, engine_of, neighbours
+from helpers.toys import BRANCHING, RowsEnd, ToyTarget, codes_of, eagle, engine_of, neighbours
 
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.neighbours import Lantern, LanternPlusPlus
@@ -88,7 +88,7 @@ def test_a_code_that_the_format_forces_is_drawn_with_every_draft_and_rule(rule):
                 assert sevens[:, 3].all() and not sevens[:, :3].any()
 
 
-@pytest.mark.parametrize("builder", [lambda: StaticTree(BUSHY), lambda: DynamicTree(2, 3, 6)])
+@pytest.mark.parametrize("builder", [lambda: StaticTree(BRANCHING), lambda: DynamicTree(2, 3, 6)])
 def test_drafts_of_a_smaller_target_follow_the_format(builder):
     """The target is its own drafter: if its drafts ignored the format, some of their codes would be rejected."""
     target = RowsEnd()

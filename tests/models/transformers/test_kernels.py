@@ -36,7 +36,7 @@ class Reference(Backend):
 
 @pytest.fixture
 def reference(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reference]:
-    """The backend in use, where memory that PyTorch does not initialise is NaN: nobody may read the padding of heads."""
+    """The backend in use, where memory that PyTorch does not initialise is NaN: the padding of heads must not be read."""
     made = Reference()
     monkeypatch.setattr(decoder, "backend", lambda: made)
     torch.use_deterministic_algorithms(True)
@@ -86,9 +86,12 @@ def test_weights_that_changed_are_packed_again(made: Callable[[str], Case], refe
     layer = case.model.model.text_model.layers[0]
     weight = layer.mlp.down_proj.weight
     replaced = torch.nn.Parameter(-weight.detach())
-    put = functools.partial(setattr, layer.mlp.down_proj, "weight")
+    set_weight = functools.partial(setattr, layer.mlp.down_proj, "weight")
     with torch.no_grad():
-        for change, undo in [(weight.neg_, weight.neg_), (lambda: put(replaced), lambda: put(weight))]:
+        for change, undo in [
+            (weight.neg_, weight.neg_),
+            (lambda: set_weight(replaced), lambda: set_weight(weight)),
+        ]:
             change()
             expected = type(case.model).generate(case.model, **given)
             assert not torch.equal(expected, before)
@@ -101,7 +104,7 @@ def test_weights_that_changed_are_packed_again(made: Callable[[str], Case], refe
 def test_a_change_that_the_backend_cannot_compute_is_reported_by_the_next_draw(
     made: Callable[[str], Case], reference: Reference
 ) -> None:
-    """Text is written as usual meanwhile."""
+    """Text can still be generated."""
     case = made("janus")
     given = case.inputs(1) | {"do_sample": False}
     lanternpp.accelerate(case.model, kernels="bfloat16")
@@ -117,7 +120,7 @@ def test_a_change_that_the_backend_cannot_compute_is_reported_by_the_next_draw(
     assert case.model.generate.codes_per_pass == 1
 
 
-def test_what_kernels_cannot_compute_is_said_before_anything_is_drawn(
+def test_unsupported_dtypes_and_too_little_memory_are_rejected(
     made: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model: Any = made("janus").model
@@ -131,7 +134,7 @@ def test_what_kernels_cannot_compute_is_said_before_anything_is_drawn(
 
 
 @pytest.mark.skipif(native.library() is None, reason="no kernels here")
-def test_kernels_do_not_read_other_numbers_than_bfloat16(made: Callable[[str], Case]) -> None:
+def test_kernels_need_embeddings_in_bfloat16(made: Callable[[str], Case]) -> None:
     case = made("emu3")
     model: Any = case.model.to(torch.bfloat16)
     model.get_input_embeddings().float()

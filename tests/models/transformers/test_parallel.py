@@ -33,7 +33,7 @@ def test_processes_draw_together_what_one_draws_alone(tmp_path: Path) -> None:
     assert "1 heads of keys and values do not divide among 2 processes" in first["one head"]
 
 
-def test_one_process_has_nothing_to_share() -> None:
+def test_tensor_parallel_needs_several_processes() -> None:
     for dtype, said in (
         ("auto", "start the script with torchrun"),
         ("int8", "does not go with tensor_parallel"),

@@ -40,7 +40,7 @@ def passes(stack: Stack, table: Tensor, x: Tensor, prompt: int) -> Tensor:
 @torch.inference_mode()
 def test_a_stack_computes_what_the_model_computes(name: str) -> None:
     model = body(name)
-    if not name.startswith("qwen"):  # which computes by it
+    if not name.startswith("qwen"):  # which reads it
         model.config.layer_types = None  # as some configs have it
     stack = stack_of(model)
     positions = torch.arange(20)[None]
@@ -140,15 +140,13 @@ REJECTED: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize(("change", "said"), REJECTED.values(), ids=REJECTED)
-def test_what_a_stack_does_not_describe_is_rejected_with_the_reason(
-    change: Callable[[Any], Any], said: str
-) -> None:
+def test_changed_models_are_rejected_with_the_reason(change: Callable[[Any], Any], said: str) -> None:
     model = body("llama")
     change(model)
     rejects(f"stay with PyTorch: .*({said})", stack_of, model)
 
 
-def test_models_that_are_no_stack_are_rejected_with_the_reason() -> None:
+def test_other_models_are_rejected_with_the_reason() -> None:
     capped = model_of("Gemma2Model", **SIZES, head_dim=16)
     window = model_of("MistralModel", **SIZES)
     mixture = model_of("MixtralModel", **SIZES, num_local_experts=2)
