@@ -38,12 +38,6 @@ def engine(dtype: str, method: str, batch: int = 1, **overrides: object) -> Engi
     return pipe.new_engine(pipe.settings(method, batch_size=batch, **overrides))
 
 
-def test_greedy_exact_equals_greedy_ar_code_by_code() -> None:
-    ar = first_codes(engine("float64", "ar", temperature=0.0), PROMPTS[:1], [0], 24)
-    drafted = first_codes(engine("float64", "eagle", temperature=0.0), PROMPTS[:1], [0], 24)
-    assert torch.equal(ar, drafted)
-
-
 def test_the_distribution_of_the_next_code_is_the_targets() -> None:
     """Real p and real q: 10,000 verifications of one draft node, children drawn anew each time."""
     loop = engine("float32", "eagle", tree="chain-2")

@@ -1,4 +1,4 @@
-"""The command line on tiny checkpoints of Anole, Lumina-mGPT, Janus, Emu3, Liquid and SimpleAR, as published and converted."""
+"""The command line on tiny checkpoints of published families: drawing, conversion, sizes, and what is rejected."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from helpers import checkpoints
 from helpers.families import EVERY, PIXELS, with_drafters, write_glm_image, write_glm_processor
 from helpers.models import contents
 from PIL import Image
@@ -89,3 +91,36 @@ def test_verbs_that_write_pictures_reject_a_model_without_pixels(run, tmp_path: 
         done = run(*verb, "--model", tmp_path / "glm")
         assert (done.code, done.out) == (2, "") and 'draw with output_type="codes"' in done.err, verb
     assert not list(Path().rglob("*"))
+
+
+def test_wrong_checkpoints_of_llamagen_are_rejected(run, tmp_path: Path) -> None:
+    folder = checkpoints.write_llamagen(tmp_path / "m")
+    draw = ("generate", "7", "--model", folder, "--method", "ar")
+    run("generate", "a cat", *draw[2:]).refused("'a cat'", "0 to 9")
+    drafter = ("--method", "lantern++", "--drafter", folder / "t2i_XL_tiny.pt")
+    run(*draw[:4], *drafter).refused("no drafter known here")
+    (folder / "config.json").unlink()
+    run(*draw).refused("t2i_XL_tiny.pt", "256, 384 or 512")
+    (folder / "config.json").write_text('{"block_size": 16}')
+    tensors, name = checkpoints.vq16(), "quantize.embedding.weight"
+    torch.save({"model": tensors | {name: tensors[name][:20].clone()}}, folder / "vq_ds16.pt")
+    run(*draw).refused("48 codes", "has 20")
+    (folder / "vq_ds16.pt").unlink()
+    run(*draw).refused("no image tokenizer", "vq_ds16_c2i.pt")
+    whole = (folder / "t2i_XL_tiny.pt").read_bytes()
+    (folder / "t2i_XL_tiny.pt").write_bytes(whole[: len(whole) // 2])
+    run(*draw).refused("t2i_XL_tiny.pt is truncated")
+    torch.save({"model.embed_tokens.weight": torch.ones(4, 4)}, folder / "t2i_XL_tiny.pt")
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    run(*draw).refused("no model family known here", "'llama'", "LlamaGen's .pt files")
+
+
+def test_without_its_encoder_a_text_is_rejected_unless_its_features_are_stored(run, tmp_path: Path) -> None:
+    folder = checkpoints.write_llamagen(tmp_path / "m", text=True)
+    (folder / "flan-t5-xl" / "model.safetensors").unlink()
+    draw = ("--model", folder, "--method", "ar", "--json")
+    run("generate", "a red tulip", *draw).refused("text encoder", "text/", "embeddings.safetensors")
+    features = {"a red tulip": checkpoints.numbers("x", (4, 24)), "long": checkpoints.numbers("y", (4, 7))}
+    checkpoints.save_file(features, folder / "embeddings.safetensors")
+    assert run("generate", "a red tulip", *draw).json["codes"] == 16
+    run("generate", "long", *draw).refused("(4, 7)", "google/flan-t5-xl")

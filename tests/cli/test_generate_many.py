@@ -5,13 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
-from helpers.models import contents, write_model
-from helpers.processes import LANTERNPP, SECONDS, at_low_priority, python, until
+from helpers.models import contents
+from helpers.processes import LANTERNPP, python
 from helpers.refusals import rejects
 from PIL import Image
 
@@ -72,23 +71,6 @@ def test_existing_pictures_are_not_drawn_again_and_the_order_does_not_matter(
     assert {path: path.stat().st_mtime_ns for path in times} == times
     assert job("-o", "two", "--batch-size", 3).code == 0
     assert contents(elsewhere / "two") == after
-
-
-def test_a_killed_job_resumes(run, elsewhere: Path) -> None:
-    model = write_model(elsewhere / "longer", grid=8)
-    (elsewhere / "many.txt").write_text("a tulip\nred tulip\n")
-    args = ["--prompts", "many.txt", "--model", model, "-n", 20, "--batch-size", 2]
-    command = [*LANTERNPP, "generate", *map(str, args), "-o", "a"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, preexec_fn=at_low_priority)
-    until(lambda: len(list((elsewhere / "a").glob("*.png"))) > 2 or process.poll() is not None)
-    assert process.poll() is None
-    process.kill()
-    process.wait(SECONDS)
-    left = len(list((elsewhere / "a").glob("*.png")))
-    assert 3 <= left < 40
-    assert f"{40 - left} pictures, {left} were there already" in run("generate", *args, "-o", "a").out
-    assert run("generate", *args, "-o", "b").code == 0
-    assert contents(elsewhere / "a") == contents(elsewhere / "b")
 
 
 def test_truncated_damaged_and_temporary_files_are_replaced(job, elsewhere: Path) -> None:

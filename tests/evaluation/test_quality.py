@@ -18,15 +18,18 @@ from helpers.refusals import rejects
 from PIL import Image
 from torch import Tensor
 
+from classifier import write_reference
 from lanternpp.accept.exact import Exact
 from lanternpp.evaluation import quality as measures
-from lanternpp.evaluation.features import Extractor
+from lanternpp.evaluation.classifier import ClassifierConfig, read_classifier
+from lanternpp.evaluation.features import ClassifierFeatures, Extractor, extract
 from lanternpp.evaluation.quality import (
     Quality,
     frechet,
     gaussian,
     label_of,
     precision_recall,
+    read_reference,
     standard_error,
 )
 
@@ -148,6 +151,35 @@ def test_inception_needs_torch_fidelity_and_weights(
     monkeypatch.setitem(sys.modules, "torch_fidelity", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "torch_fidelity.feature_extractor_inceptionv3", package)
     rejects(r"weights of features inception cannot be had .*no route.*checkpoints", ask)
+
+
+def test_features_do_not_depend_on_the_batch(tmp_path: Path) -> None:
+    classifier = ClassifierFeatures.open(write_classifier(tmp_path), CPU)
+    images = splashes("red", 5) + splashes("blue", 4, side=40)  # any size
+    one, many = (extract(classifier, images, batch=batch) for batch in (1, 64))
+    assert one.shape == (9, 16)
+    torch.testing.assert_close(one, many, rtol=1e-4, atol=1e-5)
+
+
+def test_wrong_references_are_rejected(tmp_path: Path) -> None:
+    classifier = read_classifier(write_classifier(tmp_path))
+    path = tmp_path / "classifier" / "reference.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-10])
+    rejects("cannot be read", read_reference, tmp_path, classifier)
+    path.unlink()
+    rejects("--reference DIR", read_reference, tmp_path, classifier)
+    write_reference(tmp_path, classifier, torch.rand(3, 16), [])
+    rejects("3 pictures and at least 4 are needed", read_reference, tmp_path, classifier)
+    path.write_bytes(content)
+    with torch.no_grad():
+        classifier.stem.weight[0, 0, 0, 0] += 1e-3
+    rejects(r"reference.safetensors was made by other weights", read_reference, tmp_path, classifier)
+
+
+def test_a_classifier_needs_two_labels() -> None:
+    rejects("2 or more", ClassifierConfig, ("rose",))
+    rejects("one entry per stage", ClassifierConfig, ("rose", "sea"), blocks=(1,))
 
 
 LABELS = ("sea", "rose", "polar bear", "bear", "sea lion", "tree_frog", "daisy")

@@ -103,6 +103,16 @@ def rows_of(
     return allowed
 
 
+def in_format(
+    model: Any, rows: list[list[int]], allowed: Any, length: int, negative: list[int], **more: Any
+) -> Case:
+    """A case of `prefix_allowed_tokens_fn` and guidance with the same negative prompt for each row; more: arguments of the call."""
+    arguments = {"prefix_allowed_tokens_fn": allowed, "max_new_tokens": length}
+    arguments |= {"eos_token_id": None, "pad_token_id": 1} | more
+    guidance = {"guidance_scale": 3.0, "negative_prompt_ids": torch.tensor([negative] * 3)}
+    return Case(model, arguments, guidance, rows)
+
+
 def emu3(folder: Path) -> Case:
     """Rows of 4 codes with a row end after each, then three tokens that end the picture, as its documentation has it."""
     model = write_emu3(folder).double()
@@ -113,20 +123,12 @@ def emu3(folder: Path) -> Case:
         vocab[token]
         for token in ("<|extra_200|>", "<|extra_201|>", "<|image end|>", "<|extra_204|>", "<|endoftext|>")
     )
-
     tail = [vocab["<|image start|>"], vocab["4*4"], start]
     rows = [[vocab["<|extra_203|>"], *(vocab[word] for word in text.split()), *tail] for text in PROMPTS]
-    negative = torch.tensor([[vocab["lowres"], *tail]] * 3)
-    arguments = {
-        "prefix_allowed_tokens_fn": rows_of(visual, row_end, start, 1, (row_end, eof, end, eos, pad)),
-        "max_new_tokens": 500,
-        "eos_token_id": eos,
-        "pad_token_id": pad,
-    }
-    guidance = {"guidance_scale": 3.0, "negative_prompt_ids": negative}
-    return Case(
-        model, arguments, guidance | {"negative_prompt_attention_mask": torch.ones_like(negative)}, rows
-    )
+    allowed, negative = rows_of(visual, row_end, start, 1, (row_end, eof, end, eos, pad)), vocab["lowres"]
+    case = in_format(model, rows, allowed, 500, [negative, *tail], eos_token_id=eos, pad_token_id=pad)
+    case.guidance["negative_prompt_attention_mask"] = torch.ones_like(case.guidance["negative_prompt_ids"])
+    return case
 
 
 PROMPTS = ("a photo of the red tulip", "red sea", "the sea at sunset")
@@ -136,19 +138,12 @@ def emu35(folder: Path) -> Case:
     """Rows of 4 codes with a row end after each except the last, then the token that ends the picture."""
     model = write_emu35(folder).double()
     config = model.config
-    codes = range(config.eoi_token_id + 1, config.vocab_size)
-
-    allowed = rows_of(codes, config.eol_token_id, config.img_token_id, 1, (config.eoi_token_id,))
+    codes, end = range(config.eoi_token_id + 1, config.vocab_size), config.eoi_token_id
+    allowed = rows_of(codes, config.eol_token_id, config.img_token_id, 1, (end,))
     tail = [config.boi_token_id, *b"4*4", config.img_token_id]
     rows = [[*text.encode(), *tail] for text in PROMPTS]
-    arguments = {"prefix_allowed_tokens_fn": allowed, "max_new_tokens": (WIDTH + 1) * HEIGHT}
-    arguments |= {"eos_token_id": config.eoi_token_id, "pad_token_id": 0}
-    return Case(
-        model,
-        arguments,
-        {"guidance_scale": 2.0, "negative_prompt_ids": torch.tensor([[*b"no", *tail]] * 3)},
-        rows,
-    )
+    ends = {"eos_token_id": end, "pad_token_id": 0}
+    return in_format(model, rows, allowed, (WIDTH + 1) * HEIGHT, [*b"no", *tail], **ends)
 
 
 def chameleon(folder: Path) -> Case:
@@ -160,10 +155,8 @@ def chameleon(folder: Path) -> Case:
     rows = [
         [vocab["<s>"], *(vocab[word] for word in text.split()), vocab["<racm3:break>"]] for text in PROMPTS
     ]
-    arguments = {"prefix_allowed_tokens_fn": lambda batch, tokens: codes, "max_new_tokens": 16}
-    negative = torch.tensor([[vocab[word] for word in ("<s>", "sea", "at", "<racm3:break>")]] * 3)
-    guidance = {"guidance_scale": 3.0, "negative_prompt_ids": negative}
-    return Case(model, arguments | {"eos_token_id": None, "pad_token_id": 1}, guidance, rows)
+    negative = [vocab[word] for word in ("<s>", "sea", "at", "<racm3:break>")]
+    return in_format(model, rows, lambda batch, tokens: codes, 16, negative)
 
 
 def lumina2(folder: Path) -> Case:
@@ -176,10 +169,7 @@ def lumina2(folder: Path) -> Case:
 
     tail = [begin, vocab["<reserved08801>"], vocab["<reserved08801>"]]
     rows = [[vocab["<|endoftext|>"], *(vocab[word] for word in text.split()), *tail] for text in PROMPTS]
-    arguments = {"prefix_allowed_tokens_fn": rows_of(codes, row_end, begin, 3)}
-    arguments["max_new_tokens"] = (WIDTH + 1) * HEIGHT - 1
-    guidance = {"guidance_scale": 2.0, "negative_prompt_ids": torch.tensor([tail] * 3)}
-    return Case(model, arguments | {"eos_token_id": None, "pad_token_id": 1}, guidance, rows)
+    return in_format(model, rows, rows_of(codes, row_end, begin, 3), (WIDTH + 1) * HEIGHT - 1, tail)
 
 
 def language(folder: Path, write: Callable[[Path], Any], begin: int, end: int, negative: list[int]) -> Case:
@@ -188,9 +178,7 @@ def language(folder: Path, write: Callable[[Path], Any], begin: int, end: int, n
     codes = range(model.config.vocab_size - CODES, model.config.vocab_size)
     words = [6 + n for n in range(8)]
     rows = [[begin, *words[:size], end] for size in (6, 2, 4)]
-    arguments = {"prefix_allowed_tokens_fn": lambda batch, tokens: codes, "max_new_tokens": 16}
-    guidance = {"guidance_scale": 3.0, "negative_prompt_ids": torch.tensor([negative] * 3)}
-    return Case(model, arguments | {"eos_token_id": None, "pad_token_id": 1}, guidance, rows)
+    return in_format(model, rows, lambda batch, tokens: codes, 16, negative)
 
 
 def janus(folder: Path) -> Case:

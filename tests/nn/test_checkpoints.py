@@ -89,16 +89,6 @@ def test_a_scale_that_does_not_fit_its_tensor_is_rejected(scale: torch.Tensor, t
     rejects("x is .* and its scale .* which do not go together", lambda: Source.open(tmp_path).metas)
 
 
-def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_text("old")
-    with pytest.raises(RuntimeError), files.replacing(path) as temporary:
-        temporary.write_text("half")
-        raise RuntimeError
-    assert path.read_text() == "old"
-    assert [p.name for p in tmp_path.iterdir()] == ["file"]
-
-
 def test_an_interrupted_save_leaves_no_new_weights_with_an_old_config(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
