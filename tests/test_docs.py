@@ -12,7 +12,7 @@ import nbformat
 import pytest
 import yaml
 from cyclopts import App
-from helpers.commands import elsewhere, run
+from helpers.commands import empty_dir, run
 from helpers.documents import DOCS, LINK, PAGES, ROOT, anchors, blocks, name, prose
 from helpers.families import write_sketch
 from helpers.models import write_model
@@ -25,7 +25,7 @@ from lanternpp.evaluation.race import parse_methods
 from lanternpp.models import FAMILIES
 from lanternpp.models.transformers import CLASSES
 
-__all__ = ["elsewhere", "run"]
+__all__ = ["empty_dir", "run"]
 RUN = [ROOT / "README.md", DOCS / "quickstart.md", DOCS / "extending.md"]
 OTHER_OPTIONS = {"--help", "--num_processes", "--pid"}  # of every verb, and of other programs
 NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
@@ -166,9 +166,9 @@ def test_every_python_block_compiles(page: Path) -> None:
 
 @pytest.mark.parametrize("page", RUN, ids=name)
 def test_code_and_commands_of_the_first_pages_run(
-    page: Path, run, model, elsewhere: Path, monkeypatch
+    page: Path, run, model, empty_dir: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(sys, "path", [str(elsewhere), *sys.path])
+    monkeypatch.setattr(sys, "path", [str(empty_dir), *sys.path])
     read = Pipeline.from_pretrained
 
     def tiny(name: str, **options: object) -> Pipeline:
@@ -179,10 +179,10 @@ def test_code_and_commands_of_the_first_pages_run(
     for entry, table in (("grey", FAMILIES), ("sketch", FAMILIES), ("LlamaForCausalLM", CLASSES)):
         monkeypatch.setitem(table, entry, "")  # what a page registers or imports is gone after the test
     if "my_sketch.py" in [block.title for block in python]:
-        write_sketch(elsewhere / "sketch")
+        write_sketch(empty_dir / "sketch")
     for block in python:
         if block.title:
-            (elsewhere / block.title).write_text(block.text)
+            (empty_dir / block.title).write_text(block.text)
             monkeypatch.setitem(sys.modules, Path(block.title).stem, sys)
             del sys.modules[Path(block.title).stem]
     shared: dict[str, object] = {}  # a page's blocks follow one another

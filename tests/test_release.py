@@ -16,8 +16,8 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 from helpers.models import write_model
-from helpers.photos import draw
-from helpers.processes import SECONDS, commands, python
+from helpers.photos import write_photos
+from helpers.processes import SECONDS, python, run_commands
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from PIL import Image
@@ -105,7 +105,7 @@ def test_the_wheel_of_the_sdist_works_in_an_environment_without_extras(tmp_path:
     assert (said.returncode, said.stdout) == (0, f"lanternpp {lanternpp.__version__}\n"), said.stderr
 
     requested = verbs(home)
-    package, ended = commands(requested, home, fresh, clean)
+    package, ended = run_commands(requested, home, fresh, clean)
     assert package.is_relative_to(tmp_path / "fresh")
     for (verb, *_), (status, _, error) in zip(requested, ended, strict=True):
         if verb in EXTRAS:
@@ -145,8 +145,8 @@ def verbs(home: Path) -> list[list[str]]:
     """Every verb: `generate` on the model that ships, the others on a tiny one in a folder."""
     model = str(write_model(home / "tiny"))
     (home / "prompts.txt").write_text("a red tulip\na tulip\n")
-    draw(home / "data" / "train", 8, "tulip")
-    draw(home / "data" / "val", 4, "tulip")
+    write_photos(home / "data" / "train", 8, "tulip")
+    write_photos(home / "data" / "val", 4, "tulip")
     prompts = ["--prompts", "prompts.txt"]
     learn = ["--data", "data", "--model", model, "--steps", "1", "--checks", "1", "--batch-size", "4"]
     return [

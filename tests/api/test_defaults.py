@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers.models import change, write_model
+from helpers.models import update_json, write_model
 from helpers.refusals import rejects
 
 from lanternpp import Pipeline
@@ -70,12 +70,12 @@ def test_auto_is_a_lossless_method_of_the_drafter_that_a_model_has(folder: Path)
 
 
 def test_auto_is_the_method_that_the_model_names_if_its_network_is_there(folder: Path) -> None:
-    change(folder / "defaults.json", method="lantern-static")
+    update_json(folder / "defaults.json", method="lantern-static")
     assert chosen(folder).method == "lantern-static"
     shutil.rmtree(folder / "parallel")
     shutil.rmtree(folder / "drafter")
     assert chosen(folder).method == "jacobi-coupled"
-    change(folder / "defaults.json", method="fastest")
+    update_json(folder / "defaults.json", method="fastest")
     rejects(r"defaults.json: method 'fastest' is unknown", chosen, folder)
 
 
@@ -87,7 +87,7 @@ def test_auto_is_then_the_method_that_was_tuned_last_for_these_weights(folder: P
     # The pictures of a call do not depend on their number.
     assert [pipeline(folder).settings(batch_size=n).method for n in (1, 4)] == ["lantern++"] * 2
     assert pipeline(folder, tuned=False).settings().method == "parallel"
-    change(folder / "defaults.json", method="eagle2")
+    update_json(folder / "defaults.json", method="eagle2")
     assert chosen(folder).method == "eagle2"
 
 
@@ -123,7 +123,7 @@ def test_methods_of_the_papers_use_a_parallel_drafter_if_it_is_the_only_one(
     assert draft("cool", tree="chain-2") == ("parallel", "chain-2")
     assert draft("eagle") == draft("lantern++", proposer="tree", tree="eagle-25") == ("tree", "eagle-25")
     rows = {"parallel": {"tree": "chain-3"}, "lantern": {"tree": "chain-4"}}
-    change(folder / "defaults.json", methods=rows)
+    update_json(folder / "defaults.json", methods=rows)
     assert draft("lantern++") == ("parallel", "chain-3")
     assert draft("lantern") == ("parallel", "chain-4")
 

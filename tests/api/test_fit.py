@@ -16,7 +16,7 @@ import pytest
 import torch
 from helpers.models import write_model
 from helpers.refusals import rejects
-from helpers.served import put
+from helpers.served import submit
 
 from lanternpp import Pipeline
 from lanternpp.accept.neighbours import LanternPlusPlus
@@ -175,7 +175,7 @@ def test_every_batch_size_has_its_own_fit_which_a_server_uses(pipe: Pipeline, ti
     assert len(asked) == 2
     batcher = Batcher(pipe, ServerConfig(slots=2))
     try:
-        drawn = put(batcher, Ticket(PROMPT, 3, pipe.settings("parallel", batch_size=1))).result(300)
+        drawn = submit(batcher, Ticket(PROMPT, 3, pipe.settings("parallel", batch_size=1))).result(300)
     finally:
         batcher.close(False, 0)
     assert drawn.settings.tree == "chain-2" and len(asked) == 2

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.commands import elsewhere, run
+from helpers.commands import empty_dir, run
 from helpers.models import SMALLER, save_words, write_model
 
 from lanternpp.models.vq.autoencoder import VQ, VQConfig, read_vq
 from lanternpp.models.words import WordsConfig, WordsTarget
 
-__all__ = ["elsewhere", "run"]
+__all__ = ["empty_dir", "run"]
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from helpers.classifiers import splashes, write_classifier
+from helpers.classifiers import noisy_pictures, write_classifier
 from helpers.latents import write_diffusion
 from PIL import Image
 
@@ -24,8 +24,8 @@ PROMPTS = ("--prompts", "prompts.txt")
 
 
 @pytest.fixture
-def prompts(elsewhere: Path) -> Path:
-    file = elsewhere / "prompts.txt"
+def prompts(empty_dir: Path) -> Path:
+    file = empty_dir / "prompts.txt"
     file.write_text("# two of them\na red tulip\n\na tulip\n")
     return file
 
@@ -159,7 +159,7 @@ def test_a_profile_of_each_method_has_the_phases_and_the_operations_of_its_steps
 )
 def test_wrong_options_are_rejected_before_anything_is_drawn(run, model, prompts, options, named):
     Path("empty.txt").write_text("\n# nothing\n")
-    saved(Path("mine"), splashes("red", 3))
+    saved(Path("mine"), noisy_pictures("red", 3))
     run("bench", "--model", model, *options).refused(named)
 
 
@@ -240,14 +240,14 @@ def saved(folder: Path, images: list[Image.Image], **notes: str) -> Path:
     return folder
 
 
-def test_a_folder_of_pictures_is_measured_without_drawing(run, own, elsewhere, monkeypatch):
+def test_a_folder_of_pictures_is_measured_without_drawing(run, own, empty_dir, monkeypatch):
     monkeypatch.setattr(Pipeline, "from_pretrained", lambda **_: pytest.fail("a model was read"))
-    saved(elsewhere / "mine", splashes("red", 6), prompt="a red tulip")
+    saved(empty_dir / "mine", noisy_pictures("red", 6), prompt="a red tulip")
     row = run("bench", "--pictures", "mine", "--model", own, "--json").json
     assert row["images"] == 6 and row["folder"] == "mine" and row["prompt_accuracy"] == 1
     assert row["features"] == "classifier" and row["reference_images"] == 24
     assert row["frechet"] >= 0 and 0 <= row["precision"] <= 1 and 0 <= row["recall"] <= 1
-    saved(elsewhere / "photos/val", splashes("red", 6))
+    saved(empty_dir / "photos/val", noisy_pictures("red", 6))
     table = run("bench", "--pictures", "mine", "--model", own, "--reference", "photos")
     assert table.code == 0 and "Fréchet" in table.out and "100 %" in table.out
 
@@ -259,7 +259,7 @@ def test_the_shipped_classifier_recognises_pictures_of_the_shipped_model(run, pr
     assert row["prompt_accuracy"] >= 3 / 4 and row["frechet"] > 0 and row["precision"] > 0
 
 
-def test_prompts_of_geneval_leave_pictures_for_its_scorer(run, model, elsewhere):
+def test_prompts_of_geneval_leave_pictures_for_its_scorer(run, model, empty_dir):
     rows = [
         {"tag": "single_object", "include": [], "prompt": prompt} for prompt in ("a tulip", "a red tulip")
     ]

@@ -47,7 +47,7 @@ def compare(run, model, calls):
     return lambda *options: run("compare", PROMPT, "--model", model, *options)
 
 
-def test_methods_take_turns_after_a_warm_up_and_medians_are_reported(compare, calls, elsewhere: Path) -> None:
+def test_methods_take_turns_after_a_warm_up_and_medians_are_reported(compare, calls, empty_dir: Path) -> None:
     figures = compare("-n", 2, "--seed", 7, "--json").json
     assert [call.settings.method for call in calls] == ["ar", "lantern++"] * 4
     assert all(call.seeds == [7, 8] for call in calls)
@@ -59,7 +59,7 @@ def test_methods_take_turns_after_a_warm_up_and_medians_are_reported(compare, ca
     assert figures["bound"] == BOUND
     assert ar["codes"] == method["codes"] == 2 * 16 and ar["codes_per_pass"] == 1
     assert figures["file"] == "out/compare.png"
-    with Image.open(elsewhere / "out" / "compare.png") as image:
+    with Image.open(empty_dir / "out" / "compare.png") as image:
         assert image.width > 1000 and image.text["prompt"] == PROMPT
 
 

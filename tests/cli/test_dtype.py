@@ -92,10 +92,10 @@ def test_8_bits_of_latents_are_rejected_with_and_without_kernels(run, tmp_path, 
 
 
 def test_8_bits_without_torchao_and_kernels_are_rejected_before_a_model_is_read(
-    run, broken, monkeypatch, elsewhere
+    run, broken, monkeypatch, empty_dir
 ) -> None:
     monkeypatch.setenv(SWITCH, "0")
     monkeypatch.setattr(int8, "find_spec", lambda name: None)
     (broken / "target" / "model.safetensors").unlink()
     run(*DRAW, broken, "--dtype", "int8").refused("pip install 'lanternpp[int8]'")
-    assert not list(elsewhere.iterdir())
+    assert not list(empty_dir.iterdir())

@@ -36,16 +36,16 @@ def fitted(model: Path, monkeypatch: pytest.MonkeyPatch):
     path.unlink()
 
 
-def test_the_last_line_the_notes_and_the_json_have_the_fitted_draft(run, model, fitted, elsewhere) -> None:
+def test_the_last_line_the_notes_and_the_json_have_the_fitted_draft(run, model, fitted, empty_dir) -> None:
     fitted |= {"plain": 1.0, "chain-2": 1.1}
     command = ("generate", PROMPT, "--model", model, "--method", "parallel")
     assert "parallel, a chain of 2, fitted to this CPU" in run(*command, "-o", "a.png").out
-    with Image.open(elsewhere / "a.png") as image:
+    with Image.open(empty_dir / "a.png") as image:
         noted = json.loads(image.text["settings"])
     assert noted["tree"] == "chain-2" and noted["fit"] is True
     assert run(*command, "--json").json["settings"] == noted
     assert "fitted" not in run(*command, "--tree", noted["tree"], "-o", "b.png").out
-    with Image.open(elsewhere / "a.png") as one, Image.open(elsewhere / "b.png") as other:
+    with Image.open(empty_dir / "a.png") as one, Image.open(empty_dir / "b.png") as other:
         assert one.tobytes() == other.tobytes()
 
 
@@ -53,20 +53,20 @@ def test_the_last_line_the_notes_and_the_json_have_the_fitted_draft(run, model, 
     ("fastest", "said"), [("chain-2", "a chain of 2, fitted"), ("plain", "plain decoding is the fastest")]
 )
 def test_a_resumed_job_draws_the_same_bytes_after_another_fit(
-    run, model, fitted, elsewhere, fastest, said
+    run, model, fitted, empty_dir, fastest, said
 ) -> None:
-    (elsewhere / "p.txt").write_text(f"{PROMPT}\na tulip\n")
+    (empty_dir / "p.txt").write_text(f"{PROMPT}\na tulip\n")
     command = ("generate", "--prompts", "p.txt", "-o", "o", "--model", model, "--method", "parallel")
     fitted |= {"plain": 2.0, "chain-2": 3.0, fastest: 1.1}
     assert said in run(*command).out
-    before = contents(elsewhere / "o")
-    sorted((elsewhere / "o").glob("*.png"))[1].unlink()
+    before = contents(empty_dir / "o")
+    sorted((empty_dir / "o").glob("*.png"))[1].unlink()
     fitted |= {"plain": 2.0, "chain-2": 8.0, "chain-3": 1.1}
-    (cache,) = (elsewhere.parent / "cache" / "lanternpp").glob("fit-*")
+    (cache,) = (empty_dir.parent / "cache" / "lanternpp").glob("fit-*")
     cache.unlink()  # measured again, and another draft is the fastest now
     out = run(*command).out
     assert "1 were there already" in out and said in out
-    assert contents(elsewhere / "o") == before
+    assert contents(empty_dir / "o") == before
     run(*command, "--temperature", 0.5).refused("temperature 1.0 -> 0.5")
     assert "o: 2 pictures" in run(*command, "--temperature", 0.5, "--overwrite").out
     run(*command[:-1], "ar").refused("method 'parallel' -> 'ar'")

@@ -20,12 +20,12 @@ KEYS = {"model", "images", "codes_per_pass", "seconds", "seconds_per_image", "ve
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_draws(method: str, run, model, elsewhere: Path) -> None:
+def test_every_method_draws(method: str, run, model, empty_dir: Path) -> None:
     stats = run("generate", PROMPT, "--model", model, "--method", method, "--cfg", 3, "--json").json
     assert stats.keys() >= KEYS and stats["method"] == method and stats["settings"]["cfg"] == 3
     assert stats["codes"] == 16 == sum(stats["accepted_per_pass"])
     assert stats["passes"] == len(stats["accepted_per_pass"])
-    with Image.open(elsewhere / "out" / "a-photo-of-a-red-tulip-0.png") as image:
+    with Image.open(empty_dir / "out" / "a-photo-of-a-red-tulip-0.png") as image:
         assert image.size == (16, 16)
 
 
@@ -62,36 +62,36 @@ def test_a_drafter_that_cannot_follow_the_prompt_drafts_without_it(run, model, s
     assert outcome.err.count("\n") == 1 and "warning: the drafter drafts without the prompt" in outcome.err
 
 
-def test_the_same_twice_is_the_same_file_and_another_seed_is_another_picture(run, model, elsewhere) -> None:
+def test_the_same_twice_is_the_same_file_and_another_seed_is_another_picture(run, model, empty_dir) -> None:
     names = {"one.png": 5, "two.png": 5, "new.png": 6}
     for name, seed in names.items():
         outcome = run("generate", PROMPT, "--model", model, "-n", 3, "--seed", seed, "-o", name)
         assert (outcome.code, outcome.err) == (0, "")  # no progress bar where stderr is no terminal
         assert outcome.out.startswith(f"{name}: ") and "codes per pass" in outcome.out
-    one, two, _ = ((elsewhere / name).read_bytes() for name in names)
-    assert one == two and {p.name for p in elsewhere.iterdir()} == names.keys()
-    assert Image.open(elsewhere / "one.png").tobytes() != Image.open(elsewhere / "new.png").tobytes()
-    assert Image.open(elsewhere / "one.png").size == (34, 34), "a grid of three"
+    one, two, _ = ((empty_dir / name).read_bytes() for name in names)
+    assert one == two and {p.name for p in empty_dir.iterdir()} == names.keys()
+    assert Image.open(empty_dir / "one.png").tobytes() != Image.open(empty_dir / "new.png").tobytes()
+    assert Image.open(empty_dir / "one.png").size == (34, 34), "a grid of three"
 
 
-def test_a_picture_of_other_settings_is_not_replaced(run, model, elsewhere: Path) -> None:
+def test_a_picture_of_other_settings_is_not_replaced(run, model, empty_dir: Path) -> None:
     def draw(*more: object) -> str:
         return run("generate", PROMPT, "--model", model, "--json", *more).json["file"]
 
     name = "out/a-photo-of-a-red-tulip-0"
     assert [draw(), draw("--cfg", 1), draw("--cfg", 4)] == [f"{name}.png", f"{name}-2.png", f"{name}-3.png"]
-    before = contents(elsewhere / "out")
+    before = contents(empty_dir / "out")
     assert [draw("--cfg", 1), draw()] == [f"{name}-2.png", f"{name}.png"]  # the same again is the same file
-    assert contents(elsewhere / "out") == before
+    assert contents(empty_dir / "out") == before
     assert draw("--cfg", 1, "--overwrite") == f"{name}.png"
-    with Image.open(elsewhere / f"{name}.png") as image:
+    with Image.open(empty_dir / f"{name}.png") as image:
         assert json.loads(image.text["settings"])["cfg"] == 1 and "seconds" not in json.dumps(image.text)
         assert (image.text["prompt"], image.text["seed"]) == (PROMPT, "0")
-    (elsewhere / f"{name}.png").write_bytes(b"a file of somebody else's")
+    (empty_dir / f"{name}.png").write_bytes(b"a file of somebody else's")
     assert draw() == f"{name}-4.png"
 
 
-def test_an_interrupt_keeps_finished_pictures(run, model, elsewhere: Path, monkeypatch) -> None:
+def test_an_interrupt_keeps_finished_pictures(run, model, empty_dir: Path, monkeypatch) -> None:
     draw = ("generate", PROMPT, "--model", model, "--batch-size", 2, "-n", 9)
     assert run(*draw, "-o", "whole.png").code == 0
     with monkeypatch.context() as patch:
@@ -117,24 +117,24 @@ def test_an_interrupt_keeps_finished_pictures(run, model, elsewhere: Path, monke
         left, top = 18 * (place % columns), 18 * (place // columns)
         return sheet.crop((left, top, left + 16, top + 16)).tobytes()
 
-    with Image.open(elsewhere / name) as part, Image.open(elsewhere / "whole.png") as whole:
+    with Image.open(empty_dir / name) as part, Image.open(empty_dir / "whole.png") as whole:
         seeds = [int(seed) for seed in part.text["seeds"].split()]
         assert len(seeds) == count == int(part.text["images"])
         for place, seed in enumerate(seeds):
             assert tile(part, squarest(count), place) == tile(whole, 3, seed)
     assert run(*draw).out.startswith(f"{name}: ")  # all pictures replace those of the interrupted run
-    assert (elsewhere / name).read_bytes() == (elsewhere / "whole.png").read_bytes()
+    assert (empty_dir / name).read_bytes() == (empty_dir / "whole.png").read_bytes()
 
 
-def test_a_cache_that_cannot_be_written_is_a_warning(run, model, elsewhere: Path, monkeypatch) -> None:
-    (elsewhere / "file").write_text("mine")
-    monkeypatch.setattr(engines, "cache_folder", lambda beside: elsewhere / "file" / "cache")
+def test_a_cache_that_cannot_be_written_is_a_warning(run, model, empty_dir: Path, monkeypatch) -> None:
+    (empty_dir / "file").write_text("mine")
+    monkeypatch.setattr(engines, "cache_folder", lambda beside: empty_dir / "file" / "cache")
     outcome = run("generate", PROMPT, "--model", model, "-o", "x.png")
     assert outcome.code == 0 and outcome.err.count("\n") == 1 and "warning: " in outcome.err
-    assert "file/cache" in outcome.err and (elsewhere / "x.png").exists()
+    assert "file/cache" in outcome.err and (empty_dir / "x.png").exists()
 
 
-def test_file_names_of_any_prompt(run, model, elsewhere: Path) -> None:
+def test_file_names_of_any_prompt(run, model, empty_dir: Path) -> None:
     assert run("generate", "../Tulip/ rouge: " + "é" * 300, "--model", model).code == 0
-    (file,) = (elsewhere / "out").iterdir()
+    (file,) = (empty_dir / "out").iterdir()
     assert file.name.startswith("tulip-rouge-é") and len(file.name) < 70

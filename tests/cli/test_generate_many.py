@@ -23,9 +23,9 @@ PROMPTS = ["red tulip", "a tulip", "a photo of a red tulip", "a photo of a tulip
 
 
 @pytest.fixture
-def requested(elsewhere: Path) -> Path:
+def requested(empty_dir: Path) -> Path:
     """A file of prompts, with a comment, an empty line and one prompt twice."""
-    file = elsewhere / "prompts.txt"
+    file = empty_dir / "prompts.txt"
     file.write_text("\n".join([PROMPTS[0], "", "# not this", *PROMPTS[1:], PROMPTS[0]]) + "\n")
     return file
 
@@ -37,13 +37,13 @@ def job(run, model, requested):
 
 
 def test_one_png_for_each_prompt_and_seed_with_the_bytes_of_its_prompt_alone(
-    job, run, model, elsewhere: Path
+    job, run, model, empty_dir: Path
 ) -> None:
     outcome = job("-o", "new/out", "--seed", 7, "--batch-size", 4)
     assert (outcome.code, outcome.err) == (0, "")
     assert outcome.out.startswith("new/out: 10 pictures, ") and "codes per pass" in outcome.out
     made = {}
-    for path in (elsewhere / "new/out").iterdir():
+    for path in (empty_dir / "new/out").iterdir():
         with Image.open(path) as image:
             assert image.size == (16, 16)
             made[image.text["prompt"], image.text["seed"]] = path
@@ -51,32 +51,32 @@ def test_one_png_for_each_prompt_and_seed_with_the_bytes_of_its_prompt_alone(
     name = made["a photo of a red tulip", "8"].name
     assert name.startswith("a-photo-of-a-red-tulip-") and name.endswith("-8.png")
     run("generate", PROMPTS[1], "--model", model, "--seed", 8, "--batch-size", 4, "-o", "alone.png")
-    assert made[PROMPTS[1], "8"].read_bytes() == (elsewhere / "alone.png").read_bytes()
+    assert made[PROMPTS[1], "8"].read_bytes() == (empty_dir / "alone.png").read_bytes()
 
 
 def test_existing_pictures_are_not_drawn_again_and_the_order_does_not_matter(
-    job, requested, elsewhere: Path
+    job, requested, empty_dir: Path
 ) -> None:
     job("-o", "one", "--batch-size", 3)
-    before = contents(elsewhere / "one")
-    times = {path: path.stat().st_mtime_ns for path in (elsewhere / "one").iterdir()}
+    before = contents(empty_dir / "one")
+    times = {path: path.stat().st_mtime_ns for path in (empty_dir / "one").iterdir()}
     outcome = job("-o", "one", "--batch-size", 3)
     assert outcome.code == 0 and outcome.out == "one: nothing to draw, all 10 pictures are there\n"
     assert job("-o", "one", "--batch-size", 3, "--json").json["seconds_per_image"] is None
     requested.write_text("\n".join(["one more red tulip", *reversed(PROMPTS)]))
     figures = json.loads(job("-o", "one", "--batch-size", 3, "--json").out)
     assert (figures["images"], figures["skipped"], figures["codes"]) == (2, 10, 32)
-    after = contents(elsewhere / "one")
+    after = contents(empty_dir / "one")
     assert len(after) == 12 and {name: after[name] for name in before} == before
     assert {path: path.stat().st_mtime_ns for path in times} == times
     assert job("-o", "two", "--batch-size", 3).code == 0
-    assert contents(elsewhere / "two") == after
+    assert contents(empty_dir / "two") == after
 
 
-def test_truncated_damaged_and_temporary_files_are_replaced(job, elsewhere: Path) -> None:
+def test_truncated_damaged_and_temporary_files_are_replaced(job, empty_dir: Path) -> None:
     job("-o", "out")
-    before = contents(elsewhere / "out")
-    truncated, empty, other, flipped, *_ = sorted((elsewhere / "out").iterdir())
+    before = contents(empty_dir / "out")
+    truncated, empty, other, flipped, *_ = sorted((empty_dir / "out").iterdir())
     damaged = bytearray(flipped.read_bytes())
     damaged[damaged.index(b"IDAT") + 40] ^= 1
     flipped.write_bytes(damaged)
@@ -87,11 +87,11 @@ def test_truncated_damaged_and_temporary_files_are_replaced(job, elsewhere: Path
     left.write_bytes(b"half")
     os.utime(left, (0, 0))
     assert "3 pictures, 7 were there already" in job("-o", "out").out
-    assert contents(elsewhere / "out") == before
+    assert contents(empty_dir / "out") == before
 
 
 def test_a_second_job_in_the_same_folder_is_rejected(
-    job, run, model, requested, elsewhere: Path, monkeypatch
+    job, run, model, requested, empty_dir: Path, monkeypatch
 ) -> None:
     reported = []
 
@@ -106,7 +106,7 @@ def test_a_second_job_in_the_same_folder_is_rejected(
     (other,) = reported
     assert (other.returncode, other.stdout, other.stderr.count("\n")) == (2, "", 1)
     assert f"new/out is being filled by another process ({os.getpid()} on " in other.stderr
-    assert len(contents(elsewhere / "new/out")) == 10  # and nothing else
+    assert len(contents(empty_dir / "new/out")) == 10  # and nothing else
     assert "nothing to draw" in job("-o", "new/out").out
 
 
@@ -119,21 +119,21 @@ def test_a_folder_whose_other_job_ends_meanwhile_is_rejected(tmp_path: Path, mon
         rejects("being filled by another process", locked(tmp_path).__enter__)
 
 
-def test_other_settings_need_overwrite(job, elsewhere: Path) -> None:
+def test_other_settings_need_overwrite(job, empty_dir: Path) -> None:
     job("-o", "out", "--temperature", 0.5)
-    before = contents(elsewhere / "out")
+    before = contents(empty_dir / "out")
     job("-o", "out", "--temperature", 0.75).refused("temperature 0.5 -> 0.75", "--overwrite")
-    assert contents(elsewhere / "out") == before
+    assert contents(empty_dir / "out") == before
     first = sorted(before)[0]
     assert "out: 10 pictures, " in job("-o", "out", "--temperature", 0.75, "--overwrite").out
-    assert contents(elsewhere / "out")[first] != before[first]
+    assert contents(empty_dir / "out")[first] != before[first]
     assert "nothing to draw" in job("-o", "out", "--temperature", 0.75, "--overwrite").out
 
 
-def test_a_prompt_that_cannot_be_drawn_is_rejected_with_its_line(job, requested, elsewhere: Path) -> None:
+def test_a_prompt_that_cannot_be_drawn_is_rejected_with_its_line(job, requested, empty_dir: Path) -> None:
     requested.write_text("red tulip\n\na pine tree\na red tulip\na rose\n")
     job("-o", "out").refused("prompts.txt, line 3: prompt 'a pine tree' names no subject", "1 more")
-    assert not (elsewhere / "out").exists()
+    assert not (empty_dir / "out").exists()
 
 
 def test_unknown_words_of_only_the_first_prompts_are_reported(job, requested) -> None:
@@ -143,7 +143,7 @@ def test_unknown_words_of_only_the_first_prompts_are_reported(job, requested) ->
     assert all(line.startswith("lanternpp: warning: ") for line in reported) and "red, tulip" in reported[4]
 
 
-def test_a_full_disk_leaves_only_complete_pictures(job, elsewhere: Path, monkeypatch) -> None:
+def test_a_full_disk_leaves_only_complete_pictures(job, empty_dir: Path, monkeypatch) -> None:
     complete, write = [], Path.write_bytes
 
     def fill(self: Path, data: bytes) -> int:
@@ -156,17 +156,17 @@ def test_a_full_disk_leaves_only_complete_pictures(job, elsewhere: Path, monkeyp
     monkeypatch.setattr(Path, "write_bytes", fill)
     job("-o", "out").failed("the disk is full")
     monkeypatch.undo()
-    assert len(list((elsewhere / "out").iterdir())) == 3
-    assert "7 pictures, 3 were there already" in job("-o", elsewhere / "out").out
+    assert len(list((empty_dir / "out").iterdir())) == 3
+    assert "7 pictures, 3 were there already" in job("-o", empty_dir / "out").out
 
 
-def test_a_disk_that_is_full_from_the_start_leaves_no_folder(job, elsewhere: Path, monkeypatch) -> None:
+def test_a_disk_that_is_full_from_the_start_leaves_no_folder(job, empty_dir: Path, monkeypatch) -> None:
     def full(self: Path, *given: object, **more: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
     job("-o", "out").failed(f"the disk is full (out/{LOCK})")
-    assert not (elsewhere / "out").exists()
+    assert not (empty_dir / "out").exists()
 
 
 def test_the_figures_of_a_job(job) -> None:
@@ -200,12 +200,12 @@ def test_the_figures_of_a_job(job) -> None:
         (["a tulip", "--ray"], "--ray goes with --prompts"),
     ],
 )
-def test_wrong_options_are_rejected(args, names, run, model, elsewhere: Path) -> None:
-    (elsewhere / "p.txt").write_text("red tulip\n")
-    (elsewhere / "empty.txt").write_text("# nothing\n\n")
-    os.mkfifo(elsewhere / "pipe.txt")  # nobody writes into it
+def test_wrong_options_are_rejected(args, names, run, model, empty_dir: Path) -> None:
+    (empty_dir / "p.txt").write_text("red tulip\n")
+    (empty_dir / "empty.txt").write_text("# nothing\n\n")
+    os.mkfifo(empty_dir / "pipe.txt")  # nobody writes into it
     run("generate", *args, "--model", model).refused(names)
-    assert sorted(path.name for path in elsewhere.iterdir()) == ["empty.txt", "p.txt", "pipe.txt"]
+    assert sorted(path.name for path in empty_dir.iterdir()) == ["empty.txt", "p.txt", "pipe.txt"]
 
 
 def test_without_ray_one_sentence_says_what_to_install(job, monkeypatch) -> None:

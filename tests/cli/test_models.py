@@ -58,10 +58,10 @@ def test_weights_in_8_bits_are_close_and_less_than_half_as_large(run, model: Pat
         (("nature-128", "file/m"), ["cannot be a folder", "file is a file"]),
     ],
 )
-def test_wrong_conversions_are_rejected(run, model, arguments, named, elsewhere: Path) -> None:
-    (elsewhere / "file").write_text("mine")
+def test_wrong_conversions_are_rejected(run, model, arguments, named, empty_dir: Path) -> None:
+    (empty_dir / "file").write_text("mine")
     run("models", "convert", *[model if a == "MODEL" else a for a in arguments]).refused(*named)
-    assert not (elsewhere / "out").exists()
+    assert not (empty_dir / "out").exists()
 
 
 def test_a_model_is_replaced_only_with_overwrite(run, model: Path, tmp_path: Path) -> None:
@@ -87,18 +87,18 @@ def test_a_model_is_replaced_only_with_overwrite(run, model: Path, tmp_path: Pat
 
 
 def test_files_are_replaced_only_with_overwrite_and_others_are_kept(
-    run, model: Path, elsewhere: Path, tmp_path: Path
+    run, model: Path, empty_dir: Path, tmp_path: Path
 ) -> None:
     mine = dict.fromkeys(("text/notes", "classifier/work", "defaults.json", "README.md"), b"mine")
     for name, data in mine.items():
-        (elsewhere / name).parent.mkdir(exist_ok=True)
-        (elsewhere / name).write_bytes(data)
+        (empty_dir / name).parent.mkdir(exist_ok=True)
+        (empty_dir / name).write_bytes(data)
     run("models", "convert", model, ".").refused("classifier, text, defaults.json, README.md", "--overwrite")
-    assert contents(elsewhere) == mine
+    assert contents(empty_dir) == mine
     (tmp_path / "link").symlink_to(tmp_path / "new")
     for out in (".", tmp_path / "link"):
         assert run("models", "convert", model, out, "--overwrite").code == 0
-    after, new = contents(elsewhere), contents(tmp_path / "new")
+    after, new = contents(empty_dir), contents(tmp_path / "new")
     assert after.keys() == new.keys() | mine.keys()
     assert {name for name in mine if after[name] == b"mine"} == mine.keys() - {"defaults.json"}
 

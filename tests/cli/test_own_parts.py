@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.documents import DOCS, blocks
-from helpers.processes import commands
+from helpers.processes import run_commands
 from PIL import Image
 
 from lanternpp.accept.base import tv_cost
@@ -136,10 +136,10 @@ def test_a_name_that_is_no_rule_is_rejected_with_where_it_was_looked_for(own_rul
 
 
 def test_a_tree_may_be_a_list_in_a_module_of_the_current_folder(
-    own_rules, elsewhere: Path, run, model, monkeypatch
+    own_rules, empty_dir: Path, run, model, monkeypatch
 ) -> None:
     """Only the command line imports from it."""
-    (elsewhere / "my_trees.py").write_text("TREE = [[0], [1], [0, 0]]\nGAPS = [[0, 0]]\n")
+    (empty_dir / "my_trees.py").write_text("TREE = [[0], [1], [0, 0]]\nGAPS = [[0, 0]]\n")
     monkeypatch.setattr(sys, "path", [*sys.path])
     args = ["generate", PROMPT, "--model", model, "--method", "eagle", "--json", "--tree"]
     by_name, by_paths = run(*args, "my_trees:TREE").json, run(*args, "[[0],[1],[0,0]]").json
@@ -186,16 +186,16 @@ def test_the_cost_of_a_rule_that_reads_the_drafts_probabilities_depends_on_them(
 
 
 @pytest.fixture
-def grey(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def grey(empty_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the family of docs/extending.md and a model of it. This process does not know the family."""
     text = {block.title: block.text for block in blocks(DOCS / "extending.md", "python")}["my_family.py"]
-    (elsewhere / "my_family.py").write_text(text)
+    (empty_dir / "my_family.py").write_text(text)
     family: dict[str, Any] = {}
     monkeypatch.setitem(FAMILIES, "grey", "")
     exec(text, family)
     checkpoints.save("grey-model/target", {"kind": "grey"}, family["GreyTarget"]().state_dict())
     del FAMILIES["grey"]
-    return elsewhere
+    return empty_dir
 
 
 def test_a_custom_family_draws_if_the_environment_names_its_module(grey: Path, run, monkeypatch) -> None:
@@ -209,7 +209,7 @@ def test_a_custom_family_draws_if_the_environment_names_its_module(grey: Path, r
         monkeypatch.setenv("LANTERNPP_IMPORT", modules)
         run(*draw).refused(said)
     both = [draw, ("generate", "seven", *draw[2:])]
-    ended = commands(both, grey, env={**os.environ, "LANTERNPP_IMPORT": "json, my_family"})[1]
+    ended = run_commands(both, grey, env={**os.environ, "LANTERNPP_IMPORT": "json, my_family"})[1]
     said = "lanternpp: error: the prompt is no digit\n"
     assert [(code, err) for code, _, err in ended] == [(0, ""), (2, said)]
     assert Image.open(grey / "7.png").size == (8, 8)

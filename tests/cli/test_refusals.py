@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.checkpoints import write_drafter
 from helpers.families import write_chameleon, write_eagle
-from helpers.models import change
+from helpers.models import update_json
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -76,7 +76,7 @@ BEFORE_A_MODEL_IS_READ = [
     + [("compare", *row) for row in BEFORE_A_MODEL_IS_READ[::6]],
 )
 def test_wrong_options_are_rejected_before_a_model_is_read(
-    verb, args, names, run, elsewhere, monkeypatch
+    verb, args, names, run, empty_dir, monkeypatch
 ) -> None:
     monkeypatch.setattr(Pipeline, "from_pretrained", lambda **_: pytest.fail("a model was read"))
     run(verb, *args).refused(names)
@@ -101,23 +101,23 @@ def test_options_that_the_model_does_not_support_are_rejected(args, names, run, 
     run("generate", PROMPT, *args, *(() if "--model" in args else ("--model", model))).refused(names)
 
 
-def test_unknown_verbs_and_subjects_and_wrong_outputs_are_rejected(run, model, elsewhere) -> None:
+def test_unknown_verbs_and_subjects_and_wrong_outputs_are_rejected(run, model, empty_dir) -> None:
     run("generate", "a red\nbicycle", "--model", model).refused("use one of: tulip")
     run("paint", "x").refused("paint")
     run("compare", PROMPT, "--runs", "0").refused("--runs 0")
     run("models", "--no-such").refused("--no-such")
     said = "unexpected 'eagle k=1': a value with spaces needs quotes"
     run("bench", "--methods", "ar", "eagle k=1").refused(said)
-    (elsewhere / "x.png").mkdir()
-    (elsewhere / "notes").write_text("mine")
+    (empty_dir / "x.png").mkdir()
+    (empty_dir / "notes").write_text("mine")
     run("generate", PROMPT, "-o", "x.png").refused("'x.png' is not a file")
     run("generate", PROMPT, "-o", "notes/x.png").refused("'notes/x.png'")
-    assert (elsewhere / "notes").read_text() == "mine"
+    assert (empty_dir / "notes").read_text() == "mine"
 
 
 @pytest.mark.parametrize(("verb", "content"), [("generate", "text"), ("compare", "picture")])
-def test_a_file_that_lanternpp_has_not_written_is_kept(verb, content, run, model, elsewhere) -> None:
-    file = elsewhere / "x.png"
+def test_a_file_that_lanternpp_has_not_written_is_kept(verb, content, run, model, empty_dir) -> None:
+    file = empty_dir / "x.png"
     if content == "text":
         file.write_text("mine")
     else:
@@ -142,19 +142,19 @@ def test_a_smaller_target_that_is_missing_or_of_other_codes_is_rejected(run, mod
         run(*draw, model, "--drafter", smaller(**shape)).refused(said)
 
 
-def test_a_full_disk_leaves_the_old_picture(run, model, elsewhere, monkeypatch) -> None:
+def test_a_full_disk_leaves_the_old_picture(run, model, empty_dir, monkeypatch) -> None:
     write = Path.write_bytes
 
     def full(self: Path, data: bytes) -> None:
         write(self, data[:10])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    (elsewhere / "x.png").write_bytes(b"old")
+    (empty_dir / "x.png").write_bytes(b"old")
     monkeypatch.setattr(Path, "write_bytes", full)
     outcome = run("generate", PROMPT, "--model", model, "-o", "x.png", "--overwrite")
     outcome.refused("x.png could not be written, the disk is full: free some room")
-    assert [p.name for p in elsewhere.iterdir()] == ["x.png"]
-    assert (elsewhere / "x.png").read_bytes() == b"old"
+    assert [p.name for p in empty_dir.iterdir()] == ["x.png"]
+    assert (empty_dir / "x.png").read_bytes() == b"old"
 
 
 def test_published_files_that_do_not_fit_are_rejected(run, tmp_path: Path) -> None:
@@ -200,5 +200,5 @@ TARGET, VQ, DRAFTER, DEFAULTS = (
     ],
 )
 def test_a_wrong_config_of_ours_is_rejected(file: str, fields: dict, said: str, run, broken: Path) -> None:
-    change(broken / file, **fields)
+    update_json(broken / file, **fields)
     run("generate", "a red tulip", "--model", broken, "--method", "eagle").refused(said)

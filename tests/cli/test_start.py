@@ -104,14 +104,14 @@ UNREADABLE = PermissionError(13, "Permission denied", "/some/file")
     ("raised", "code", "said"),
     [(KeyboardInterrupt(), 130, "interrupted"), (UNREADABLE, 2, "error: /some/file: Permission denied")],
 )
-def test_ctrl_c_and_a_file_that_cannot_be_read_are_one_line(raised, code, said, run, monkeypatch, elsewhere):
+def test_ctrl_c_and_a_file_that_cannot_be_read_are_one_line(raised, code, said, run, monkeypatch, empty_dir):
     def stop(**_: object) -> None:
         raise raised
 
     monkeypatch.setattr(Pipeline, "from_pretrained", stop)
     outcome = run("generate", "a red tulip")
     assert (outcome.code, outcome.out, outcome.err) == (code, "", f"lanternpp: {said}\n")
-    assert list(elsewhere.iterdir()) == []
+    assert list(empty_dir.iterdir()) == []
 
 
 class Terminal(io.StringIO):

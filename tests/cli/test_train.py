@@ -12,7 +12,7 @@ from helpers.checkpoints import write_llamagen
 from helpers.families import write_janus
 from helpers.latents import small_diffusion
 from helpers.models import contents, write_model
-from helpers.photos import draw
+from helpers.photos import write_photos
 from helpers.refusals import rejects
 from safetensors.torch import save_file
 
@@ -38,19 +38,19 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def workdir(published: Path, elsewhere: Path) -> Path:
+def workdir(published: Path, empty_dir: Path) -> Path:
     """The same in the folder where commands run, with prompts."""
-    shutil.copytree(published, elsewhere, dirs_exist_ok=True)
-    (elsewhere / "prompts.txt").write_text("a red tulip\nthe red\na photo of a tulip\n")
-    return elsewhere
+    shutil.copytree(published, empty_dir, dirs_exist_ok=True)
+    (empty_dir / "prompts.txt").write_text("a red tulip\nthe red\na photo of a tulip\n")
+    return empty_dir
 
 
 @pytest.fixture
-def photos(elsewhere: Path) -> Path:
+def photos(empty_dir: Path) -> Path:
     """100 photos to train on and 4 to validate."""
-    draw(elsewhere / "photos" / "train", 100, "tulip")
-    draw(elsewhere / "photos" / "val", 4, "tulip")
-    return elsewhere / "photos"
+    write_photos(empty_dir / "photos" / "train", 100, "tulip")
+    write_photos(empty_dir / "photos" / "val", 4, "tulip")
+    return empty_dir / "photos"
 
 
 def own(name: str) -> tuple[object, ...]:

@@ -21,9 +21,9 @@ QUIET = ("--no-plots", "--no-race")
 
 
 @pytest.fixture
-def own(model, tmp_path, elsewhere) -> Path:
+def own(model, tmp_path, empty_dir) -> Path:
     """A copy of the tiny model to tune, and two prompts."""
-    (elsewhere / "p.txt").write_text("a red tulip\na tulip\n")
+    (empty_dir / "p.txt").write_text("a red tulip\na tulip\n")
     return Path(shutil.copytree(model, tmp_path / "own"))
 
 

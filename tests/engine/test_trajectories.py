@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.latents import agreement, eagle, small_diffusion, tiny
+from helpers.latents import agreement, eagle, small_diffusion, tiny_target
 from helpers.refusals import rejects
 from torch import Tensor
 
@@ -158,7 +158,7 @@ def test_a_head_learns_a_distribution_of_two_modes() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    target, mixture = small_diffusion()[0], tiny(ContinuousTarget, "latent_out", components=3)
+    target, mixture = small_diffusion()[0], tiny_target(ContinuousTarget, "latent_out", components=3)
     tree, rest = build_tree("chain-2"), (Sampling(), Guidance(), 1)
     with pytest.raises(InputError, match="has no diffusion head"):
         engine_class(target)(target, TreeProposer(eagle(target), tree), Exact(), *rest)

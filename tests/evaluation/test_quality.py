@@ -13,7 +13,7 @@ from urllib.error import URLError
 import numpy as np
 import pytest
 import torch
-from helpers.classifiers import CPU, splashes, write_classifier
+from helpers.classifiers import CPU, noisy_pictures, write_classifier
 from helpers.refusals import rejects
 from PIL import Image
 from torch import Tensor
@@ -66,7 +66,11 @@ def test_pictures_like_the_reference_have_a_small_distance_and_others_a_large_on
     quality = Quality.for_model(folder, None, None, None, CPU)
     same, like, unlike = (
         quality.measure(images)
-        for images in (splashes("red", 24), splashes("red", 24, seed=1), splashes("blue", 24))
+        for images in (
+            noisy_pictures("red", 24),
+            noisy_pictures("red", 24, seed=1),
+            noisy_pictures("blue", 24),
+        )
     )
     assert same["frechet"] < 1e-3 * unlike["frechet"]
     assert same["frechet"] < like["frechet"] < 0.1 * unlike["frechet"]
@@ -77,15 +81,15 @@ def test_pictures_like_the_reference_have_a_small_distance_and_others_a_large_on
 
 
 def test_a_folder_of_the_same_pictures_is_the_same_reference(folder: Path, tmp_path: Path) -> None:
-    pictures = saved(tmp_path / "pictures" / "val", splashes("red", 24)).parent
-    images = splashes("red", 12, seed=3)
+    pictures = saved(tmp_path / "pictures" / "val", noisy_pictures("red", 24)).parent
+    images = noisy_pictures("red", 12, seed=3)
     own, named = (Quality.for_model(folder, ref, None, None, CPU).measure(images) for ref in (None, pictures))
     assert named == pytest.approx(own, rel=0.01)
 
 
 def test_prompt_accuracy_counts_prompts_that_name_a_label(folder: Path) -> None:
     quality = Quality.for_model(folder, device=CPU)
-    images = splashes("red", 4) + splashes("blue", 4)
+    images = noisy_pictures("red", 4) + noisy_pictures("blue", 4)
     prompts = ["red tulips", "a tulip", "the sea", None, "a sea", "a stone", "the sea", "a tulip in the sea"]
     assert quality.measure(images, prompts)["prompt_accuracy"] == pytest.approx(4 / 6)
     assert "prompt_accuracy" not in quality.measure(images, ["a stone"] * 8)
@@ -113,11 +117,11 @@ def test_custom_features_are_checked_before_anything_is_drawn(
 def test_custom_features_need_no_classifier_which_still_measures_prompts(
     folder: Path, tmp_path: Path
 ) -> None:
-    pictures = saved(tmp_path / "red", splashes("red", 8))
+    pictures = saved(tmp_path / "red", noisy_pictures("red", 8))
     (bare := tmp_path / "bare").mkdir()
     for model, more in (folder, {"prompt_accuracy": 1}), (bare, {}):
         quality = Quality.for_model(model, pictures, OWN, None, CPU)
-        figures = quality.measure(splashes("red", 8), ["a tulip"] * 8)
+        figures = quality.measure(noisy_pictures("red", 8), ["a tulip"] * 8)
         assert figures.pop("frechet") == pytest.approx(0, abs=1e-6) and figures.pop("frechet_spread") > 0
         assert figures == {"precision": 1, "recall": 1} | more
     rejects(
@@ -128,11 +132,11 @@ def test_custom_features_need_no_classifier_which_still_measures_prompts(
 def test_missing_and_small_references_are_rejected_before_anything_is_drawn(
     folder: Path, tmp_path: Path
 ) -> None:
-    few = saved(tmp_path / "few", splashes("red", 3))
+    few = saved(tmp_path / "few", noisy_pictures("red", 3))
     rejects("need --reference DIR", Quality.for_model, folder, None, OWN, None, CPU)
     rejects("holds 3 pictures; at least 4 are needed", Quality.for_model, folder, few, None, None, CPU)
     quality = Quality.for_model(folder, device=CPU)
-    rejects("3 pictures are too few to measure; at least 4", quality.measure, splashes("red", 3))
+    rejects("3 pictures are too few to measure; at least 4", quality.measure, noisy_pictures("red", 3))
 
 
 def test_inception_needs_torch_fidelity_and_weights(
@@ -155,7 +159,7 @@ def test_inception_needs_torch_fidelity_and_weights(
 
 def test_features_do_not_depend_on_the_batch(tmp_path: Path) -> None:
     classifier = ClassifierFeatures.open(write_classifier(tmp_path), CPU)
-    images = splashes("red", 5) + splashes("blue", 4, side=40)  # any size
+    images = noisy_pictures("red", 5) + noisy_pictures("blue", 4, side=40)  # any size
     one, many = (extract(classifier, images, batch=batch) for batch in (1, 64))
     assert one.shape == (9, 16)
     torch.testing.assert_close(one, many, rtol=1e-4, atol=1e-5)

@@ -36,7 +36,7 @@ def numbers(name: str, shape: tuple[int, ...]) -> Tensor:
     return x.float().view(shape)
 
 
-def made(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+def tensors_of(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """A checkpoint of these shapes."""
     return {name: numbers(name, shape) for name, shape in shapes.items()}
 
@@ -62,7 +62,7 @@ def llamagen(text: bool = False, dim: int = 64) -> dict[str, Tensor]:
             f"layers.{i}.attention_norm.weight": (dim,),
             f"layers.{i}.ffn_norm.weight": (dim,),
         }
-    tensors = made(shapes | {"norm.weight": (dim,), "output.weight": (VOCAB, dim)})
+    tensors = tensors_of(shapes | {"norm.weight": (dim,), "output.weight": (VOCAB, dim)})
     tensors["output.weight"] *= 2  # some codes are clearly more probable than others
     return tensors
 
@@ -102,7 +102,7 @@ def published_drafter(target: dict[str, Tensor], hidden: int = 96) -> dict[str, 
     shapes = {f"{layer}.self_attn.{x}_proj.weight": (dim, dim) for x in "qkvo"}
     shapes |= {f"{layer}.mlp.{x}_proj.weight": (hidden, dim) for x in ("gate", "up")}
     shapes |= {f"{layer}.mlp.down_proj.weight": (dim, hidden), "fc.weight": (dim, 2 * dim), "fc.bias": (dim,)}
-    return made(shapes | {f"{layer}.post_attention_layernorm.weight": (dim,)}) | {
+    return tensors_of(shapes | {f"{layer}.post_attention_layernorm.weight": (dim,)}) | {
         "embed_tokens.weight": table
     }
 
@@ -145,7 +145,7 @@ def vq16() -> dict[str, Tensor]:
     """LlamaGen's tokenizer: its decoder, and a few tensors that drawing does not need."""
     config = VQGANConfig(codes=VOCAB, dim=4, channels=32, multiples=(1, 1, 1, 1, 2), latent=16)
     unread = {"quant_conv.weight": (16, 4, 1, 1), "encoder.conv_in.weight": (3, 32, 3, 3)}
-    tensors = made(vqgan_shapes(config, names=LLAMAGEN) | unread)
+    tensors = tensors_of(vqgan_shapes(config, names=LLAMAGEN) | unread)
     tensors["decoder.conv_out.weight"] *= 0.2  # most pixels within [-1, 1]
     return tensors | {"quantize.codebook_used": torch.zeros(16)}
 

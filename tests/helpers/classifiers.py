@@ -40,12 +40,12 @@ def write_classifier(folder: Path, side: int = 16, captions: tuple[str, ...] = (
         classifier.labels.bias.copy_(-classifier.labels.weight @ middle[0])
     checkpoints.save(folder / CLASSIFIER, {"kind": CLASSIFIER, **asdict(config)}, classifier.state_dict())
     stored = ClassifierFeatures.open(folder, CPU)
-    features = extract(stored, splashes("red", 24))
+    features = extract(stored, noisy_pictures("red", 24))
     write_reference(folder, read_classifier(folder), features, captions * (24 // len(captions)))
     return folder
 
 
-def splashes(colour: str, count: int, seed: int = 0, side: int = 16) -> list[Image.Image]:
+def noisy_pictures(colour: str, count: int, seed: int = 0, side: int = 16) -> list[Image.Image]:
     """Pictures mostly red or mostly blue, all different."""
     noise = torch.randint(0, 60, (count, side, side, 3), generator=torch.Generator().manual_seed(seed))
     noise[..., 0 if colour == "red" else 2] += torch.linspace(120, 190, count).long().view(-1, 1, 1)

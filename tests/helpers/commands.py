@@ -49,7 +49,7 @@ Run = Callable[..., Outcome]
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def empty_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Every command runs in an empty folder of its own, with a cache of its own."""
     folder = tmp_path / "here"
     folder.mkdir()

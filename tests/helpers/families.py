@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from helpers.checkpoints import made, vqgan_shapes
+from helpers.checkpoints import tensors_of, vqgan_shapes
 from lanternpp.api.model import read_target
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
@@ -83,7 +83,7 @@ def model_of(name: str, **fields: Any) -> Any:
     return model
 
 
-def configured(folder: Path, *removed: str, **changes: Any) -> None:
+def update_config(folder: Path, *removed: str, **changes: Any) -> None:
     """Change fields of a folder's config.json."""
     config = json.loads((folder / "config.json").read_text()) | changes
     config = {name: value for name, value in config.items() if name not in removed}
@@ -103,7 +103,7 @@ def write_tokenizer(folder: Path, tokens: list[str]) -> dict[str, int]:
 
 def taming(config: VQGANConfig, encoder: bool = False) -> dict[str, torch.Tensor]:
     """A VQ decoder of taming-transformers' layout; encoder: and the encoder."""
-    tensors = made(vqgan_shapes(config, encoder))
+    tensors = tensors_of(vqgan_shapes(config, encoder))
     tensors["decoder.conv_out.weight"] /= 8  # pixels within the clamped range
     return tensors
 
@@ -191,7 +191,7 @@ def write_lumina2(folder: Path) -> Any:
     torch.save(taming(LUMINA2_VQ, encoder=True), folder / "movqgan_270M.ckpt")
     text = {"bos_token": None, "eos_token": {"content": special[0]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(text))
-    configured(folder, size="32x32")
+    update_config(folder, size="32x32")
     return model
 
 
@@ -215,7 +215,7 @@ def write_emu35(folder: Path, tokenizer: bool = True) -> Any:
     model.save_pretrained(folder)
     theirs = {"model_type": "Emu3", "architectures": ["Emu3ForCausalLM"], "rope_theta": ROPE["rope_theta"]}
     theirs |= {"attention_dropout": 0.1, "rope_scaling": None, "size": "64x64"}
-    configured(folder, "rope_parameters", "layer_types", **theirs)
+    update_config(folder, "rope_parameters", "layer_types", **theirs)
     (folder / "emu3.tiktoken").write_text("".join(lines))
     if tokenizer:
         write_ibq(folder / "Emu3.5-VisionTokenizer")
@@ -240,7 +240,7 @@ LANGUAGE = {
 ROPE = {"rope_type": "default", "rope_theta": 1e6}
 
 
-def rewrite(folder: Path, names: dict[str, str]) -> None:
+def rename_tensors(folder: Path, names: dict[str, str]) -> None:
     """Rename the tensors of a checkpoint: regular expressions, applied one after the other."""
     path = folder / "model.safetensors"
     tensors = {}
@@ -305,10 +305,10 @@ def write_emu3(folder: Path, hub: bool = False, size: str = "32x32") -> Any:
         elif name.endswith("running_var"):
             moving.uniform_(0.5, 2)
     model.save_pretrained(folder)
-    configured(folder, size=size)
+    update_config(folder, size=size)
     if hub:
         names = {r"^lm_head": "text_model.lm_head", r"^model\.text_model": "text_model.model"}
-        rewrite(folder, names | {r"^model\.vqmodel": "vqmodel"})
+        rename_tensors(folder, names | {r"^model\.vqmodel": "vqmodel"})
     return model
 
 
@@ -339,7 +339,7 @@ def cosmos(book: tuple[int, int], latent: int = 8, width: int = 16) -> dict[str,
             conv(f"{name}.1", size, size, 3, 1, 1)
         elif not name.endswith("block.2"):  # which is ours: the addition of frames
             conv(name, layer.in_channels, size, 1, 1, 1)
-    tensors = made(shapes)
+    tensors = tensors_of(shapes)
     for parameter in ("weight", "bias"):  # pixels within the clamped range
         tensors[f"decoder.conv_out.1.conv3d.{parameter}"] /= 20
     return tensors
@@ -360,7 +360,7 @@ def write_liquid(folder: Path, head_dim: int = 16) -> Any:
     """A tiny Liquid, its heads wider than their share of 8, as Gemma's are; the transformers model that wrote it."""
     tokens = ["<pad>", "<eos>", "<bos>", "<boi>", "<eoi>", "<unconditional>"]
     model = write_language(folder, "Gemma", tokens, [CODES], head_dim=head_dim, eos_token_id=1)
-    configured(folder, hidden_act="gelu")  # as published
+    update_config(folder, hidden_act="gelu")  # as published
     save_file(taming(CHAMELEON_VQ), folder / "vqgan.safetensors")
     return model
 
@@ -368,7 +368,7 @@ def write_liquid(folder: Path, head_dim: int = 16) -> Any:
 def write_sketch(folder: Path) -> None:
     """The model of `docs/extending.md`: a Llama over 20 words, whose config has no fields about codes."""
     write_language(folder, "Llama", ["<s>", "<draw>", "<pad>"], [CODES])
-    configured(folder, "levels", "size")
+    update_config(folder, "levels", "size")
     save_file(taming(CHAMELEON_VQ), folder / "vqgan.safetensors")
 
 
@@ -377,7 +377,7 @@ def write_simplear(folder: Path, decoder: bool = True) -> Any:
     tokens = ["<|endoftext|>", "<|im_end|>", "<|t2i|>", "<|soi|>", "<|vtokens|>"]
     model = write_language(folder, "Qwen2", tokens, [4, 4, 4], rope_parameters=ROPE)
     theirs = {"architectures": ["SimpARForCausalLM"], "rope_theta": ROPE["rope_theta"]}
-    configured(folder, "rope_parameters", "layer_types", **theirs, sliding_window=32768)
+    update_config(folder, "rope_parameters", "layer_types", **theirs, sliding_window=32768)
     if decoder:
         save_file(cosmos((CODES, 3)), folder / "vq_cosmos.safetensors")
     return model

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from helpers.processes import commands
+from helpers.processes import run_commands
 
 COMMIT = "c0ffee" + "0" * 34
 Outcome = tuple[int, str, str]
@@ -122,8 +122,8 @@ def hub(root: Path) -> Iterator[Hub]:
         thread.join(60)
 
 
-def ended(place: Path, address: str, *requested: list[str], **more: str) -> list[Outcome]:
+def run_with_hub(place: Path, address: str, *requested: list[str], **more: str) -> list[Outcome]:
     """How commands in one process ended, with a hub at an address: status, stdout, stderr."""
     env = os.environ | {"HF_ENDPOINT": address, "HF_HOME": str(place / "home"), "HF_HUB_DISABLE_XET": "1"}
     env |= {"XDG_CACHE_HOME": str(place / "cache"), "NO_PROXY": "127.0.0.1"} | more
-    return commands(requested, place, env=env)[1]
+    return run_commands(requested, place, env=env)[1]

@@ -17,7 +17,7 @@ import torch
 import torch._dynamo  # what an optimizer would import; here, once for all processes
 from safetensors import safe_open
 
-from helpers.processes import SECONDS, at_low_priority
+from helpers.processes import SECONDS, lower_priority
 from lanternpp.cli import main
 from lanternpp.nn import checkpoints
 from lanternpp.training import drafter, features, pictures, rollouts, teacher
@@ -52,7 +52,7 @@ def start(work: Callable[..., None], *args: object) -> Any:
     return process
 
 
-def ended(process: Any) -> int:
+def exit_status(process: Any) -> int:
     """The exit status of a process of `start`, which must end."""
     process.join(SECONDS)
     if process.exitcode is None:
@@ -61,7 +61,7 @@ def ended(process: Any) -> int:
     return process.exitcode
 
 
-def of_two_processes() -> list[dict[str, str]]:
+def team_environments() -> list[dict[str, str]]:
     """The environments of two processes that work together, as torchrun gives them."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
@@ -76,7 +76,7 @@ def run_command(
     The system ends the process after `cpu_seconds` seconds of its own time on the processor.
     """
     torch.set_num_threads(1)
-    at_low_priority()
+    lower_priority()
     os.chdir(folder)
     sys.stderr = Path("said").open("a")  # noqa: SIM115
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores Ctrl-C
@@ -111,7 +111,7 @@ def check_files(folder: Path) -> None:
                 json.loads(line)
 
 
-def measured(folder: Path) -> list[str]:
+def journal_lines(folder: Path) -> list[str]:
     """The complete lines of all journals."""
     found = []
     for path in sorted(path for name in JOURNALS for path in folder.rglob(name)):

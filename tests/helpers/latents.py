@@ -38,7 +38,7 @@ SMALL: dict[str, Any] = {
 }
 
 
-def tiny(kind: type[Kind], strong: str, **fields: Any) -> Kind:
+def tiny_target(kind: type[Kind], strong: str, **fields: Any) -> Kind:
     """A target of random weights, strong enough for the context to matter: 2 x 2 latents of 2 channels.
 
     strong: where the names of the weights of its head begin.
@@ -68,7 +68,9 @@ def eagle(target: LatentTarget, kind: type[EagleDrafter] = EagleDrafter, **field
 
 def small_diffusion(steps: int = 3) -> tuple[DiffusionTarget, EagleDrafter]:
     """A target whose latents are drawn by a diffusion head of so many steps, and a drafter."""
-    target = tiny(DiffusionTarget, "denoiser", denoiser_width=16, denoiser_blocks=1, denoising_steps=steps)
+    target = tiny_target(
+        DiffusionTarget, "denoiser", denoiser_width=16, denoiser_blocks=1, denoising_steps=steps
+    )
     return target, eagle(target, DiffusionDrafter, channels=2, denoiser_width=8)
 
 
@@ -88,7 +90,7 @@ def write_diffusion(folder: Path) -> Path:
 
 def mixture_parts(drafted: bool, batch: int = 2, rule: Acceptance | None = None) -> tuple[Any, ...]:
     """The arguments of an engine whose latents are drawn from mixtures of Gaussians."""
-    target = tiny(ContinuousTarget, "latent_out", components=3)
+    target = tiny_target(ContinuousTarget, "latent_out", components=3)
     proposer = TreeProposer(eagle(target), StaticTree(chain(2))) if drafted else NoDraft()
     return target, proposer, rule or Exact(), Sampling(0.9), Guidance(2.0), batch
 

@@ -29,7 +29,7 @@ SMALLER = {
 }
 
 
-def change(path: Path, **fields: object) -> None:
+def update_json(path: Path, **fields: object) -> None:
     """Change fields of a JSON file."""
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 

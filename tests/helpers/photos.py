@@ -23,7 +23,7 @@ NEUTRAL = Sampling()
 CONFIG = WordsConfig(("red", "blue", "square"), ("square",), 32, 2, 2, 48, grid=4, vocab=64, slots=3)
 
 
-def draw(folder: Path, count: int, subject: str = "square") -> None:
+def write_photos(folder: Path, count: int, subject: str = "square") -> None:
     """`count` pictures, red or blue squares on a gradient, with metadata.jsonl, in which they are called `subject`."""
     generator = torch.Generator().manual_seed(count)
     rows = []
@@ -43,8 +43,8 @@ def draw(folder: Path, count: int, subject: str = "square") -> None:
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     """train/ with 12 pictures, val/ with 4."""
-    draw(tmp_path / "data" / "train", 12)
-    draw(tmp_path / "data" / "val", 4)
+    write_photos(tmp_path / "data" / "train", 12)
+    write_photos(tmp_path / "data" / "val", 4)
     return tmp_path / "data"
 
 

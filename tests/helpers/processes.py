@@ -33,7 +33,7 @@ print(json.dumps([sys.modules["lanternpp"].__file__, ended]))
 """
 
 
-def at_low_priority() -> None:
+def lower_priority() -> None:
     """Called first in a process that a test stops, so that on a busy machine too it is stopped before its work is done."""
     os.nice(5)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup ignores
@@ -46,7 +46,7 @@ def python(*args: object, **options: object) -> subprocess.CompletedProcess[str]
 
 
 @contextmanager
-def killed_late(process: subprocess.Popen[str]) -> Iterator[None]:
+def kill_after_timeout(process: subprocess.Popen[str]) -> Iterator[None]:
     """Kill a process after `SECONDS` if the block still waits for it, so that reading its output ends."""
     timer = threading.Timer(SECONDS, process.kill)
     timer.start()
@@ -56,7 +56,7 @@ def killed_late(process: subprocess.Popen[str]) -> Iterator[None]:
         timer.cancel()
 
 
-def until(true: Callable[[], object], seconds: float = SECONDS, every: float = 0.002) -> None:
+def wait_until(true: Callable[[], object], seconds: float = SECONDS, every: float = 0.002) -> None:
     """Wait until a condition holds; fail after `seconds`."""
     end = time.monotonic() + seconds
     while not true():
@@ -64,7 +64,7 @@ def until(true: Callable[[], object], seconds: float = SECONDS, every: float = 0
         time.sleep(every)
 
 
-def commands(
+def run_commands(
     requested: Sequence[Sequence[str]],
     place: Path,
     executable: Path | str = sys.executable,

@@ -18,7 +18,7 @@ import uvicorn
 from fastapi.testclient import TestClient
 from PIL import Image
 
-from helpers.processes import LANTERNPP, SECONDS, at_low_priority, killed_late, until
+from helpers.processes import LANTERNPP, SECONDS, kill_after_timeout, lower_priority, wait_until
 from lanternpp import Pipeline
 from lanternpp.api.options import Settings
 from lanternpp.api.settings import resolve
@@ -39,21 +39,21 @@ def settings(method: str = "ar", **overrides: object) -> Settings:
     return resolve(method, {}, overrides)
 
 
-def asked(seed: int = 0, client: str = "", prompt: str = PROMPT, **more: object) -> Ticket:
-    """One picture by plain decoding."""
+def make_ticket(seed: int = 0, client: str = "", prompt: str = PROMPT, **more: object) -> Ticket:
+    """A ticket for one picture by plain decoding."""
     return Ticket(prompt, seed, settings(), client=client, **more)
 
 
-def put_all(batcher: Batcher, tickets: list[Ticket]) -> list[Ticket]:
+def submit_all(batcher: Batcher, tickets: list[Ticket]) -> list[Ticket]:
     """Put all of these pictures of one prompt into the queue, or none, as a request does."""
     batcher.accept(tickets)
     batcher.encode(tickets)
     return tickets
 
 
-def put(batcher: Batcher, ticket: Ticket) -> Ticket:
+def submit(batcher: Batcher, ticket: Ticket) -> Ticket:
     """Put a picture into the queue."""
-    return put_all(batcher, [ticket])[0]
+    return submit_all(batcher, [ticket])[0]
 
 
 class PacedPipe:
@@ -110,7 +110,7 @@ def batcher_of(pipe: object, config: ServerConfig | None = None, **options: obje
         made.close(drain=False, timeout=0)
 
 
-def tiny(folder: Path) -> Pipeline:
+def load_tiny(folder: Path) -> Pipeline:
     """The tiny model, in float32."""
     return Pipeline.from_pretrained(str(folder), device="cpu", dtype="float32", tuned=False)
 
@@ -123,7 +123,7 @@ def listening(app: object, limits: Limits | None = None, proxies: Sequence[str] 
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     thread.start()
     try:
-        until(lambda: server.started)
+        wait_until(lambda: server.started)
         yield url(bound)
     finally:
         server.should_exit = True
@@ -160,13 +160,13 @@ def drawn(b64: str) -> Image.Image:
     return Image.open(io.BytesIO(base64.b64decode(b64)))
 
 
-def dial(address: str) -> socket.socket:
+def connect(address: str) -> socket.socket:
     """A connection to a server."""
     host, _, port = address.removeprefix("http://").partition(":")
     return socket.create_connection((host, int(port)), timeout=120)
 
 
-def received(line: socket.socket) -> bytes:
+def read_all(line: socket.socket) -> bytes:
     """Everything that is received until the server closes the connection."""
     said = bytearray()
     try:
@@ -192,10 +192,10 @@ def serving(
     command = [*LANTERNPP, "serve", "--port", "0", "--model", str(model), "--device", "cpu", *options]
     pipe, environment = subprocess.PIPE, {**os.environ, **environment}
     process = subprocess.Popen(
-        command, stdout=pipe, stderr=pipe, text=True, env=environment, preexec_fn=limit or at_low_priority
+        command, stdout=pipe, stderr=pipe, text=True, env=environment, preexec_fn=limit or lower_priority
     )
     try:
-        with killed_late(process):
+        with kill_after_timeout(process):
             line = process.stdout.readline()
             assert line.startswith("http://"), process.stderr.read()
         yield process, line.split(": ")[0]

@@ -41,7 +41,7 @@ def options(steps: int, **more: Any) -> TrainingOptions:
 
 
 @contextmanager
-def stopped(step: int | None) -> Iterator[None]:
+def interrupted_at(step: int | None) -> Iterator[None]:
     """Every step is logged; Ctrl-C comes in a step, if one is given."""
     update = loop.update
 
@@ -66,7 +66,7 @@ def tokenizer(data: Path, model: Path, steps: int = 8, stop: int | None = None, 
     """A tokenizer of 32 px; by default without a discriminator and a perceptual loss."""
     usual = {"batch_size": 4, "adversarial": False, "perceptual": 0.0, "size": 32}
     shape = {} if given.keys() & {"codes_of", "kind"} else {"down": 4, "codes": 64}
-    with patch.dict(tokenizers.STAGES, STAGES), stopped(stop):
+    with patch.dict(tokenizers.STAGES, STAGES), interrupted_at(stop):
         return stage(tokenizers, TokenizerSettings, data, model, options(steps), **usual | shape | given)
 
 
@@ -78,7 +78,7 @@ def target(
 ) -> bool:
     """A target, by default over codes."""
     usual = {"batch_size": 4, "warmup": 2, "crops": 1, "shape": SHAPE}
-    with stopped(stop):
+    with interrupted_at(stop):
         training = options(steps, compile=compiled)
         return stage(targets, TargetSettings, data, model, training, **usual | given)
 
@@ -90,7 +90,7 @@ diffusion = partial(target, head="diffusion", own=Head(None, 3, 16, 1))
 def classifier(data: Path, model: Path, steps: int = 8, stop: int | None = None, **given: Any) -> bool:
     """A classifier, stored in 8 bits."""
     usual, training = {"batch_size": 6, "redrawn": 5}, options(steps, store="int8")
-    with patch.object(classifiers, "ClassifierConfig", SMALLER_CLASSIFIER), stopped(stop):
+    with patch.object(classifiers, "ClassifierConfig", SMALLER_CLASSIFIER), interrupted_at(stop):
         return stage(classifiers, ClassifierSettings, data, model, training, **usual | given)
 
 
@@ -99,11 +99,11 @@ def eagle(data: Path, model: Path, steps: int = 4, stop: int | None = None, **mo
     hparams = DrafterSettings(batch_size=4, warmup=2, loss=more.get("loss")).of("eagle")
     how = options(steps, compile=more.get("compiled", False))
     source = TrainingData(data, crops=1, cache_features=more.get("cache", False))
-    with stopped(stop):
+    with interrupted_at(stop):
         return bool(drafter.train(model, EagleTask, hparams, source, model / "drafter", how))
 
 
-def facts(model: Path, part: str) -> Any:
+def provenance(model: Path, part: str) -> Any:
     """A part's provenance."""
     return json.loads((model / part / "provenance.json").read_text())
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from helpers.models import contents, write_model
-from helpers.processes import LANTERNPP, SECONDS, at_low_priority, descendants, running, until
+from helpers.processes import LANTERNPP, SECONDS, descendants, lower_priority, running, wait_until
 
 from lanternpp.cli import main
 
@@ -43,9 +43,9 @@ def begun(args: list[str], out: Path, actors: int) -> Iterator[subprocess.Popen[
     """The job on Ray with so many workers, once it has written some pictures."""
     job = [*LANTERNPP, "generate", *args, "-o", str(out), "--ray", "--actors", str(actors)]
     pipe = subprocess.PIPE
-    process = subprocess.Popen(job, stdout=pipe, stderr=pipe, text=True, preexec_fn=at_low_priority)
+    process = subprocess.Popen(job, stdout=pipe, stderr=pipe, text=True, preexec_fn=lower_priority)
     try:
-        until(lambda: len(list(out.glob("*.png"))) > 4 or process.poll() is not None)
+        wait_until(lambda: len(list(out.glob("*.png"))) > 4 or process.poll() is not None)
         assert process.poll() is None, process.communicate(timeout=SECONDS)
         yield process
     finally:
@@ -73,7 +73,7 @@ def test_a_killed_job_ends_its_workers_and_resumes_without_ray(
         workers = descendants(process.pid, "ray::Renderer")
     process.wait(SECONDS)
     assert workers
-    until(lambda: not any(map(running, workers)))
+    wait_until(lambda: not any(map(running, workers)))
     drawn = contents(tmp_path / "ray")
     with pytest.raises(SystemExit) as end:
         main(["generate", *args, "-o", str(tmp_path / "ray")])

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers.hub import COMMIT, Outcome, ended, hub
+from helpers.hub import COMMIT, Outcome, hub, run_with_hub
 from helpers.models import write_model
 from helpers.refusals import rejects
 
@@ -48,10 +48,10 @@ def fetched(
     later["gone"] = ["generate", "a tulip", "--model", "someone/gone"]
     with hub(there) as server:
         server.cut = ("large.safetensors", 15 << 20, 1)
-        found = ended(place, server.address, *asked.values())
+        found = run_with_hub(place, server.address, *asked.values())
         address = server.address
-    found += ended(place, address, *later.values())  # the hub is closed now
-    found += ended(place, address, DRAW, HF_HUB_OFFLINE="1")
+    found += run_with_hub(place, address, *later.values())  # the hub is closed now
+    found += run_with_hub(place, address, DRAW, HF_HUB_OFFLINE="1")
     assert not (place / "c").exists()
     return dict(zip([*asked, *later, "offline"], found, strict=True)), server.requested
 
@@ -77,12 +77,12 @@ def test_an_interrupted_download_is_resumed(fetched) -> None:
 def test_a_failed_download_keeps_complete_files(tmp_path: Path) -> None:
     with hub(repositories(tmp_path)) as server:
         server.cut = ("model.safetensors", 0, 100)
-        ((code, _, err),) = ended(tmp_path, server.address, DRAW, HF_HUB_DOWNLOAD_TIMEOUT="60")
+        ((code, _, err),) = run_with_hub(tmp_path, server.address, DRAW, HF_HUB_DOWNLOAD_TIMEOUT="60")
         assert code == 2 and "run it again" in err and err.count("\n") == 1
         assert not (tmp_path / "a.png").exists()
         server.cut = None
         server.requested.clear()
-        assert ended(tmp_path, server.address, DRAW)[0][0] == 0
+        assert run_with_hub(tmp_path, server.address, DRAW)[0][0] == 0
         got = [path for verb, path, _ in server.requested if verb == "GET" and "/resolve/" in path]
         assert got and all(path.endswith("model.safetensors") for path in got)
 

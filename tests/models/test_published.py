@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from helpers import checkpoints as llamagen
 from helpers.families import EVERY, write_eagle, write_ibq
-from helpers.hub import Outcome, ended, hub
+from helpers.hub import Outcome, hub, run_with_hub
 
 PROMPT = "a photo of the red tulip"
 FAMILIES = {  # target, drafter, prompt
@@ -66,7 +66,7 @@ def fetched(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Outcome
         "someone/llamagen_t2i/vq_ds16_t2i.pt",
     ]
     with hub(place / "hub") as server:
-        outcomes = ended(place, server.address, *commands.values())
+        outcomes = run_with_hub(place, server.address, *commands.values())
     return dict(zip(commands, outcomes, strict=True)), place / "ours"
 
 

@@ -4,11 +4,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers.commands import elsewhere, run
-from helpers.photos import data, draw, model, ready, tokenizer
+from helpers.commands import empty_dir, run
+from helpers.photos import data, model, ready, tokenizer, write_photos
 from helpers.stages import diffusion, eagle, kl, mixture
 
-__all__ = ["data", "elsewhere", "model", "ready", "run", "tokenizer"]
+__all__ = ["data", "empty_dir", "model", "ready", "run", "tokenizer"]
 
 
 @pytest.fixture(scope="session")
@@ -16,7 +16,7 @@ def latents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of latents with its three networks, all hardly trained on the pictures of `data`."""
     place = tmp_path_factory.mktemp("latents")
     for split, count in (("train", 12), ("val", 4)):
-        draw(place / "data" / split, count)
+        write_photos(place / "data" / split, count)
     for part in (kl, mixture, eagle):
         assert part(place / "data", place / "model")
     return place / "model"

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from helpers.refusals import rejects
 from helpers.stages import classifier as train
-from helpers.stages import facts
+from helpers.stages import provenance
 
 from labelled import augment, redrawn, vocabulary
 from lanternpp.evaluation.classifier import read_classifier
@@ -22,7 +22,7 @@ from pictures import Pictures
 def test_it_learns_red_and_blue_squares_and_writes_its_reference(data: Path, model: Path) -> None:
     """By the stored weights, on the validation pictures."""
     assert train(data, model, steps=40, redrawn=0)
-    found = facts(model, "classifier")
+    found = provenance(model, "classifier")
     assert found["validation"]["accuracy_of_each_label"] == {"blue": 1, "red": 1}
     assert found["data"]["train"] == 12 and found["store"] == "int8"
     assert list((model / "classifier" / "samples").glob("*.png"))
@@ -59,7 +59,7 @@ def test_labels_that_it_cannot_learn_from_are_rejected(data: Path, model: Path) 
     rejects(r"4 pictures have none, e.g. blue/001.png", train, data, model)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows if row["label"] == "red"))
     assert train(data, model)
-    assert facts(model, "classifier")["validation"]["accuracy_of_each_label"].keys() == {"red"}
+    assert provenance(model, "classifier")["validation"]["accuracy_of_each_label"].keys() == {"red"}
 
 
 def test_words_are_those_of_many_captions_and_of_no_label() -> None:

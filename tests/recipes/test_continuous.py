@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.refusals import rejects
-from helpers.stages import diffusion, eagle, facts, kl, mixture, target
+from helpers.stages import diffusion, eagle, kl, mixture, provenance, target
 from safetensors.torch import load_file
 from torch.nn.functional import avg_pool2d
 
@@ -35,13 +35,13 @@ def test_compiled_losses_are_one_graph(
     (tmp_path / "target" / "state.pt").unlink()
     assert made(data, tmp_path, steps=1, compiled=True)
     assert eagle(data, tmp_path, steps=1, compiled=True)
-    found = facts(tmp_path, "drafter")["validation"]
+    found = provenance(tmp_path, "drafter")["validation"]
     assert 0 < found["accept"] <= 1 and {"accept2", "guided", "feature"} <= found.keys()
 
 
 def test_the_tokenizer_learns_and_reports_its_noise(data: Path, tmp_path: Path) -> None:
     assert kl(data, tmp_path, steps=50)
-    found = facts(tmp_path, "tokenizer")["validation"]
+    found = provenance(tmp_path, "tokenizer")["validation"]
     assert found["psnr"] > 13 and 0 < found["noise"] < 1 and found["spread"] > 0
     read = read_kl(tmp_path / "tokenizer")
     moments = read.encode(torch.zeros(2, 3, 32, 32))
@@ -67,12 +67,12 @@ def test_a_tokenizer_of_latents_begins_with_the_weights_of_one_of_codes(
     assert kl(data, tmp_path / "kl", 1, weights_of=str(model), **small)
     said = "taken from another model: encoder, decoder; new: encoder.10, decoder.0"
     assert f"tokenizer: {said}\n" in capsys.readouterr().err
-    assert facts(tmp_path / "kl", "tokenizer")["first_weights"] == said
+    assert provenance(tmp_path / "kl", "tokenizer")["first_weights"] == said
     same = shares(tmp_path / "kl", model, "tokenizer")
     assert {"encoder.1.weight", "decoder.11.weight"} <= same
     assert not any(name.startswith(("encoder.10", "decoder.0.")) for name in same)
     assert kl(data, tmp_path / "on", 1, weights_of=str(tmp_path / "kl"), **small)
-    assert facts(tmp_path / "on", "tokenizer")["first_weights"].endswith("new: nothing")
+    assert provenance(tmp_path / "on", "tokenizer")["first_weights"].endswith("new: nothing")
     assert {"encoder.10.weight", "decoder.0.weight"} <= shares(tmp_path / "on", tmp_path / "kl", "tokenizer")
     rejects("start ", kl, data, tmp_path / "kl", 2, **small)
     rejects("not a model of codes", target, data, model, weights_of=str(latents))
@@ -89,7 +89,7 @@ def test_a_target_of_latents_begins_with_the_weights_of_one_of_codes(
     for place, start in ((mine, model), (again, mine)):
         shutil.copytree(latents / "tokenizer", place / "tokenizer")
         assert made(data, place, 1, weights_of=str(start), lr=1e-6, muon_lr=1e-6)
-    said, head = facts(mine, "target")["first_weights"], "latent_out" if made is mixture else "denoiser"
+    said, head = provenance(mine, "target")["first_weights"], "latent_out" if made is mixture else "denoiser"
     assert said.startswith("taken from another model: decoder, ")
     assert f"new: latent_mean, latent_std, latent_in, {head}" in said
     assert said.endswith("latent_in is fitted to the vectors that the other model reads of 12 pictures")

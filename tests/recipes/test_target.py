@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.photos import random_codes
 from helpers.refusals import rejects
-from helpers.stages import SHAPE, facts
+from helpers.stages import SHAPE, provenance
 from helpers.stages import target as train
 
 from common import read_codes
@@ -139,7 +139,7 @@ def test_the_exported_weights_have_the_validated_loss(data: Path, model: Path) -
             torch.float32,
         )
     nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), codes.val.codes.flatten().long())
-    found = facts(model, "target")["validation"]
+    found = provenance(model, "target")["validation"]
     assert found["nll"] == pytest.approx(nll.item(), abs=0.02) and found["validation_pictures"] == 4
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from helpers.classifiers import write_classifier
 from helpers.refusals import rejects
-from helpers.stages import STAGES, facts, log, stage
+from helpers.stages import STAGES, log, provenance, stage
 from helpers.stages import tokenizer as train
 
 import losses
@@ -36,7 +36,7 @@ def test_the_codes_of_another_model_are_kept_while_the_decoder_learns(
         done = train(data, tmp_path / "new", steps, stop, codes_of=str(tmp_path / "old"), **more)
         assert done == (stop is None)
     old, new = (read_vq(tmp_path / name / "tokenizer") for name in ("old", "new"))
-    assert facts(tmp_path / "new", "tokenizer")["steps"] == 10
+    assert provenance(tmp_path / "new", "tokenizer")["steps"] == 10
     for (name, mine), theirs in zip(new.state_dict().items(), old.state_dict().values(), strict=True):
         moved = name.startswith("decoder") and "norm" not in name
         assert torch.equal(mine, theirs) <= (not moved), name
@@ -78,13 +78,13 @@ def test_a_budget_in_minutes_includes_validations_and_is_used_once(
     assert 110 <= Slow.now <= 122
     checks = [row["step"] for row in rows if "validation" in row]
     assert checks[-1] == rows[-1]["step"] and len(checks) == 3 and rows[-1]["step"] > 30
-    assert train_slowly() and facts(tmp_path, "tokenizer")["steps"] == rows[-1]["step"]
+    assert train_slowly() and provenance(tmp_path, "tokenizer")["steps"] == rows[-1]["step"]
     assert TrainingOptions(steps=10, minutes=1).progress(2, 45) == 0.75
 
 
 def test_it_learns_pictures_and_writes_weights_provenance_and_samples(data: Path, tmp_path: Path) -> None:
     assert train(data, tmp_path, steps=90, lr=3e-3)
-    folder, found = tmp_path / "tokenizer", facts(tmp_path, "tokenizer")
+    folder, found = tmp_path / "tokenizer", provenance(tmp_path, "tokenizer")
     assert found["steps"] == 90 and found["data"]["train"] == 12
     assert {"detail", "usage", "perplexity"} <= found["validation"].keys()
     assert found["validation"]["psnr"] > 18 and found["validation"]["train_usage"] > 0.5

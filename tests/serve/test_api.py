@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 from helpers.latents import write_diffusion
-from helpers.processes import until
+from helpers.processes import wait_until
 from helpers.served import (
     AUTHORIZED,
     IMAGES,
@@ -18,10 +18,10 @@ from helpers.served import (
     PacedPipe,
     app_of,
     client_of,
-    dial,
+    connect,
     drawn,
+    load_tiny,
     request,
-    tiny,
 )
 
 from lanternpp import Pipeline
@@ -98,7 +98,7 @@ def test_the_openai_client_streams(pipe, monkeypatch):
 
 
 def test_the_rule_is_a_field_of_the_request(tmp_path):
-    pipe = tiny(write_diffusion(tmp_path))
+    pipe = load_tiny(write_diffusion(tmp_path))
     fields = {"method": "eagle", "accept": "cspd"}
     with client_of(pipe) as latents:
         answer = latents.post(IMAGES, json={"prompt": "a red tulip", "seed": 3, **fields})
@@ -208,9 +208,9 @@ def test_a_chunked_body_is_limited_too(http):
 
 
 def test_a_client_that_disconnects_within_its_body_is_status_499(server, http):
-    with dial(server) as line:
+    with connect(server) as line:
         line.sendall(request()[:-3])
-    until(lambda: f'{{route="{IMAGES}",status="499"}}' in http.get("/metrics").text)
+    wait_until(lambda: f'{{route="{IMAGES}",status="499"}}' in http.get("/metrics").text)
 
 
 def test_other_paths_and_methods(http):
@@ -282,7 +282,7 @@ def test_a_request_line_with_a_whole_url_is_answered_as_its_path(server):
         ("http://127.0.0.1", 404),
         ("http://[x/healthz", 200),
     ):
-        with dial(server) as line:
+        with connect(server) as line:
             line.sendall(f"GET {url} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
             assert line.recv(100).startswith(f"HTTP/1.1 {status}".encode()), url
 
@@ -337,7 +337,7 @@ def busy(slow: PacedPipe):
 
 def ask(address: str, **fields: object) -> socket.socket:
     """A request whose answer is not awaited."""
-    line = dial(address)
+    line = connect(address)
     line.sendall(request(**fields))
     return line
 
@@ -348,15 +348,15 @@ def test_a_client_that_disconnects_frees_its_slot_within_a_step_and_its_place_in
 ):
     pipe, batcher, address = busy
     first = ask(address, stream=stream, seed=1)
-    until(lambda: pipe.admitted == [1])
+    wait_until(lambda: pipe.admitted == [1])
     with first, ask(address, stream=stream, seed=2):
-        until(lambda: batcher.queued == 1)
+        wait_until(lambda: batcher.queued == 1)
         other = ask(address, seed=3)
-        until(lambda: batcher.queued == 2)
+        wait_until(lambda: batcher.queued == 2)
         tickets = sorted(batcher._tickets, key=lambda ticket: ticket.seed)
-    until(lambda: [ticket.done() for ticket in tickets] == [True, True, False])
+    wait_until(lambda: [ticket.done() for ticket in tickets] == [True, True, False])
     pipe.allow(1)  # the step that was under way
-    until(lambda: pipe.admitted == [1, 3] and batcher.queued == 0)
+    wait_until(lambda: pipe.admitted == [1, 3] and batcher.queued == 0)
     assert pipe.dropped == [1]
     pipe.allow()
     assert other.recv(100).startswith(b"HTTP/1.1 200")
@@ -375,11 +375,11 @@ def test_a_full_queue_is_status_429_and_accepts_all_pictures_of_a_request_or_non
 
     lines = [ask(address, seed=1)]
     # it leaves the queue after it has its slot
-    until(lambda: pipe.admitted == [1] and not batcher.queued)
+    wait_until(lambda: pipe.admitted == [1] and not batcher.queued)
     for _ in range(3):
         assert answer(prompt="a spaceship")[1] == 400  # and gives its place back
     lines.append(ask(address, seed=2))
-    until(lambda: batcher.queued == 1)
+    wait_until(lambda: batcher.queued == 1)
     assert answer(n=3)[1:] == (400, "3 pictures do not fit the queue of 2; ask for fewer")
     full, status, message = answer(n=2)
     assert status == 429 and "1 pictures are waiting" in message and int(full.headers["retry-after"]) >= 1

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 import psutil
-from helpers.processes import until
+from helpers.processes import wait_until
 from helpers.served import IMAGES, serving
 
 from lanternpp.serve.config import EDITS
@@ -114,10 +114,10 @@ def test_memory_stays_constant_over_many_requests_and_disconnects(long_model: Pa
 
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(send, range(20)))  # what is allocated once
-            until(lambda: idle(http))
+            wait_until(lambda: idle(http))
             before = resident(process)
             list(pool.map(send, range(60)))
-            until(lambda: idle(http))  # nobody reads these: they were cancelled
+            wait_until(lambda: idle(http))  # nobody reads these: they were cancelled
         assert resident(process) - before < 32 * MEBIBYTE, (
             "180 bodies of 0.9 MB came meanwhile, and 60 streamed requests"
         )

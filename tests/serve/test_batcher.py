@@ -9,9 +9,9 @@ from dataclasses import asdict, replace
 
 import pytest
 from fastapi.testclient import TestClient
-from helpers.processes import SECONDS, until
+from helpers.processes import SECONDS, wait_until
 from helpers.refusals import rejects
-from helpers.served import asked, batcher_of, put, put_all, settings
+from helpers.served import batcher_of, make_ticket, settings, submit, submit_all
 from starlette.exceptions import HTTPException
 
 from lanternpp import InputError, Pipeline
@@ -24,21 +24,21 @@ METHODS = ("ar", "eagle", "lantern++", "parallel", "independent", "jacobi", "lan
 
 
 def seeds(*numbers: int) -> list[Ticket]:
-    return [asked(seed) for seed in numbers]
+    return [make_ticket(seed) for seed in numbers]
 
 
 def test_pictures_join_a_running_batch_and_leave_it(slow):
     with batcher_of(slow, slots=4) as batcher:
-        first = put_all(batcher, seeds(1, 2, 3))
-        until(lambda: batcher.running == 3)
-        late = put(batcher, asked(4))
+        first = submit_all(batcher, seeds(1, 2, 3))
+        wait_until(lambda: batcher.running == 3)
+        late = submit(batcher, make_ticket(4))
         slow.allow(1)
-        until(lambda: len(slow.admitted) == 4)
+        wait_until(lambda: len(slow.admitted) == 4)
         slow.allow()
         drawn = [ticket.result(120) for ticket in (*first, late)]
         assert [one.settings.batch_size for one in drawn] == [4] * 4
         assert len(slow.engines) == 1
-        until(lambda: batcher.running == 0)
+        wait_until(lambda: batcher.running == 0)
 
 
 def test_a_picture_leaves_the_queue_when_its_prefill_begins(slow, monkeypatch):
@@ -51,11 +51,11 @@ def test_a_picture_leaves_the_queue_when_its_prefill_begins(slow, monkeypatch):
 
     monkeypatch.setattr(batcher_module.BatchRunner, "admit", slow_admit)
     with batcher_of(slow, slots=1, queue=1) as batcher:
-        put(batcher, asked(1))
+        submit(batcher, make_ticket(1))
         assert begun.wait(SECONDS) and batcher.queued == 0
-        put(batcher, asked(2))
+        submit(batcher, make_ticket(2))
         with pytest.raises(HTTPException, match="429"):
-            put(batcher, asked(3))
+            submit(batcher, make_ticket(3))
         go.set()
 
 
@@ -71,8 +71,8 @@ def test_a_request_whose_encoding_fails_leaves_the_queue(slow, monkeypatch):
 
 def test_deadlines_apply_in_the_queue_and_in_a_slot(slow):
     with batcher_of(slow, slots=1) as batcher:
-        running, waiting, fine = (put(batcher, asked(seed, deadline=600.5)) for seed in (1, 2, 3))
-        until(lambda: slow.admitted == [1])
+        running, waiting, fine = (submit(batcher, make_ticket(seed, deadline=600.5)) for seed in (1, 2, 3))
+        wait_until(lambda: slow.admitted == [1])
         for ticket in (running, waiting):
             ticket.arrived -= 700
         slow.allow(1)
@@ -83,7 +83,7 @@ def test_deadlines_apply_in_the_queue_and_in_a_slot(slow):
         assert fine.result(120) and slow.admitted == [1, 3]
         # it holds from the arrival of the request: this one waited for other prompts, and its own is not encoded
         with pytest.raises(HTTPException, match="504"):
-            put(batcher, asked(4, prompt="never", deadline=600.5, arrived=time.monotonic() - 700))
+            submit(batcher, make_ticket(4, prompt="never", deadline=600.5, arrived=time.monotonic() - 700))
 
 
 def test_an_engine_that_cannot_be_built_fails_only_its_picture(slow):
@@ -95,15 +95,15 @@ def test_an_engine_that_cannot_be_built_fails_only_its_picture(slow):
     slow.at_batch = at_batch
     with batcher_of(slow) as batcher:
         slow.allow()
-        rejects("no drafter", put(batcher, Ticket("a tulip", 1, settings(temperature=0.0))).result, 120)
-        assert put(batcher, asked(2)).result(120)
+        rejects("no drafter", submit(batcher, Ticket("a tulip", 1, settings(temperature=0.0))).result, 120)
+        assert submit(batcher, make_ticket(2)).result(120)
 
 
 def test_the_server_closes_while_a_step_hangs(slow, monkeypatch, caplog):
     monkeypatch.setattr(batcher_module, "JOIN_SECONDS", 0.05)
     with batcher_of(slow, slots=1) as batcher:
-        running, waiting = put_all(batcher, seeds(1, 2))
-        until(lambda: slow.admitted == [1])
+        running, waiting = submit_all(batcher, seeds(1, 2))
+        wait_until(lambda: slow.admitted == [1])
         assert not batcher.close(timeout=0)
         assert not batcher.close(), "a later call knows that pictures were given up"
         for ticket in (running, waiting):
@@ -124,21 +124,21 @@ def test_only_accepted_prompts_are_encoded_and_drawing_continues_meanwhile(slow,
 
     monkeypatch.setattr(slow.target, "prompt", prompt)
     with batcher_of(slow, slots=2, queue=2) as batcher:
-        running = put(batcher, asked(1))
-        until(lambda: slow.admitted == [1])
-        late = [asked(seed, prompt="red tulip") for seed in (2, 3)]
+        running = submit(batcher, make_ticket(1))
+        wait_until(lambda: slow.admitted == [1])
+        late = [make_ticket(seed, prompt="red tulip") for seed in (2, 3)]
         with ThreadPoolExecutor(1) as other:
-            waiting = other.submit(put_all, batcher, late)
-            until(lambda: encoding == ["a red tulip", "red tulip"])
+            waiting = other.submit(submit_all, batcher, late)
+            wait_until(lambda: encoding == ["a red tulip", "red tulip"])
             with pytest.raises(HTTPException, match="429: 2 pictures are waiting"):
-                put(batcher, asked(4, prompt="never"))
+                submit(batcher, make_ticket(4, prompt="never"))
             slow.allow()
             assert running.result(120), "its last steps came while a prompt was encoded"
             go.release()
             assert all(ticket.result(120) for ticket in waiting.result(120))
         batcher.close()
         with pytest.raises(HTTPException, match="503"):
-            put(batcher, asked(5, prompt="never"))
+            submit(batcher, make_ticket(5, prompt="never"))
     assert encoding == ["a red tulip", "red tulip"], "the thread that draws encodes nothing"
 
 
@@ -147,24 +147,24 @@ def test_a_client_that_changes_a_dial_in_every_request_does_not_use_all_runners(
         return Ticket("a red tulip", seed, settings("ar", temperature=0.1 + seed / 100), client=client)
 
     with batcher_of(slow, slots=1, queue=40, max_engines=3) as batcher:
-        put_all(batcher, [ticket_of(seed, "many") for seed in range(10)])
-        until(lambda: len(slow.admitted) == 2)
-        put(batcher, ticket_of(20, "one"))
+        submit_all(batcher, [ticket_of(seed, "many") for seed in range(10)])
+        wait_until(lambda: len(slow.admitted) == 2)
+        submit(batcher, ticket_of(20, "one"))
         slow.allow(1)  # no picture is finished by then
-        until(lambda: 20 in slow.admitted)
+        wait_until(lambda: 20 in slow.admitted)
         assert slow.admitted == [0, 1, 20]
         slow.allow()
-        until(lambda: len(slow.admitted) == 11)
+        wait_until(lambda: len(slow.admitted) == 11)
 
 
 def test_the_batch_runners_of_a_client_step_in_turn(slow):
     with batcher_of(slow, slots=1) as batcher:
         for temperature in (0.5, 0.6):
-            put(batcher, Ticket("a red tulip", 1, settings(temperature=temperature)))
+            submit(batcher, Ticket("a red tulip", 1, settings(temperature=temperature)))
         slow.allow(1)
-        until(lambda: len(slow.admitted) == 2)
+        wait_until(lambda: len(slow.admitted) == 2)
         slow.allow(3)
-        until(lambda: [runner.batch.counts[0] for runner in batcher._scheduler.runners] == [3, 3])
+        wait_until(lambda: [runner.batch.counts[0] for runner in batcher._scheduler.runners] == [3, 3])
 
 
 # A picture has the same bytes as when it is drawn alone at the same rows, whatever else is in the batch.
@@ -187,11 +187,11 @@ def test_pictures_do_not_depend_on_others_in_the_batch(pipe, method):
     with batcher_of(pipe, slots=4, max_engines=2) as batcher:
         cancelled = tickets[1]
         for ticket in tickets[:5]:
-            put(batcher, ticket)
-        until(lambda: cancelled.started is not None)
+            submit(batcher, ticket)
+        wait_until(lambda: cancelled.started is not None)
         cancelled.cancel()
         for ticket in tickets[5:]:
-            put(batcher, ticket)
+            submit(batcher, ticket)
         for ticket in tickets:
             if ticket is not cancelled:
                 check_same(pipe, ticket)

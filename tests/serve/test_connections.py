@@ -10,16 +10,16 @@ from contextlib import ExitStack, contextmanager, suppress
 import httpx
 import psutil
 import pytest
-from helpers.processes import until
+from helpers.processes import wait_until
 from helpers.served import (
     AUTHORIZED,
     IMAGES,
     KEY,
     PacedPipe,
     app_of,
-    dial,
+    connect,
     listening,
-    received,
+    read_all,
     request,
     serving,
 )
@@ -53,11 +53,11 @@ INCOMPLETE = {  # what is sent, and how the answer begins
 
 def test_incomplete_requests_time_out(slow: PacedPipe) -> None:
     with server(slow, Limits(**SHORT)) as (_, address), ExitStack() as ends:
-        lines = [ends.enter_context(dial(address)) for _ in INCOMPLETE]
+        lines = [ends.enter_context(connect(address)) for _ in INCOMPLETE]
         for line, sent in zip(lines, INCOMPLETE, strict=True):
             line.sendall(sent)
         for line, (sent, answer) in zip(lines, INCOMPLETE.items(), strict=True):
-            said = received(line)
+            said = read_all(line)
             assert said.startswith(answer) and (said == b"") == (answer == b""), sent
         assert httpx.get(f"{address}/healthz").status_code == 200
 
@@ -65,7 +65,7 @@ def test_incomplete_requests_time_out(slow: PacedPipe) -> None:
 def test_a_slow_request_times_out_although_bytes_arrive(
     slow: PacedPipe, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with server(slow, Limits(**SHORT)) as (_, address), dial(address) as line:
+    with server(slow, Limits(**SHORT)) as (_, address), connect(address) as line:
         line.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Slow: ")
 
         def refused() -> bool:
@@ -73,11 +73,11 @@ def test_a_slow_request_times_out_although_bytes_arrive(
                 line.sendall(b"x")
             return "did not send its request within 1.5 s" in caplog.text
 
-        until(refused, 60, every=0.05)
+        wait_until(refused, 60, every=0.05)
 
 
 def test_a_body_after_its_answer_does_not_count_in_the_time_of_the_next_request(slow: PacedPipe) -> None:
-    with server(slow, Limits(request=2.0), keys=[KEY]) as (_, address), dial(address) as line:
+    with server(slow, Limits(request=2.0), keys=[KEY]) as (_, address), connect(address) as line:
         line.sendall(request()[:-3])
         assert line.recv(1 << 16).startswith(b"HTTP/1.1 401 ")
         time.sleep(1.5)
@@ -90,9 +90,9 @@ def test_a_body_after_its_answer_does_not_count_in_the_time_of_the_next_request(
 
 
 def test_drawing_does_not_count_in_the_time_of_a_request(slow: PacedPipe) -> None:
-    with server(slow, Limits(request=1.0)) as (batcher, address), dial(address) as line:
+    with server(slow, Limits(request=1.0)) as (batcher, address), connect(address) as line:
         line.sendall(request())
-        until(lambda: batcher.running == 1)
+        wait_until(lambda: batcher.running == 1)
         time.sleep(1.5)  # longer than it may take to ask
         slow.allow()
         assert line.recv(100).startswith(b"HTTP/1.1 200 ")
@@ -100,11 +100,11 @@ def test_drawing_does_not_count_in_the_time_of_a_request(slow: PacedPipe) -> Non
 
 def test_requests_are_answered_while_all_connections_are_held_open(slow: PacedPipe, caplog) -> None:
     with server(slow, Limits(connections=10)) as (batcher, address), ExitStack() as ends:
-        drawn = ends.enter_context(dial(address))
+        drawn = ends.enter_context(connect(address))
         drawn.sendall(request())
-        until(lambda: batcher.running == 1)
+        wait_until(lambda: batcher.running == 1)
         for _ in range(30):
-            ends.enter_context(dial(address)).sendall(b"GET / HTTP/1.1\r\nX: ")
+            ends.enter_context(connect(address)).sendall(b"GET / HTTP/1.1\r\nX: ")
             assert httpx.get(f"{address}/healthz").status_code == 200
         slow.allow()
         assert drawn.recv(100).startswith(b"HTTP/1.1 200 "), "its request was complete"
@@ -118,9 +118,9 @@ def test_a_client_that_does_not_read_its_answer_times_out(caplog: pytest.LogCapt
             await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
         await send({"type": "http.response.body", "body": b"fine"})
 
-    with listening(large, Limits(**SHORT)) as address, dial(address) as line:
+    with listening(large, Limits(**SHORT)) as address, connect(address) as line:
         line.sendall(b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
-        until(lambda: "read nothing of its answer" in caplog.text)
+        wait_until(lambda: "read nothing of its answer" in caplog.text)
         assert httpx.get(address).text == "fine"
 
 
@@ -129,28 +129,28 @@ def test_a_client_that_does_not_read_its_answer_times_out(caplog: pytest.LogCapt
 def test_a_pipelined_request_is_not_drawn(slow: PacedPipe, together: bool, leaves: bool) -> None:
     """It is sent together with the first, or while that is drawn. The client disconnects, or the answer ends the connection."""
     with server(slow, Limits()) as (batcher, address):
-        with dial(address) as line:
+        with connect(address) as line:
             line.sendall(request(seed=1) + request(seed=2) if together else request(seed=1))
-            until(lambda: batcher.running == 1)
+            wait_until(lambda: batcher.running == 1)
             (ticket,) = batcher._scheduler.tickets
             if not together:
                 line.sendall(request(seed=2))
                 time.sleep(0.1)
             if not leaves:
                 slow.allow()
-                said = received(line)
+                said = read_all(line)
                 assert said.count(b"HTTP/1.1 ") == said.count(b"HTTP/1.1 200 ") == 1 and b'"seed":1' in said
-        until(ticket.done)
+        wait_until(ticket.done)
         slow.allow(1)
-        until(lambda: batcher.running == 0)
+        wait_until(lambda: batcher.running == 0)
         assert httpx.post(address + IMAGES, json={"prompt": "tulip", "deadline": 1e-9}).status_code == 504
         assert slow.admitted == [1] and slow.dropped == [1] * leaves
 
 
 def test_data_sent_ahead_is_limited(slow: PacedPipe) -> None:
-    with server(slow, Limits()) as (_, address), dial(address) as line:
+    with server(slow, Limits()) as (_, address), connect(address) as line:
         line.sendall(request())
-        until(lambda: slow.admitted)
+        wait_until(lambda: slow.admitted)
         with pytest.raises(ConnectionError):
             for _ in range(1000):
                 line.sendall(b"x" * 65536)
@@ -163,9 +163,9 @@ def test_malformed_requests_are_rejected_without_a_traceback(slow: PacedPipe, ca
             b"GET /healthz HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n",
             b"POST /v1/models HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\nZ\r\n",
         ):
-            with dial(address) as line:
+            with connect(address) as line:
                 line.sendall(sent)
-                assert received(line).startswith(b"HTTP/1.1 4"), sent
+                assert read_all(line).startswith(b"HTTP/1.1 4"), sent
         assert httpx.get(f"{address}/healthz").status_code == 200
         assert "Traceback" not in caplog.text
 
@@ -177,9 +177,9 @@ def test_forwarded_addresses_count_only_from_named_proxies(
     """Otherwise a client could claim to be many, and get more turns."""
     with server(slow, Limits(), proxies) as (batcher, address), ExitStack() as ends:
         for seed in range(3):
-            line = ends.enter_context(dial(address))
+            line = ends.enter_context(connect(address))
             line.sendall(request(seed=seed).replace(b"Host:", b"X-Forwarded-For: 9.9.9.%d\r\nHost:" % seed))
-            until(lambda seed=seed: batcher.running + batcher.queued == seed + 1)
+            wait_until(lambda seed=seed: batcher.running + batcher.queued == seed + 1)
         assert len({ticket.client for ticket in batcher._tickets}) == clients
 
 
@@ -203,7 +203,7 @@ def test_a_process_survives_floods_of_headers_and_of_connections(model) -> None:
         with ExitStack() as ends:
             flooding = []
             for _ in range(2 * FEW):
-                half = ends.enter_context(dial(address))
+                half = ends.enter_context(connect(address))
                 half.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n")
                 flooding.append(half)
             draw()

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 import torch
-from helpers.processes import SECONDS, killed_late
+from helpers.processes import SECONDS, kill_after_timeout
 from helpers.served import IMAGES, client_of
 
 from lanternpp import Pipeline
@@ -41,7 +41,7 @@ def test_a_new_thread_leaves_no_openmp_threads_and_can_be_interrupted() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "3"}
     command = [sys.executable, "-c", RUN]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-    with killed_late(process):
+    with kill_after_timeout(process):
         before, inside, after, without = map(int, process.stdout.readline().split())
         assert inside > before + 1 and after == before
         assert without > before  # what it spares

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from helpers.latents import write_diffusion
 from helpers.models import write_model
-from helpers.served import AUTHORIZED, KEY, client_of, tiny
+from helpers.served import AUTHORIZED, KEY, client_of, load_tiny
 
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.serve.config import ServerConfig
@@ -34,7 +34,7 @@ def test_a_method_shows_the_dials_that_it_reads_at_its_own_values(pipe: Pipeline
 
 
 def test_the_rule_and_chains_can_be_chosen_where_the_model_has_a_diffusion_head(tmp_path: Path) -> None:
-    shown = setup(tiny(write_diffusion(tmp_path)), ServerConfig())
+    shown = setup(load_tiny(write_diffusion(tmp_path)), ServerConfig())
     assert shown["methods"]["eagle"]["dials"]["accept"] == "exact"
     assert shown["methods"]["eagle"]["limits"] == {"temperature": (0.05, 2)}
     choices = {row["name"]: row["choices"] for row in shown["dials"]}
@@ -58,7 +58,7 @@ def test_a_method_whose_network_is_missing_is_not_offered(tmp_path: Path) -> Non
     for part in (folder / "drafter").iterdir():
         part.unlink()
     (folder / "drafter").rmdir()
-    offered = methods(tiny(folder), ServerConfig())
+    offered = methods(load_tiny(folder), ServerConfig())
     assert "eagle" not in offered and "ar" not in offered
     assert {"parallel", "jacobi", "independent"} <= set(offered)
 

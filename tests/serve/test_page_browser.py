@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from helpers.processes import until
+from helpers.processes import wait_until
 from helpers.served import KEY, PacedPipe, app_of, listening
 from PIL import Image
 from playwright.sync_api import Browser, Page, expect, sync_playwright
@@ -101,7 +101,7 @@ def page(browser: Browser, served: tuple[Batcher, str]) -> Iterator[Page]:
 
 def wait_until_idle(batcher: Batcher) -> None:
     """Wait until nothing is drawn and nothing waits."""
-    until(lambda: not batcher.running + batcher.queued)
+    wait_until(lambda: not batcher.running + batcher.queued)
 
 
 def height(page: Page) -> int:
@@ -236,7 +236,7 @@ def test_stop_and_a_closed_page_free_their_slots(page: Page, served: tuple[Batch
     expect(page.locator("#board.stopped")).to_be_visible(timeout=TIMEOUT)
     wait_until_idle(batcher)
     page.locator("#race").click()
-    until(lambda: batcher.running)
+    wait_until(lambda: batcher.running)
     page.close()
     wait_until_idle(batcher)
 

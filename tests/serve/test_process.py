@@ -9,8 +9,19 @@ from typing import Any
 
 import httpx
 import pytest
-from helpers.processes import SECONDS, until
-from helpers.served import AUTHORIZED, IMAGES, KEY, asked, batcher_of, dial, put, received, request, serving
+from helpers.processes import SECONDS, wait_until
+from helpers.served import (
+    AUTHORIZED,
+    IMAGES,
+    KEY,
+    batcher_of,
+    connect,
+    make_ticket,
+    read_all,
+    request,
+    serving,
+    submit,
+)
 
 from lanternpp.cli import main
 from lanternpp.serve.app import create_app
@@ -28,9 +39,9 @@ def test_sigterm_under_load_finishes_accepted_requests_and_rejects_new_ones(long
             http.post(IMAGES, json={"prompt": "tulip"}).raise_for_status()
             body = {"prompt": "red tulip", "n": 4, "seed": 1}
             answers = [pool.submit(httpx.post, address + IMAGES, json=body, **known) for _ in range(4)]
-            until(lambda: waiting(http) > 8)
+            wait_until(lambda: waiting(http) > 8)
             process.send_signal(signal.SIGTERM)
-            until(lambda: http.get("/healthz").status_code == 503)
+            wait_until(lambda: http.get("/healthz").status_code == 503)
             late = http.post(IMAGES, json={"prompt": "tulip"})
             assert late.status_code == 503 and late.json()["error"]["code"] == "shutting_down"
             assert late.headers["connection"] == "close"
@@ -55,21 +66,21 @@ def test_a_second_signal_or_the_drain_time_answers_every_open_request_with_503(l
         with (
             ThreadPoolExecutor(3) as pool,
             httpx.Client(base_url=address, timeout=300) as http,
-            dial(address) as half,
+            connect(address) as half,
         ):
             half.sendall(request()[:-3])
             body = {"prompt": "red tulip", "n": 10}
             complete = [pool.submit(httpx.post, address + IMAGES, json=body, timeout=300) for _ in range(2)]
             streamed = pool.submit(httpx.post, address + IMAGES, json=body | {"stream": True}, timeout=300)
-            until(lambda: waiting(http) > 20)  # so all three were accepted
+            wait_until(lambda: waiting(http) > 20)  # so all three were accepted
             process.send_signal(signal.SIGINT)
             if not options:
-                until(lambda: http.get("/healthz").status_code == 503)
+                wait_until(lambda: http.get("/healthz").status_code == 503)
                 process.send_signal(signal.SIGHUP)
             for answer in (one.result(SECONDS) for one in complete):
                 assert answer.status_code == 503 and answer.json()["error"]["code"] == "shutting_down"
             assert '"code":"shutting_down"' in streamed.result(SECONDS).text
-            said = received(half)
+            said = read_all(half)
             assert said.startswith(b"HTTP/1.1 503 ") and b'"code":"shutting_down"' in said
         assert process.wait(120) == 0
         assert process.stderr.read() == "lanternpp: serve: not all pictures were finished\n"
@@ -120,7 +131,7 @@ def test_a_server_whose_batcher_breaks_ends_with_its_error(pipe):
 
         def ready() -> None:
             batcher._expire = None  # type: ignore[method-assign]
-            put(batcher, asked())
+            submit(batcher, make_ticket())
 
         with pytest.raises(TypeError, match="not callable"):
             run(create_app(batcher), batcher, bind("127.0.0.1", 0), 5.0, ready)

@@ -15,8 +15,8 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from helpers.processes import SECONDS, descendants, until
-from helpers.served import AUTHORIZED, IMAGES, KEY, drawn, serving, tiny
+from helpers.processes import SECONDS, descendants, wait_until
+from helpers.served import AUTHORIZED, IMAGES, KEY, drawn, load_tiny, serving
 
 from lanternpp.serve.ray_serve import Replicas
 from lanternpp.serve.server import bind, run, url
@@ -57,7 +57,7 @@ def test_two_replicas_answer_as_one_server(
     replicated: tuple[subprocess.Popen[str], str], http: httpx.Client, long_model: Path, folder: Path
 ) -> None:
     process, address = replicated
-    pipe = tiny(long_model)
+    pipe = load_tiny(long_model)
     with openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0, timeout=SECONDS) as client:
         for seed in range(4):  # some by either replica
             answer = client.images.generate(prompt="red tulip", n=2, extra_body={"seed": seed})
@@ -113,11 +113,11 @@ def test_a_killed_replica_fails_only_its_requests_and_is_replaced(
     before = descendants(process.pid, REPLICA)
     with ThreadPoolExecutor(8) as pool:
         answers = [pool.submit(answer, seed, seed % 4 > 0) for seed in range(8)]
-        until(lambda: http.get("/healthz").json()["running"])
+        wait_until(lambda: http.get("/healthz").json()["running"])
         os.kill(before[0], signal.SIGKILL)
         found = [each.result(SECONDS) for each in answers]
     assert len(before) == 2 and set(found) <= {0, 200, 503} and 200 in found and set(found) != {200}
-    until(lambda: set(descendants(process.pid, REPLICA)) - set(before))
+    wait_until(lambda: set(descendants(process.pid, REPLICA)) - set(before))
     assert {answer(seed, stream=False) for seed in range(3)} == {200}
     assert set(os.read(process.stderr.fileno(), 1 << 16).splitlines()) == {b"a replica did not answer"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from helpers.served import asked, settings
+from helpers.served import make_ticket, settings
 
 from lanternpp.serve.scheduler import MustWait, Scheduler, with_ticket
 from lanternpp.serve.tickets import Ticket
@@ -147,7 +147,7 @@ def test_the_last_runner_is_reserved_for_other_clients(scheduler):
 def queue(*clients: str, first: int = 0, tickets: tuple[Ticket, ...] = ()) -> tuple[Ticket, ...]:
     """Tickets and new ones of these clients, whose seeds count from `first`, in the order in which they should start."""
     for seed, client in enumerate(clients, first):
-        tickets = with_ticket(tickets, asked(seed, client))
+        tickets = with_ticket(tickets, make_ticket(seed, client))
     return tickets
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-from helpers.served import IMAGES, PacedPipe, app_of, batcher_of, drawn, put_all
+from helpers.served import IMAGES, PacedPipe, app_of, batcher_of, drawn, submit_all
 
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.serve import streaming
@@ -70,7 +70,7 @@ def test_no_events_are_queued_for_a_client_that_stops_reading(pipe: Pipeline, mo
     async def stalled() -> None:
         body = ImagesRequest(prompt=PROMPT, n=2, stream=True, progress=True, seed=1)
         mapper = RequestMapper(batcher)
-        tickets = put_all(batcher, mapper.tickets(body, ""))
+        tickets = submit_all(batcher, mapper.tickets(body, ""))
         stream, read, ended = PictureStream(mapper, body, tickets), 0, asyncio.Event()
 
         async def receive() -> dict[str, str]:

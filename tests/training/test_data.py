@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.photos import draw
+from helpers.photos import write_photos
 from helpers.refusals import rejects
 
 from lanternpp.training.codes import Sampler, generator
@@ -14,7 +14,7 @@ from pictures import Pictures
 
 
 def test_a_corrupt_picture_is_named_and_skipped_and_captions_stay_with_their_pictures(tmp_path: Path) -> None:
-    draw(tmp_path / "train", 120)
+    write_photos(tmp_path / "train", 120)
     (tmp_path / "train" / "red" / "004.png").write_bytes(b"\x89PNG\r\n\x1a\nnothing")
     with pytest.warns(DataWarning, match=r"1 of 120 .*red/004.png"):
         pictures = Pictures.read(tmp_path, "train", 32)

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.killed import check_files, ended, measured, run_command, start
+from helpers.killed import check_files, exit_status, journal_lines, run_command, start
 from helpers.models import write_model
-from helpers.photos import draw
-from helpers.processes import until
+from helpers.photos import write_photos
+from helpers.processes import wait_until
 
 from lanternpp.nn import checkpoints
 
@@ -27,7 +27,7 @@ def places(tmp_path: Path) -> tuple[Path, Path]:
     write_model(one / "tiny")
     (one / "mine").write_text("red tulip\na tulip\n")
     for split, count in (("train", 40), ("val", 4)):
-        draw(one / "photos" / split, count, "tulip")
+        write_photos(one / "photos" / split, count, "tulip")
     return one, Path(shutil.copytree(one, tmp_path / "killed"))
 
 
@@ -45,14 +45,14 @@ def results(folder: Path) -> dict[str, Any]:
 
 def killed(name: str, folder: Path, work: float, times: int) -> int:
     """Kill a command at random moments of its work, then let it end. How often the kill found it at work."""
-    draw, ends, lines = random.Random(f"{name} {times}"), [], list[str]()
+    rng, ends, lines = random.Random(f"{name} {times}"), [], list[str]()
     for _ in range(times):
-        process = start(run_command, name, str(folder), draw.uniform(0.1, 1.2 / times) * work)
-        ends.append(ended(process))
+        process = start(run_command, name, str(folder), rng.uniform(0.1, 1.2 / times) * work)
+        ends.append(exit_status(process))
         check_files(folder)
-        assert set(lines) <= set(lines := measured(folder)), "a measurement was lost"
-    assert ended(start(run_command, name, str(folder))) == 0 and set(ends) <= {0, -signal.SIGPROF}
-    assert set(lines) <= set(measured(folder))
+        assert set(lines) <= set(lines := journal_lines(folder)), "a measurement was lost"
+    assert exit_status(start(run_command, name, str(folder))) == 0 and set(ends) <= {0, -signal.SIGPROF}
+    assert set(lines) <= set(journal_lines(folder))
     check_files(folder)
     return ends.count(-signal.SIGPROF)
 
@@ -62,19 +62,19 @@ def test_a_command_killed_at_any_moment_resumes_to_the_same_result(
     name: str, places: tuple[Path, Path], request: pytest.FixtureRequest
 ) -> None:
     reference, other = places
-    assert ended(start(run_command, name, str(reference))) == 0
+    assert exit_status(start(run_command, name, str(reference))) == 0
     times = request.config.getoption("--kills")
     work = float((reference / "work").read_text())
     count = killed(name, other, work, times)
     print(f"{name}: {count} of {times} kills met it at work, {work:.1f} s of it")
     assert count >= times / 2
     if name == "tune":  # its times differ, but not what follows from recorded ones
-        reported, lines = (other / "out/tune/tiny-lantern++/tune.json"), measured(other)
+        reported, lines = (other / "out/tune/tiny-lantern++/tune.json"), journal_lines(other)
         before = json.loads(reported.read_text())
-        ended(start(run_command, name, str(other)))
+        exit_status(start(run_command, name, str(other)))
         assert json.loads(reported.read_text()) == before
-        new = set(measured(other)) - set(lines)
-        assert set(lines) <= set(measured(other)) and not any('"round"' in line for line in new)
+        new = set(journal_lines(other)) - set(lines)
+        assert set(lines) <= set(journal_lines(other)) and not any('"round"' in line for line in new)
         tried = before["tried"]
         # of so few nodes there may be no tree that is better than the three chains
         assert len({json.dumps(one["overrides"]) for one in tried}) == len(tried) >= 3
@@ -89,13 +89,13 @@ def test_ctrl_c_is_one_line_and_status_130_and_the_command_resumes(
 ) -> None:
     place, _ = places
     process = start(run_command, name, str(place))
-    until(lambda: any(path.stat().st_size for path in place.glob(begun)) or not process.is_alive())
+    wait_until(lambda: any(path.stat().st_size for path in place.glob(begun)) or not process.is_alive())
     assert process.is_alive(), (place / "said").read_text()
     os.kill(process.pid, signal.SIGINT)
-    status = ended(process)
-    said, lines = (place / "said").read_text(), measured(place)
+    status = exit_status(process)
+    said, lines = (place / "said").read_text(), journal_lines(place)
     assert status == 130 and "Traceback" not in said, said
     assert re.search("interrupted|stopped at step .* resumes it", said), said
     check_files(place)
-    assert ended(start(run_command, name, str(place))) == 0 and set(lines) <= set(measured(place))
+    assert exit_status(start(run_command, name, str(place))) == 0 and set(lines) <= set(journal_lines(place))
     check_files(place)

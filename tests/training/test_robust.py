@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.killed import ended, of_two_processes, run_command, start
-from helpers.models import change, write_model
+from helpers.killed import exit_status, run_command, start, team_environments
+from helpers.models import update_json, write_model
 from helpers.refusals import rejects
 from helpers.stages import log, weights
 from safetensors import SafetensorError
@@ -31,9 +31,9 @@ def test_two_processes_train_the_same_weights_as_one(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     processes = [start(run_command, "together", str(tmp_path / "one"))]
     processes += [
-        start(run_command, "together", str(tmp_path / "two"), None, env) for env in of_two_processes()
+        start(run_command, "together", str(tmp_path / "two"), None, env) for env in team_environments()
     ]
-    assert [ended(process) for process in processes] == [0, 0, 0]
+    assert [exit_status(process) for process in processes] == [0, 0, 0]
     models = tmp_path / "one" / "tiny", tmp_path / "two" / "tiny"
     alone, together = (weights(model, "drafter") for model in models)
     gaps = torch.cat([(tensor - together[name]).abs().flatten() for name, tensor in alone.items()])
@@ -118,12 +118,12 @@ def read(model: Path, dtype: torch.dtype = torch.float32) -> None:
 def test_a_drafter_of_another_target_is_rejected_or_warned_of(tmp_path: Path) -> None:
     config = write_model(tmp_path) / "drafter" / "config.json"
     known = mark(read_target(tmp_path, torch.float32))
-    change(config, target=known)
+    update_json(config, target=known)
     for dtype in (torch.float32, torch.bfloat16):
         read(tmp_path, dtype)
-    change(config, target=known | {"vocab": 99})
+    update_json(config, target=known | {"vocab": 99})
     rejects(r"for a target of 99 codes and this one has 32", read, tmp_path)
-    change(config, target=known)
+    update_json(config, target=known)
     shape, tensors = checkpoints.load(tmp_path / "target")
     checkpoints.save(tmp_path / "target", shape, {k: v.flip(0) for k, v in tensors.items()})
     with pytest.raises(DrafterWarning, match="trained for another target than this one"):

@@ -11,7 +11,7 @@ import torch
 from helpers.checkpoints import write_llamagen
 from helpers.families import EVERY
 from helpers.models import write_model
-from helpers.photos import draw, teacher_of
+from helpers.photos import teacher_of, write_photos
 from helpers.refusals import rejects
 
 from lanternpp import Pipeline
@@ -105,7 +105,7 @@ def test_prompts_come_from_the_file_the_captions_the_model_or_the_classes(
     (tmp_path / "mine").write_text("tulip\na red dog\n")
     rejects("dog", chosen, tmp_path / "mine")
     for split in ("train", "val"):
-        draw(tmp_path / "data" / split, 2)
+        write_photos(tmp_path / "data" / split, 2)
     rejects("none of the captions", chosen, data=tmp_path / "data")
     write_llamagen(tmp_path / "c2i")
     teacher.target, teacher.folder = read_target(tmp_path / "c2i", torch.float32), tmp_path / "c2i"

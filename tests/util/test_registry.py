@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.models import change, write_model
+from helpers.models import update_json, write_model
 from helpers.refusals import rejects
 from safetensors.torch import load_file, save_file
 
@@ -38,7 +38,7 @@ def forbidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_defaults_import_nothing(forbidden: str, part: str, deep: bool, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     said = {part: forbidden}
-    change(folder / "defaults.json", **({"methods": {"lantern++": said}} if deep else said))
+    update_json(folder / "defaults.json", **({"methods": {"lantern++": said}} if deep else said))
     pipe = None
     with pytest.raises(InputError, match=f"{MARK}.*not from a file"):
         pipe = Pipeline.from_pretrained(str(folder))
@@ -51,7 +51,7 @@ def test_defaults_import_nothing(forbidden: str, part: str, deep: bool, tmp_path
 def test_only_the_caller_may_name_a_tree_file(forbidden: str, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     (tmp_path / "t.json").write_text("[[0],[1]]")
-    change(folder / "defaults.json", tree=str(tmp_path / "t.json"))
+    update_json(folder / "defaults.json", tree=str(tmp_path / "t.json"))
     pipe = Pipeline.from_pretrained(str(folder))
     rejects(r"tree .* is unknown", pipe, PROMPT)
     drawn = pipe(PROMPT, method="eagle", tree=str(tmp_path / "t.json"))
@@ -61,7 +61,7 @@ def test_only_the_caller_may_name_a_tree_file(forbidden: str, tmp_path: Path) ->
 @pytest.mark.parametrize("network", ["target", "drafter", "parallel", "tokenizer"])
 def test_a_kind_imports_nothing(forbidden: str, network: str, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
-    change(folder / network / "config.json", kind=forbidden)
+    update_json(folder / network / "config.json", kind=forbidden)
     said = rf"known here \(it calls itself '{MARK}:Part'\)"
     if network == "tokenizer":
         said = f"kind '{MARK}:Part' cannot be used: it should be 'vq' or 'kl'"

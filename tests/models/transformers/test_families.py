@@ -16,8 +16,8 @@ from helpers.families import (
     CODES,
     EVERY,
     PIXELS,
-    configured,
-    rewrite,
+    rename_tensors,
+    update_config,
     with_drafters,
     write_emu3,
     write_glm_image,
@@ -356,7 +356,7 @@ def test_a_size_that_cannot_be_drawn_is_rejected(name: str, size: str, said: str
 def edited(folder: Path, to: Path, *removed: str, **changes: Any) -> Path:
     """A copy of a checkpoint whose config has other fields."""
     shutil.copytree(folder, to)
-    configured(to, *removed, **changes)
+    update_config(to, *removed, **changes)
     return to
 
 
@@ -426,7 +426,7 @@ def test_weights_quantised_by_torchao_stay_with_pytorch_and_are_not_written(tmp_
     folder = tmp_path / "quantised"
     model.save_pretrained(folder)
     shutil.copy(tmp_path / "plain" / "tokenizer.json", folder)
-    configured(folder, size="32x32")
+    update_config(folder, size="32x32")
     with pytest.warns(UserWarning, match="its weights stay as they are"):
         result = pipeline(folder, "bfloat16")(PROMPT, temperature=0.0, method="ar")
     assert result.images[0].size == (32, 32)
@@ -515,7 +515,7 @@ def test_missing_files_beside_a_checkpoint_are_named(models: Path, tmp_path: Pat
     tensors["model.layers.1.self_attn.k_norm.bias"] = torch.zeros(2, 1)
     save_file(tensors, path, metadata={"format": "pt"})
     refused(r"k_norm.bias is \(2, 1\), and the heads are", path.parent, **given)
-    rewrite(tmp_path / LUMINA, {"layers.1.self_attn.k_norm.weight": "other"})
+    rename_tensors(tmp_path / LUMINA, {"layers.1.self_attn.k_norm.weight": "other"})
     refused("lacks model.layers.1.self_attn.k_norm.weight", tmp_path / LUMINA, **given)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from helpers import ranks
 from helpers.families import PUBLISHED, with_drafters, write_chameleon, write_janus
-from helpers.killed import ended, of_two_processes, start
+from helpers.killed import exit_status, start, team_environments
 from helpers.models import write_model
 from helpers.refusals import rejects
 
@@ -21,8 +21,8 @@ def test_processes_draw_together_what_one_draws_alone(tmp_path: Path) -> None:
     write_chameleon(tmp_path / "refused" / "without a plan")
     write_model(tmp_path / "refused" / "ours")
     write_janus(tmp_path / "refused" / "one head", num_key_value_heads=1)
-    processes = [start(ranks.draw_together, tmp_path, env) for env in of_two_processes()]
-    assert [ended(process) for process in processes] == [0, 0]
+    processes = [start(ranks.draw_together, tmp_path, env) for env in team_environments()]
+    assert [exit_status(process) for process in processes] == [0, 0]
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first == second
     for folder in (tmp_path / "drawn").iterdir():

@@ -15,7 +15,7 @@ import pytest
 import torch
 from helpers.checkpoints import write_llamagen
 from helpers.families import CODES as NUM_CODES
-from helpers.families import rewrite, taming, write_chameleon, write_emu3, write_janus
+from helpers.families import rename_tensors, taming, write_chameleon, write_emu3, write_janus
 from helpers.refusals import rejects
 from safetensors.torch import load_file, save_file
 
@@ -122,7 +122,7 @@ def test_latents_and_codes_are_those_of_transformers(name: str, tmp_path: Path) 
 def test_the_published_tokenizer_of_llamagen_encodes_the_same(tmp_path: Path) -> None:
     """Janus's weights, under the names of LlamaGen's authors."""
     vq, _ = janus(tmp_path)
-    rewrite(tmp_path, LLAMAGEN_NAMES)
+    rename_tensors(tmp_path, LLAMAGEN_NAMES)
     tensors, part = load_file(tmp_path / "model.safetensors"), "model.vqmodel."
     found = {k.removeprefix(part): v for k, v in tensors.items() if k.startswith(part)}
     save_file(found | {"quantize.codebook_used": torch.zeros(4)}, tmp_path / "vq_ds16.safetensors")
@@ -147,9 +147,9 @@ def test_a_tokenizer_without_an_encoder_names_the_option_self(tmp_path: Path) ->
     target = read_target(tmp_path / "llamagen", torch.float32)
     rejects("is without its encoder.*--self instead of --data", target.reader)
     write_chameleon(tmp_path / "Lumina-mGPT-7B-64", lumina=True)
-    rewrite(tmp_path / "Lumina-mGPT-7B-64", {r"model\.vqmodel\.encoder": "other"})
+    rename_tensors(tmp_path / "Lumina-mGPT-7B-64", {r"model\.vqmodel\.encoder": "other"})
     target = read_target(tmp_path / "Lumina-mGPT-7B-64", torch.float32)
     rejects("is without its encoder.*--self instead of --data", target.reader)
     write_janus(tmp_path / "janus")
-    rewrite(tmp_path / "janus", {r"vqmodel\.encoder\.conv_out": "vqmodel.encoder.other"})
+    rename_tensors(tmp_path / "janus", {r"vqmodel\.encoder\.conv_out": "vqmodel.encoder.other"})
     rejects(r"missing model\.vqmodel\.encoder\.conv_out", read_target, tmp_path / "janus", torch.float32)
