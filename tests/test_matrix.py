@@ -62,7 +62,7 @@ every_cfg = pytest.mark.parametrize("cfg", CFG)
 
 
 def combinations():
-    """Every proposer, verifier, rule, sampling and guidance, but for those that add nothing to the others.
+    """Every proposer, verifier, rule, sampling and guidance, except combinations that the others cover.
 
     A rule sees probabilities, which guidance and top-k made before, and a draft's children. So the exact rule meets every
     sampling under guidance and one without; the others meet every way to draw children at T=1 under guidance, and other samplings with

@@ -91,22 +91,22 @@ def test_the_wheel_of_the_sdist_works_in_an_environment_without_extras(tmp_path:
 
     home = tmp_path / "elsewhere"
     home.mkdir()
-    packages = new_environment(tmp_path / "fresh")
-    fresh = tmp_path / "fresh" / "bin" / "python"
-    pip = ["-m", "pip", "--python", fresh, "install", "--quiet", "--no-compile"]
+    packages = new_environment(tmp_path / "new")
+    python_path = tmp_path / "new" / "bin" / "python"
+    pip = ["-m", "pip", "--python", python_path, "install", "--quiet", "--no-compile"]
     clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")}
     clean |= {"XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     done = python(*pip, "--no-deps", "--no-index", wheel, env=clean, cwd=home)
     assert done.returncode == 0, done.stderr
     assert not any((packages / name).exists() for name in ("fastapi", "ray", "matplotlib", "torchao"))
 
-    command = [str(fresh.parent / "lanternpp"), "--version"]
+    command = [str(python_path.parent / "lanternpp"), "--version"]
     said = subprocess.run(command, capture_output=True, text=True, env=clean, cwd=home, timeout=SECONDS)
     assert (said.returncode, said.stdout) == (0, f"lanternpp {lanternpp.__version__}\n"), said.stderr
 
     requested = verbs(home)
-    package, ended = run_commands(requested, home, fresh, clean)
-    assert package.is_relative_to(tmp_path / "fresh")
+    package, ended = run_commands(requested, home, python_path, clean)
+    assert package.is_relative_to(tmp_path / "new")
     for (verb, *_), (status, _, error) in zip(requested, ended, strict=True):
         if verb in EXTRAS:
             assert status == 2 and f"lanternpp[{verb}]" in error, f"{verb}: {error}"

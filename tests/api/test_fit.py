@@ -326,7 +326,7 @@ def test_drafts_that_fit_into_no_picture_have_no_rates(pipe: Pipeline, model: Pa
     assert read_rates(model / "parallel") == {} and (model / "parallel" / FILE).is_file()
 
 
-def test_damaged_rates_are_refused(model: Path) -> None:
+def test_damaged_rates_are_rejected(model: Path) -> None:
     counts = {"tried": [[1]], "kept": [[2]], "passes": 3}
     (model / "parallel" / FILE).write_text(json.dumps({"acceptance": [{"strength": {}, "counts": counts}]}))
     rejects("is damaged", pipeline(model), PROMPT, method="parallel")

@@ -136,7 +136,7 @@ def test_steps_are_compiled_of_weights_that_are_not_packed(model: Path) -> None:
 
 
 def test_progress_adds_no_host_read(pipe: Pipeline) -> None:
-    """It is told what the loop reads once a step."""
+    """It gets the counts that the loop reads once a step."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Count(TorchDispatchMode):

@@ -45,7 +45,7 @@ def test_without_bfloat16_the_kernels_decide_the_dtype_which_is_reported(run, mo
 
 
 def test_a_model_of_latents_uses_the_kernels(tmp_path, monkeypatch) -> None:
-    """In bfloat16 where the CPU has no products of it: every wide linear layer is packed, but for a diffusion head in float32."""
+    """In bfloat16 where the CPU has no products of it: every wide linear layer is packed, except in a diffusion head in float32."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     pipe = Pipeline.from_pretrained(str(write_diffusion(tmp_path / "latents")), device="cpu")

@@ -66,7 +66,7 @@ def own_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "my_rules.py").write_text(f"{RULES}    pass\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_rules", raising=False)
-    # Files written within one second, of one size, would be the same to Python. A refused command leaves no file behind.
+    # Files written within one second, of one size, would be the same to Python. A rejected command leaves no file.
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     return tmp_path / "my_rules.py"
 

@@ -90,9 +90,9 @@ def test_a_closed_pipe_ends_the_listing_without_a_message(unbuffered: str) -> No
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     reading, writing = os.pipe()
     os.close(reading)
-    with os.fdopen(writing, "w") as gone:
+    with os.fdopen(writing, "w") as closed:
         command, pipe = [*LANTERNPP, "models"], subprocess.PIPE
-        done = subprocess.run(command, stdout=gone, stderr=pipe, text=True, timeout=120, env=environment)
+        done = subprocess.run(command, stdout=closed, stderr=pipe, text=True, timeout=120, env=environment)
     # Rich ends the program with 1 where it meets the closed pipe first.
     assert done.returncode in (1, 141) and done.stderr == ""
 

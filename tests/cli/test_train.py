@@ -86,7 +86,7 @@ def test_a_first_drafter_works_in_compare(name: str, run, workdir: Path) -> None
     assert draft() == ("tree", "lantern-57")
 
 
-def test_a_corrupt_photo_is_named_once_and_left_out(
+def test_a_corrupt_photo_is_named_once_and_skipped(
     run, workdir: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train = ("train", "--model", "janus", "--data", "photos", "--crops", 1, *SMALL)

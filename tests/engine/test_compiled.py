@@ -185,7 +185,7 @@ class HostReader(Exact):
         return p / p.sum() if float(p.sum()) == 0 else p
 
 
-def test_a_part_that_cannot_be_traced_is_called_as_it_is(pipe: Pipeline) -> None:
+def test_a_part_that_cannot_be_traced_is_not_compiled(pipe: Pipeline) -> None:
     plain, traced = (engine(pipe, "lantern-static", accept=HostReader()) for _ in range(2))
     traced.run = run = CompiledParts(traced, backend=Graphs())
     plain.step()

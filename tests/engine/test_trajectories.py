@@ -102,7 +102,7 @@ def test_guidance_goes_from_the_unconditional_prediction_through_the_conditional
     assert torch.allclose(drawn, plain, atol=1e-6)
 
 
-def test_a_draft_leaves_the_distribution_of_the_target_and_alignment_keeps_more_of_it() -> None:
+def test_drafts_keep_the_targets_distribution_and_aligned_noise_accepts_more() -> None:
     aligned, unaligned = verified(P, Q), verified(P, Q, aligned=False)
     for verdict in (aligned, unaligned):
         assert p_value(verdict.next_codes[:, 0, 0]) > 1e-3
@@ -157,7 +157,7 @@ def test_a_head_learns_a_distribution_of_two_modes() -> None:
     assert nats.mean() - 0.02 < bound.mean() < nats.mean() + 0.15  # one Gaussian: 0.5 above
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_unsupported_drafters_rules_and_temperatures_are_rejected() -> None:
     target, mixture = small_diffusion()[0], tiny_target(ContinuousTarget, "latent_out", components=3)
     tree, rest = build_tree("chain-2"), (Sampling(), Guidance(), 1)
     with pytest.raises(InputError, match="has no diffusion head"):

@@ -208,9 +208,9 @@ def tree_drafts(shape: Shape, p: Contexts, q: Contexts, draws: Tensor | None = N
         left = None
         for kid in kids[node]:
             here = q[len(path)][at[:, node]] if left is None else left
-            gone = here.sum(-1, keepdim=True) == 0
+            exhausted = here.sum(-1, keepdim=True) == 0
             first = torch.nn.functional.one_hot(codes[:, kids[node][0]], vocab).double()
-            each = (here / here.sum(-1, keepdim=True)).where(~gone, first)
+            each = (here / here.sum(-1, keepdim=True)).where(~exhausted, first)
             if draws is None:
                 row, code = each.nonzero(as_tuple=True)
                 codes, at, chance, here = codes[row], at[row], chance[row] * each[row, code], here[row]

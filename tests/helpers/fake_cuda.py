@@ -49,7 +49,7 @@ class _WithoutValues(FakeTensorMode):
 def fake_cuda() -> Iterator[FakeTensorMode]:
     """New tensors are fake; those of `DEVICE` are as if on a GPU. A tensor with values is an error.
 
-    PyTorch without CUDA has no device guard for it, which indexing wants: that of the meta device, which does nothing, takes
+    PyTorch without CUDA has no device guard for it, which indexing needs: that of the meta device, which does nothing, takes
     its place.
     """
     library = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libc10.*"))))

@@ -77,7 +77,7 @@ def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def _linear(x: Tensor, parts: list[nn.Linear] | tuple[nn.Linear, ...]) -> Tensor:
-    """The outputs of linear layers, one behind the other."""
+    """The outputs of linear layers, concatenated."""
     outputs = [
         F.linear(x, part.weight.to(x.dtype), None if part.bias is None else part.bias.to(x.dtype))
         for part in parts

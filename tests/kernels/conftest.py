@@ -17,7 +17,7 @@ from lanternpp.kernels.kinds import KINDS, choose
 
 EMULATION = ("-include", str(Path(__file__).with_name("emulated.h")))
 MACHINE = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
-# A kind of CPU, and what the compiler is told besides.
+# A kind of CPU, and further options of the compiler.
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     **{kind.name: (kind.name, ()) for kind in KINDS if MACHINE in kind.needs},
     "emulated bfloat16": ("avx512-vnni", EMULATION),

@@ -61,7 +61,7 @@ def vocab(seed: int, rng: Random) -> int:
 
 
 def near(found: Tensor, usual: Tensor, exact: Tensor, times: float = 1) -> None:
-    """Assert that `found` is so many times as far from `exact` as `usual`, the same in bfloat16, but for what chance does to few numbers."""
+    """Assert that `found` is so many times as far from `exact` as `usual`, the same in bfloat16, with a margin for few numbers."""
     wrong, other = (found - exact).abs(), (usual - exact).abs()
     assert wrong.mean() <= 1.2 * times * other.mean() + 1e-4 * exact.abs().mean()
     assert wrong.max() <= 2 * times * other.max() + 0.01 * exact.abs().max()

@@ -101,7 +101,7 @@ def test_a_damaged_bin_file_is_rejected(encoder: Path, tmp_path: Path) -> None:
         assert "weights_only" not in str(caught.value) and str(caught.value).isprintable()
 
 
-def test_an_encoder_without_its_tokenizer_or_some_weights_is_refused(encoder: Path, tmp_path: Path) -> None:
+def test_an_encoder_without_its_tokenizer_or_some_weights_is_rejected(encoder: Path, tmp_path: Path) -> None:
     """transformers would use an empty tokenizer and random weights."""
     folder = Path(shutil.copytree(encoder, tmp_path / "t5"))
     path, name = folder / "model.safetensors", "encoder.final_layer_norm.weight"
@@ -114,7 +114,7 @@ def test_an_encoder_without_its_tokenizer_or_some_weights_is_refused(encoder: Pa
     rejects("no tokenizer.json and no spiece.model", T5Text(folder).features, "a tulip", torch.empty(0))
 
 
-def test_features_of_another_encoder_are_refused(encoder: Path, tmp_path: Path) -> None:
+def test_features_of_another_encoder_are_rejected(encoder: Path, tmp_path: Path) -> None:
     condition = TextCondition(dim=8, caption_dim=24, slots=6)
     for rows in (torch.ones(24), torch.ones(4, 23), torch.ones(0, 24), torch.tensor(1.0)):
         save_file({"a tulip": rows}, tmp_path / FEATURES)

@@ -31,11 +31,11 @@ def bench(repositories: Path, prompts: str, out: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def fetched(
+def downloaded(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[dict[str, Outcome], list[tuple[str, str, str]]]:
     """How commands ended with the hub, in another process without it, and offline; and what the hub was asked for."""
-    place = tmp_path_factory.mktemp("fetched")
+    place = tmp_path_factory.mktemp("downloaded")
     there = repositories(place)
     (there / "someone/words").mkdir()
     (there / "someone/words/PartiPrompts.tsv").write_text("Prompt\tCategory\na red tulip\tPlants\n")
@@ -56,8 +56,8 @@ def fetched(
     return dict(zip([*asked, *later, "offline"], found, strict=True)), server.requested
 
 
-def test_a_model_is_downloaded_once_and_then_drawn_without_a_network(fetched) -> None:
-    outcomes, requested = fetched
+def test_a_model_is_downloaded_once_and_then_drawn_without_a_network(downloaded) -> None:
+    outcomes, requested = downloaded
     got = {path.split("/resolve/")[1] for _, path, _ in requested if "/someone/tiny/resolve/" in path}
     assert f"{COMMIT}/target/model.safetensors" in got and f"{COMMIT}/defaults.json" in got
     assert not any(name.endswith((".onnx", "old.pt")) for name in got)
@@ -69,8 +69,10 @@ def test_a_model_is_downloaded_once_and_then_drawn_without_a_network(fetched) ->
         assert drawn["model"] == ("someone/tiny" if name != "commit" else f"someone/tiny@{COMMIT}")
 
 
-def test_an_interrupted_download_is_resumed(fetched) -> None:
-    spans = [span for verb, path, span in fetched[1] if verb == "GET" and path.endswith("large.safetensors")]
+def test_an_interrupted_download_is_resumed(downloaded) -> None:
+    spans = [
+        span for verb, path, span in downloaded[1] if verb == "GET" and path.endswith("large.safetensors")
+    ]
     assert len(spans) == 2 and int(spans[1].removeprefix("bytes=").split("-")[0]) >= 10 << 20
 
 
@@ -95,14 +97,14 @@ def test_a_failed_download_keeps_complete_files(tmp_path: Path) -> None:
         ("no prompts", "someone/words/absent.tsv are not here, nor"),
     ],
 )
-def test_what_cannot_be_downloaded_is_one_line(name: str, said: str, fetched) -> None:
-    code, _, err = fetched[0][name]
+def test_what_cannot_be_downloaded_is_one_line(name: str, said: str, downloaded) -> None:
+    code, _, err = downloaded[0][name]
     assert code == 2 and err.count("\n") == 1 and said in err
 
 
-def test_prompts_are_downloaded_from_a_dataset_and_then_used_without_a_network(fetched) -> None:
+def test_prompts_are_downloaded_from_a_dataset_and_then_used_without_a_network(downloaded) -> None:
     for name in ("prompts", "prompts again"):
-        code, out, err = fetched[0][name]
+        code, out, err = downloaded[0][name]
         assert code == 0, err
         assert json.loads(out)["prompts"] == ["a red tulip"]
 

@@ -48,7 +48,7 @@ def write_repositories(root: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def fetched(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Outcome], Path]:
+def downloaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Outcome], Path]:
     """How commands in one process ended, and the folder of a model that one of them wrote."""
     place = tmp_path_factory.mktemp("published")
     (place / "hub" / "google").mkdir(parents=True)
@@ -71,8 +71,8 @@ def fetched(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Outcome
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_is_downloaded_with_its_drafter_and_drawn(name: str, fetched) -> None:
-    code, out, err = fetched[0][name]
+def test_a_family_is_downloaded_with_its_drafter_and_drawn(name: str, downloaded) -> None:
+    code, out, err = downloaded[0][name]
     assert (code, err) == (0, "")
     drawn = json.loads(out)
     assert drawn["model"] == FAMILIES[name][0] and drawn["images"] == 3
@@ -81,7 +81,9 @@ def test_a_family_is_downloaded_with_its_drafter_and_drawn(name: str, fetched) -
     assert settings["cfg"] == {"c2i": 4.0, "t2i": 7.5}.get(name, settings["cfg"]) > 1
 
 
-def test_a_target_whose_repository_has_no_tokenizer_is_converted_with_one_of_another(fetched) -> None:
-    code, out, err = fetched[0]["convert"]
+def test_a_target_whose_repository_has_no_tokenizer_is_converted_with_one_of_another(downloaded) -> None:
+    code, out, err = downloaded[0]["convert"]
     assert (code, err) == (0, "") and "target, tokenizer" in out
-    assert json.loads((fetched[1] / "target/provenance.json").read_text())["converted from"] == "someone/bare"
+    assert (
+        json.loads((downloaded[1] / "target/provenance.json").read_text())["converted from"] == "someone/bare"
+    )

@@ -13,7 +13,7 @@ from lanternpp.training.pictures import DataWarning, read_rows
 from pictures import Pictures
 
 
-def test_a_corrupt_picture_is_named_and_skipped_and_captions_stay_with_their_pictures(tmp_path: Path) -> None:
+def test_a_corrupt_picture_is_named_and_skipped_with_its_caption(tmp_path: Path) -> None:
     write_photos(tmp_path / "train", 120)
     (tmp_path / "train" / "red" / "004.png").write_bytes(b"\x89PNG\r\n\x1a\nnothing")
     with pytest.warns(DataWarning, match=r"1 of 120 .*red/004.png"):

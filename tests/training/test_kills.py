@@ -44,7 +44,7 @@ def results(folder: Path) -> dict[str, Any]:
 
 
 def killed(name: str, folder: Path, work: float, times: int) -> int:
-    """Kill a command at random moments of its work, then let it end. How often the kill found it at work."""
+    """Kill a command at random moments of its work, then let it end; return how many kills came before its end."""
     rng, ends, lines = random.Random(f"{name} {times}"), [], list[str]()
     for _ in range(times):
         process = start(run_command, name, str(folder), rng.uniform(0.1, 1.2 / times) * work)

@@ -147,7 +147,7 @@ def test_an_engine_with_short_chains_draws_the_targets_distribution(verify: str)
 
 @pytest.mark.parametrize("verify", ["block", "token"])
 @torch.inference_mode()
-def test_a_picture_is_the_same_alone_where_its_passes_are_short_and_in_a_batch(verify: str) -> None:
+def test_a_picture_is_the_same_alone_with_shorter_passes_and_in_a_batch(verify: str) -> None:
     target = ToyTarget()
     together, outputs = engine(target, 3, 0.25, verify)
     pictures = generate(together, ["sea", "hill", "a"], [1, 2, 3])

@@ -50,7 +50,7 @@ def test_a_full_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert torch.equal(table, neighbours(BOOK, 4)) and not list(tmp_path.iterdir())
 
 
-def test_a_large_table_has_a_progress_bar_below_that_of_its_verb(monkeypatch, capsys) -> None:
+def test_a_large_table_has_a_second_progress_bar(monkeypatch, capsys) -> None:
     monkeypatch.setattr(module, "MIN_PROGRESS_CODES", 1)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")

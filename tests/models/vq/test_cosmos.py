@@ -69,7 +69,7 @@ def test_a_file_that_does_not_fit_is_rejected(tmp_path: Path, changes: dict[str,
     rejects(said, read, tmp_path, **changes)
 
 
-def test_a_config_of_another_shape_is_refused(tmp_path: Path) -> None:
+def test_a_config_of_another_shape_is_rejected(tmp_path: Path) -> None:
     vq = read(tmp_path)
     for changes in ({"spatial": True, "channels": 8}, {"multiples": [1]}, {"blocks": 1}):
         config = {"kind": "cosmos", **asdict(vq.config), **changes}

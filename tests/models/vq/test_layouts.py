@@ -93,23 +93,23 @@ def emu3(folder: Path) -> Any:
     return model.model.vqmodel, torch.tensor([[64, 64]] * 2)
 
 
-PEERS: dict[str, Callable[[Path], Any]] = {"janus": janus, "emu3": emu3}
+MODELS: dict[str, Callable[[Path], Any]] = {"janus": janus, "emu3": emu3}
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("name", MODELS)
 def test_latents_and_codes_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    peer, sizes = PEERS[name](tmp_path)
+    theirs, sizes = MODELS[name](tmp_path)
     target = read_target(tmp_path, torch.float32)
     reader = target.reader()
     assert (reader.size, reader.codes, reader.length) == (64, NUM_CODES, target.length)
-    hidden = peer.encoder(IMAGES if sizes is None else IMAGES[:, None].repeat(1, 4, 1, 1, 1))
+    hidden = theirs.encoder(IMAGES if sizes is None else IMAGES[:, None].repeat(1, 4, 1, 1, 1))
     hidden = hidden if sizes is None else hidden.transpose(1, 2)
-    expected = peer.quant_conv(hidden)
+    expected = theirs.quant_conv(hidden)
     expected = expected if sizes is None else expected[:, :, 0]
     assert expected.std() > 0.05
     assert (target.encoder()(IMAGES) - expected).abs().max() < 1e-3
-    out = peer.encode(IMAGES) if sizes is None else peer.encode(IMAGES, sizes)
+    out = theirs.encode(IMAGES) if sizes is None else theirs.encode(IMAGES, sizes)
     grid = out.image_tokens.view(2, 4, 4) if sizes is None else torch.stack(list(out.image_tokens))
     assert len(grid.unique()) > 3
     codes = reader.encode(IMAGES)
