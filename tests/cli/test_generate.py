@@ -15,7 +15,6 @@ from lanternpp.api.picture import squarest
 from lanternpp.engine.decode import Engine, FinishedSample
 
 PROMPT = "a photo of a red tulip"
-WINDOW = ("--window", 5, "--coupling", "gumbel")
 KEYS = {"model", "images", "codes_per_pass", "seconds", "seconds_per_image", "versions"}
 
 
@@ -27,22 +26,6 @@ def test_every_method_draws(method: str, run, model, empty_dir: Path) -> None:
     assert stats["passes"] == len(stats["accepted_per_pass"])
     with Image.open(empty_dir / "out" / "a-photo-of-a-red-tulip-0.png") as image:
         assert image.size == (16, 16)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--method", "cool", "--delta", 2, "--nu", 0.2], {"delta": 2.0, "nu": 0.2, "neighbours": None}),
-        (
-            ["--method", "jacobi", *WINDOW, "--init", "above", "--alternatives", 2],
-            {"window": 5, "coupling": "gumbel", "init": "above", "alternatives": 2, "tree": None},
-        ),
-        (["--method", "independent", "--tree", "eagle-25"], {"tree": "eagle-25", "window": None}),
-    ],
-)
-def test_every_part_can_be_overridden(options, said, run, model) -> None:
-    settings = run("generate", PROMPT, "--model", model, *options, "--json").json["settings"]
-    assert {key: settings[key] for key in said} == said
 
 
 def test_the_total_variation_is_reported_if_it_was_measured(run, model) -> None:
