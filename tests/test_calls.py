@@ -111,7 +111,7 @@ def test_other_calls_may_run_between_two_steps_of_a_stream(model: Path) -> None:
     assert all(torch.equal(a, b[0, : len(a)]) for a, b in zip(known, alone, strict=True))
     unfinished = pipe.stream(PROMPT, seed=2, method="eagle")
     next(unfinished)
-    unfinished.close()  # type: ignore[attr-defined]
+    unfinished.close()
     assert torch.equal(pipe(PROMPT, seed=2, method="eagle").codes, alone[1])
 
 

@@ -45,7 +45,7 @@ def tiny_target(kind: type[Kind], strong: str, **fields: Any) -> Kind:
     """
     torch.manual_seed(0)
     kl = KL(KLConfig(4, 2, (16,), (1,), (1,), 16))
-    target = kind(kind.config_class(("red", "tulip"), ("tulip",), **SMALL, **fields), kl)  # type: ignore[arg-type]
+    target = kind(kind.config_class(("red", "tulip"), ("tulip",), **SMALL, **fields), kl)
     for name, weight in target.named_parameters():
         weight.data.normal_(std=0.2 if name.startswith(strong) else 0.5 if weight.dim() == 2 else 0.1)
         if name.endswith("norm.weight"):

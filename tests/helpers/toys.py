@@ -306,5 +306,5 @@ def stored_in_8_bits(weight: Tensor) -> Tensor:
     numbers, scale = quantised(weight.float(), 8)
     exact = numbers.double() * scale.double()[:, None]
     weight.copy_(exact)
-    weight.int8_weight = numbers, scale  # type: ignore[attr-defined]
+    weight.int8_weight = numbers, scale
     return exact

@@ -21,7 +21,6 @@ def locked(place: Path) -> Iterator[None]:
 def setup() -> ModuleType:
     """setup.py, which builds nothing when it is imported."""
     spec = importlib.util.spec_from_file_location("setup_of_kernels", Path(__file__).parents[2] / "setup.py")
-    assert spec is not None and spec.loader is not None
     made = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
     return made

@@ -15,12 +15,12 @@ GROUP = 64
 
 def groups_inputs(library: object) -> bool:
     """Whether inputs have 8 bits too, which is coarser than bfloat16."""
-    return Path(library._name).stem.startswith(GROUPED)  # type: ignore[attr-defined]
+    return Path(library._name).stem.startswith(GROUPED)
 
 
 def attends_with_tiles(library: object) -> bool:
     """Whether many queries attend with the tiles of AMX."""
-    return Path(library._name).stem.startswith(("amx", "emulated tiles"))  # type: ignore[attr-defined]
+    return Path(library._name).stem.startswith(("amx", "emulated tiles"))
 
 
 def multiplied(x: Tensor, library: object) -> Tensor:

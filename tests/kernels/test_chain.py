@@ -50,7 +50,6 @@ def test_a_chain_ends_where_none_of_the_batch_survives(
     act = F.silu(turn.query.double() + turn.prev[complete.codes[:, :-1]].double()).to(HALF).double()
     after = act @ drafter.up.weight.double().T + drafter.up.bias.double()
     after[:, 0] = 0
-    assert drafter.confidence is not None
     weight, bias = drafter.confidence.weight.double(), drafter.confidence.bias.double()
     expected = ((turn.features + after) @ weight.T + bias)[..., 0].sigmoid().cumprod(1)
     cuts = [0.0] + [float(expected[:, level].amax()) + 2e-4 for level in range(1, LEVELS)]
@@ -68,9 +67,7 @@ def logits_in_c(logits: Tensor, sampling: Sampling) -> Tensor:
     """Logits [LEVELS, V] -> distributions, by a head of zeros."""
     turn = Turn(logits.shape[1], 1, 0.0)
     turn.forbidden = logits[None]
-    probs = turn.drawn(native.library(), sampling).probs
-    assert probs is not None
-    return probs[0, :-1].double()
+    return turn.drawn(native.library(), sampling).probs[0, :-1].double()
 
 
 @pytest.mark.parametrize("vocab", [64, 130, 1025])
@@ -117,7 +114,6 @@ def test_a_sample_does_not_depend_on_the_batch_nor_on_the_threads(library: objec
 def in_c(p: Tensor, q: Tensor, codes: Tensor, rule: Acceptance) -> tuple[Tensor, Tensor]:
     """`chain_tails` of chains, as C verifies them under a rule, for tests in float64; p, q [B, g + 1, V], q 0 after the last draft code."""
     budget = rule.as_numbers(p.shape[1] - 1)
-    assert budget is not None
     draft = Draft(chain_tree(len(p), p.shape[1] - 1, p.device), codes, q.float())
     u = torch.full((len(p), 1), 0.5, dtype=torch.float64)
     logits = p.log().clamp(min=-200).float()  # below -87 a probability is 0, and yet not forbidden
@@ -153,12 +149,10 @@ def test_the_enumerated_distribution_is_that_of_the_rule(
 
 def test_unsupported_drafters_are_left_to_pytorch() -> None:
     library = native.library()
-    assert library is not None
     turn, head = Turn(40, 17), KernelLinear(library, [(torch.randn(40, DIM).to(HALF), None)])
     kernels = Kernels(library)
     linear, other = (SimpleNamespace(native_head=x, head_linear=None) for x in (head.logits, None))
     made, headless = (kernels.drafter(turn.drafter, target) for target in (linear, other))
-    assert made is not None and headless is not None
     inputs = {name: getattr(turn, name) for name in ("features", "query", "u", "prev")} | {"bias": None}
     for each, drawn in ((made, True), (headless, False)):
         assert each.sample(empty_chain(17, LEVELS, 40), (1.0, 0, 1.0), **inputs) == drawn
@@ -174,7 +168,7 @@ def test_the_inputs_of_a_drafter_are_those_of_pytorch(library: object) -> None:
     torch.nn.init.normal_(drafter.queries)
     embeds, hints = torch.randn(3, 5, DIM).to(HALF), torch.randn(3, 9, DIM).to(HALF)
     features = torch.cat((torch.randn(3, 5, DIM), 9 * torch.randn(3, 5, 2 * DIM)), -1).to(HALF)
-    found = KernelDrafter(drafter, None, library).inputs(embeds, features, 4, hints)  # type: ignore[arg-type]
+    found = KernelDrafter(drafter, None, library).inputs(embeds, features, 4, hints)
     usual = drafter.inputs(embeds, features, 4, 1, hints)
     assert found is not None and torch.allclose(found, usual, rtol=0.02, atol=0.03)
 
@@ -204,4 +198,4 @@ def test_the_shipped_model_drafts_what_pytorch_drafts(
 def test_drafter_and_target_share_the_packed_head(nature: Pipeline) -> None:
     """In memory once."""
     drafter: Any = nature.model.network("parallel")
-    assert drafter.native.head is nature.target.native_head.__self__  # type: ignore[union-attr]
+    assert drafter.native.head is nature.target.native_head.__self__

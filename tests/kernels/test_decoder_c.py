@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(native.library() is None, reason="no kernels her
 def decoder(*sizes: int, **more: object) -> Decoder:
     """Width, layers, heads, hidden."""
     torch.manual_seed(0)
-    config = DecoderConfig(*sizes, **more)  # type: ignore[arg-type]
+    config = DecoderConfig(*sizes, **more)
     made = Decoder(config, grid_table(3, 8, config.head_dim).float())
     for name, parameter in made.named_parameters():
         if name.endswith("norm.weight"):
@@ -54,7 +54,7 @@ def in_c(network: Decoder, library: object = None) -> Decoder:
     found = copy.deepcopy(network)
     int8 = all(int8_parts(block.wqkv.weight) is not None for block in network.blocks)
     library = library or native.library()
-    found.native = KernelDecoder(network.stack(), network.rotary_table, library, int8)  # type: ignore[arg-type]
+    found.native = KernelDecoder(network.stack(), network.rotary_table, library, int8)
     return found
 
 

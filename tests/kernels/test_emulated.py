@@ -131,7 +131,7 @@ def recorded_pass(int8_weight: bool) -> Recorder:
     network.native = KernelDecoder(network.stack(), network.rotary_table, found, int8_weight)
     prompt = cache.rows(torch.arange(2), torch.zeros(2, dtype=torch.int64), 3)
     network(x[:, :3], prompt.nodes(), prompt)
-    network.native.library = recorder = Recorder(found, network.native.layer_structs)  # type: ignore[assignment]
+    network.native.library = recorder = Recorder(found, network.native.layer_structs)
     mask = torch.ones(5, 5, dtype=torch.bool).tril().expand(2, -1, -1)
     network(x[:, 3:], cache.nodes(torch.arange(5).expand(2, -1), mask), cache)
     return recorder

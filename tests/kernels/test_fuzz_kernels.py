@@ -120,7 +120,7 @@ def test_passes(library: object, rng: Random) -> None:
         ]
         return replace(found, layers=layers, gate=gate, **({"qk_norm": "rms"} if rms else {}))
 
-    mine.native = KernelDecoder(stack(plain), plain.rotary_table, library, int8)  # type: ignore[arg-type]
+    mine.native = KernelDecoder(stack(plain), plain.rotary_table, library, int8)
     if norms or rms or gate != "silu":
         plain.native, exact.native = (StackPasses(stack(x), x.rotary_table) for x in (plain, exact))
     rows, nodes = rng.choice([(1, 1), (1, 300), (300, 1), (2, 8), (3, 43), (10, 13), (17, 1), (5, 26)])
@@ -146,7 +146,7 @@ def warp_of(rng: Random, vocab: int) -> tuple[float, int, float]:
 
 def test_probabilities_and_children(library: object, rng: Random, vocab: int) -> None:
     warp = warp_of(rng, vocab)
-    plain, made = Sampling(*warp), Sampling(*warp, backend=Kernels(library))  # type: ignore[arg-type]
+    plain, made = Sampling(*warp), Sampling(*warp, backend=Kernels(library))
     logits = torch.randn(1 if vocab == MOST_CODES else rng.choice([1, 3, 100]), rng.choice([1, 3]), vocab) * 3
     logits[0, 0, 1:] = NEVER  # forced
     logits[0, -1, 1::2] = NEVER
@@ -155,7 +155,7 @@ def test_probabilities_and_children(library: object, rng: Random, vocab: int) ->
     assert ((p - exact).abs().sum(-1) < 1e-4).float().mean() > 0.98 and not p[logits == NEVER].any(), warp
     hot = Sampling(1e6, vocab // 2, backend=made.backend)
     assert torch.equal(hot.probs(logits) > 0, hot.probs(logits.double()) > 0), "the codes of top-k"
-    assert Kernels(library).probs(logits.double(), warp) is None, "float64 is PyTorch's"  # type: ignore[arg-type]
+    assert Kernels(library).probs(logits.double(), warp) is None, "float64 is PyTorch's"
     for count in (1, 3, 10):
         likely, usual = made.likeliest(p, count), plain.likeliest(p, count)
         assert torch.equal(p.gather(-1, likely), p.gather(-1, usual))
@@ -235,13 +235,12 @@ def test_verification(library: object, rng: Random, vocab: int) -> None:
     for verifier in (verify_tokenwise, verify_joint) if joint else (verify_tokenwise,):
         usual, found = (
             verifier(draft, logits, replace(sampling, backend=used), rule, noise(batch))
-            for used in (None, Kernels(library))  # type: ignore[arg-type]
+            for used in (None, Kernels(library))
         )
         same = (found.path == usual.path).all(1) & (found.kept == usual.kept) & (found.bonus == usual.bonus)
         assert same.float().mean() > 0.95, (vocab, rule, verifier)
         decided = same[:, None] & (torch.arange(usual.path.shape[1]) < usual.kept[:, None])
         assert torch.equal(found.next_codes[decided], usual.next_codes[decided])
         if verifier is verify_joint:
-            assert found.distribution is not None and usual.distribution is not None
             far = (found.distribution - usual.distribution).abs().sum(-1)
             assert (far < 1e-4).float().mean() > 0.98 and far.max() < 0.05

@@ -73,7 +73,6 @@ def test_the_error_of_weights_rounded_to_8_bits_is_at_most_half_a_step(library: 
     stored_in_8_bits(weights[0])  # if only some have 8 bits already, all are rounded again
     exact = ordered(torch.cat(weights), order).double()
     found = packed(library, weights, True, order)
-    assert found.scale is not None
     step = exact.abs().amax(1) / 127
     assert torch.allclose(found.scale[: len(order)].double(), step)
     # They are returned in bfloat16, which has 8 significant bits.
@@ -88,12 +87,11 @@ def test_8_bits_of_a_checkpoint_are_kept(library: CDLL, inputs: int) -> None:
     weights, order = together(inputs)
     for weight in weights:
         stored_in_8_bits(weight)
-        numbers, scale = weight.int8_weight  # type: ignore[attr-defined]
-        weight.int8_weight = numbers, 2 * scale  # type: ignore[attr-defined]  # no longer the largest weight over 127
+        numbers, scale = weight.int8_weight
+        weight.int8_weight = numbers, 2 * scale  # no longer the largest weight over 127
     parts = [int8_parts(weight) for weight in weights]
     numbers, scale = (torch.cat([part[i] for part in parts if part]) for i in range(2))
     found = packed(library, weights, True, order)
-    assert found.scale is not None
     assert torch.equal(found.scale[: len(order)], torch.where(order < 0, 0, scale[order.clamp(min=0)]))
     expected = (numbers.float() * scale[:, None]).to(HALF)
     assert torch.equal(found.unpacked(), ordered(expected, order))
@@ -107,7 +105,7 @@ def test_a_layer_rounds_once(library: CDLL, size: tuple[int, int], bias: bool, b
     weight = layer.weight.double() if bits == 16 else stored_in_8_bits(layer.weight)
     made = KernelLinear(library, [(layer.weight, layer.bias)], bits == 8)
     assert torch.equal(made.weight, layer.weight)
-    assert made.bias is layer.bias or torch.equal(made.bias, layer.bias)  # type: ignore[arg-type]
+    assert made.bias is layer.bias or torch.equal(made.bias, layer.bias)
     for rows in (0, 1, 5, 17, 300):
         x = torch.randn(rows, size[1]).to(HALF)
         given = multiplied(x, library) if bits == 8 else x.double()
@@ -130,12 +128,12 @@ def test_a_row_has_the_same_bits_for_any_number_of_rows_and_threads(
     pairs = x.view(2, 150, -1)
     alone, guided = made.product(x, torch.float32), made.logits(pairs, 3.0, 2)
     merged = Guidance(3.0).merge(pairs.double()).to(HALF)
-    assert torch.allclose(guided, made.product(merged, torch.float32), rtol=1e-3, atol=1e-2)  # type: ignore[arg-type]
+    assert torch.allclose(guided, made.product(merged, torch.float32), rtol=1e-3, atol=1e-2)
     for count in (1, 2, 3):
         threads(count)
         for rows in (1, 2, 4, 6, 16, 17, 33, 127, 129, 300):
             assert torch.equal(made.product(x[-rows:], torch.float32), alone[-rows:]), (count, rows)
-        assert torch.equal(made.logits(pairs[:, -7:], 3.0, 2), guided[:, -7:])  # type: ignore[index,arg-type]
+        assert torch.equal(made.logits(pairs[:, -7:], 3.0, 2), guided[:, -7:])
 
 
 def test_inputs_of_another_dtype_are_multiplied_by_pytorch(library: CDLL) -> None:

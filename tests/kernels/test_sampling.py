@@ -61,7 +61,7 @@ def test_unsupported_rules_and_dtypes_are_left_to_pytorch(verifier: Verifier, un
     }[unknown]
     dtype = torch.float64 if unknown == "float64" else torch.float32
     draft, logits = drafted(StaticTree(EAGLE), 50, 60)
-    draft, logits = replace(draft, probs=draft.probs.to(dtype)), logits.to(dtype)  # type: ignore[union-attr]
+    draft, logits = replace(draft, probs=draft.probs.to(dtype)), logits.to(dtype)
     verdicts = [
         verifier(draft, logits, Sampling(0.9, 50, backend=used), rule, noise(50), False)
         for used in (PYTORCH, backend())

@@ -87,7 +87,7 @@ def copied(unloaded: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def kind_of(found: object) -> str:
-    return Path(found._name).stem.rpartition("-")[0]  # type: ignore[attr-defined]
+    return Path(found._name).stem.rpartition("-")[0]
 
 
 @installed

@@ -17,7 +17,6 @@ from lanternpp.engine.decode import Engine, FinishedSample
 from lanternpp.engine.observers import AcceptanceByRank, TimedEngine
 from lanternpp.kernels import loading as native
 from lanternpp.kernels.binding import structs
-from lanternpp.kernels.step import KernelStep
 from lanternpp.models.vq.autoencoder import VQ, VQConfig
 from lanternpp.models.words import WordsConfig, WordsTarget
 from lanternpp.proposers.no_draft import NoDraft
@@ -55,7 +54,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
 
 
 def engine_of(pipeline: Pipeline, method: str, batch: int, **dials: object) -> Engine:
-    return pipeline.new_engine(pipeline.settings(method, batch_size=batch, **dials))  # type: ignore[arg-type]
+    return pipeline.new_engine(pipeline.settings(method, batch_size=batch, **dials))
 
 
 def by_parts(engine: Engine) -> Engine:
@@ -109,7 +108,6 @@ def test_a_width_that_is_no_multiple_of_a_vector(cfg: float, tmp_path: Path) -> 
     given = SMALL_PROMPTS[:1], [1]
     engine = engine_of(pipe, "ar", 1, cfg=cfg)
     assert_same(generate(engine, *given), generate(by_parts(engine_of(pipe, "ar", 1, cfg=cfg)), *given))
-    assert isinstance(engine.fused, KernelStep)
     buffers = engine.fused.step.alive
     assert buffers["guided"].numel() >= 32 and buffers["features"].numel() >= (24 if cfg > 1 else 0) + 32
 
@@ -132,7 +130,7 @@ def test_steps_are_taken_by_parts_while_drafts_are_observed(small: Pipeline, met
 
 def test_phases_of_complete_steps_are_timed(nature: Pipeline) -> None:
     engine = engine_of(nature, "parallel", 1)
-    engine._target_forward = None  # type: ignore[method-assign,assignment]
+    engine._target_forward = None
     timed = TimedEngine(engine)
     timed.admit(PROMPTS[:1], [1])
     span = timed.step()

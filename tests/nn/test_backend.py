@@ -51,5 +51,5 @@ def test_an_environment_variable_disables_the_kernels(monkeypatch: pytest.Monkey
     assert used.probs(x, (1.0, 0, 1.0)) is None and used.head(torch.nn.Linear(32, 40).bfloat16()) is None
     pipe = Pipeline.from_pretrained("nature-128", device="cpu", dtype="bfloat16")
     drafter = pipe.model.network("parallel")
-    assert [part.native for part in (pipe.target.decoder, drafter, drafter.decoder)] == [None] * 3  # type: ignore[union-attr]
+    assert [part.native for part in (pipe.target.decoder, drafter, drafter.decoder)] == [None] * 3
     assert pipe.target.native_head is None

@@ -126,7 +126,6 @@ def distribution_of(monkeypatch, table, proposer, verify, codes, grid) -> Tensor
 def snapshot(engine: Engine) -> list[Tensor]:
     """The tensors of an engine's state, by sample, with entries that are never read again set to 0."""
     jacobi, count = engine.proposer, engine.count[:, None]
-    assert isinstance(jacobi, Jacobi)
     past = jacobi.code_place < count
     above = jacobi.width if jacobi.init in ("above", "mixed") else 0
     last = torch.arange(jacobi.slots) == jacobi.last_place[:, None] % jacobi.slots

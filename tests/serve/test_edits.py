@@ -91,7 +91,7 @@ def test_an_edit_streams(client: openai.OpenAI) -> None:
 
 def test_undecided_codes_are_grey(editor: Pipeline) -> None:
     """Codes that end a row take no room."""
-    target = editor.target.shaped(editor.target.depicted("red", [TALL]).shape)  # type: ignore[attr-defined]
+    target = editor.target.shaped(editor.target.depicted("red", [TALL]).shape)
     for decided, left in ((4, [(0, 16)]), (6, [(32, 16), (0, 32)]), (7, [(0, 32)])):
         image = unfinished(target, torch.arange(decided) % 4)
         assert image.size == (48, 96)

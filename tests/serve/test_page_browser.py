@@ -85,8 +85,8 @@ def opened(browser: Browser, address: str, **options: object) -> Iterator[Page]:
         wrong = []
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("console", lambda line: wrong.append(line.text) if "Policy" in line.text else None)
-        page.requested = []  # type: ignore[attr-defined]
-        page.on("request", lambda request: page.requested.append(request.url))  # type: ignore[attr-defined]
+        page.requested = []
+        page.on("request", lambda request: page.requested.append(request.url))
         page.goto(address)
         yield page
         assert not wrong
@@ -161,7 +161,7 @@ def test_a_race_shows_both_pictures_and_figures_which_can_be_downloaded(
             assert json.loads(kept.text["settings"])["method"] == "lantern++"
             assert len(set(kept.convert("L").tobytes())) > 50
 
-        hosts = {urlsplit(url).netloc for url in page.requested if url.startswith("http")}  # type: ignore[attr-defined]
+        hosts = {urlsplit(url).netloc for url in page.requested if url.startswith("http")}
         assert hosts == {urlsplit(address).netloc}
 
 

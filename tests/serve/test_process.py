@@ -130,7 +130,7 @@ def test_a_server_whose_batcher_breaks_ends_with_its_error(pipe):
     with batcher_of(pipe, slots=1, page=False) as batcher:
 
         def ready() -> None:
-            batcher._expire = None  # type: ignore[method-assign]
+            batcher._expire = None
             submit(batcher, make_ticket())
 
         with pytest.raises(TypeError, match="not callable"):

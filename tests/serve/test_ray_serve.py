@@ -159,6 +159,6 @@ def test_a_signal_ends_the_server_although_replicas_fail(answers: tuple[object, 
             late.append(httpx.post(address + IMAGES, json={"prompt": "a tulip"}, timeout=SECONDS))
         return finished
 
-    replicas.close = closed  # type: ignore[method-assign]
+    replicas.close = closed
     assert run(replicas, replicas, bound, 5.0, lambda: signal.raise_signal(signal.SIGTERM)) is False
     assert late[0].status_code == 503 and late[0].json()["error"]["code"] == "shutting_down"

@@ -103,4 +103,4 @@ def test_every_epoch_has_every_picture_in_a_new_variant_and_depends_only_on_the_
         seen[index, variant] += 1
     assert (seen == 1).all()
     for again, known in zip(Sampler(10, 6, 5, seed=3)(3), steps[3], strict=False):
-        assert torch.equal(again, known)  # type: ignore[arg-type]
+        assert torch.equal(again, known)

@@ -182,7 +182,7 @@ def test_acceptance_is_that_of_the_models_own_sampling(ready: Path) -> None:
 
 def test_validations_have_the_same_noise_and_do_not_change_that_of_the_training(ready: Path) -> None:
     made = task(ready)
-    made.validate_on = lambda _: {"noise": torch.rand(1).item()}  # type: ignore[method-assign]
+    made.validate_on = lambda _: {"noise": torch.rand(1).item()}
     state = torch.manual_seed(5).get_state()
     assert made.validate()["noise"] == made.validate()["noise"] == made.final()["noise"]
     assert torch.equal(torch.get_rng_state(), state)

@@ -74,7 +74,6 @@ def test_a_dropped_caption_is_the_unconditional_prompt(tmp_path: Path) -> None:
     captions = CaptionPrompts(target, Split(torch.zeros(2, 1, 16, dtype=torch.uint16), texts))
     both, start = captions(torch.tensor([0, 1]), 2)
     drawn, begin = captions(torch.tensor([0, 1]), 1, torch.tensor([True, False]))
-    assert start is not None and begin is not None
     assert torch.equal(drawn[0], both[2]) and torch.equal(drawn[1], both[1])
     assert begin.tolist() == [start[2], start[1]]
 
@@ -89,7 +88,7 @@ def test_features_from_the_disk_give_the_losses_of_computed_ones(
     split = Split(codes, ("a red tulip", "tulip", "red tulip") * 2)
     figures = []
     for cache in (False, True):
-        settings = DrafterSettings(cfg=3.0, loss=loss, batch_size=4, drop_captions=0.4)  # type: ignore[arg-type]
+        settings = DrafterSettings(cfg=3.0, loss=loss, batch_size=4, drop_captions=0.4)
         teacher = teacher_of(read_target(tmp_path, torch.float32), tmp_path / "codes")
         made = EagleTask(
             settings.of("eagle"),

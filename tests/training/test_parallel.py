@@ -37,7 +37,7 @@ def test_every_level_is_measured_by_the_targets_guided_distribution_at_its_place
     """The target's own features are accepted everywhere; with an anchor off by one they are not."""
     made = task(ready, noise=0.0, loss="lk")
     index = torch.arange(3)
-    made.anchors = lambda *_: torch.tensor([0, 3, 14])  # type: ignore[method-assign]
+    made.anchors = lambda *_: torch.tensor([0, 3, 14])
     read = made.batch(made.train, index, None, torch.Generator())
 
     def target_features(drafter: Any, batch: DraftBatch, noise: Any) -> tuple[Any, torch.Tensor]:
@@ -45,7 +45,7 @@ def test_every_level_is_measured_by_the_targets_guided_distribution_at_its_place
         slot = (batch.anchors[0, :, None] + 1 + level).clamp(max=batch.features.shape[1] - 1)
         return None, batch.features[:, slot]
 
-    made.level_features = target_features  # type: ignore[method-assign]
+    made.level_features = target_features
     figures = made.loss(made.model, read)
     assert figures["levels"].tolist() == pytest.approx([1] * 4, abs=1e-5)
     assert figures["loss"].item() == pytest.approx(0, abs=1e-5)
@@ -83,7 +83,7 @@ def test_the_first_level_is_trained_at_more_slots(ready: Path) -> None:
     """After the anchors themselves its loss is that of a chain in which nothing else counts."""
     made = task(ready, loss="guided", fade=1e-9, firsts=99)
     index = torch.arange(3)
-    made.anchors = lambda *_: torch.tensor([0, 3, 14])  # type: ignore[method-assign]
+    made.anchors = lambda *_: torch.tensor([0, 3, 14])
     read = made.batch(made.train, index, None, torch.Generator())
     alone, both = made.loss(made.model, read)["loss"], made.loss(made.model, read, None, read.anchors)["loss"]
     assert both.item() == pytest.approx((1 + FIRST_LEVEL_WEIGHT) * alone.item(), rel=1e-5)

@@ -98,4 +98,4 @@ def test_a_name_that_the_caller_gives_is_imported_also_after_copies(tmp_path: Pa
 @pytest.mark.parametrize("name", [None, 3, ["exact"], {"a": 1}, ""])
 def test_other_types_are_unknown_names(name: object) -> None:
     with pytest.raises(InputError, match="is unknown"):
-        find("rule", name, {"exact": object})  # type: ignore[arg-type]
+        find("rule", name, {"exact": object})

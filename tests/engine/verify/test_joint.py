@@ -123,7 +123,6 @@ def reference_tails(
             reach *= 1 - weight
 
         visit(0, 1.0)
-    assert tree.layout is not None
     return chances[:, tree.layout.order].cumsum(1)[:, :-1], bonus
 
 

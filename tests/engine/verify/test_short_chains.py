@@ -114,7 +114,6 @@ def test_under_a_relaxed_rule_the_distribution_is_the_rules_within_the_draft(rul
 
 def engine(target: ToyTarget, batch: int, cut: float, verify: str) -> tuple[Engine, Outputs]:
     drafter = parallel(target)
-    assert drafter.confidence is not None
     drafter.confidence.weight.mul_(3)
     proposer = Parallel(drafter, StaticTree(chain(4)))
     proposer.min_survival = cut

@@ -159,7 +159,7 @@ def test_greedy_codes_of_glm_image_are_those_of_transformers(
     book: Any = glm_pipe.target.codebook
     assert torch.allclose(book.norm(dim=-1), torch.ones(CODES, dtype=book.dtype))  # as it is looked up
     left, right = codes[0, -2:].tolist()
-    assert glm_pipe.target.prior(codes[:1]).tolist() == [[left, left, right, right] * 2]  # type: ignore[operator]
+    assert glm_pipe.target.prior(codes[:1]).tolist() == [[left, left, right, right] * 2]
 
 
 def test_greedy_codes_of_an_edit_by_glm_image_are_those_of_transformers(
@@ -228,7 +228,7 @@ def test_kernels_follow_the_format_and_keep_one_copy_of_the_weights(
     layer = next(target.decoder.body.get_submodule("layers").children())
     assert layer.mlp.down_proj.weight.numel() == 0 and layer.self_attn.q_proj.weight.numel() == 0
     engine = pipe.new_engine(pipe.settings("parallel", batch_size=2, tree="chain-3"))
-    drafter = engine.proposer.drafter  # type: ignore[attr-defined]
+    drafter = engine.proposer.drafter
     assert (drafter.native.head is not None) == (name != "janus"), "whose head is not linear"
     x = torch.randn(3, target.decoder.config.dim).bfloat16()
     if layer := target.head_linear:
@@ -244,7 +244,7 @@ def test_kernels_follow_the_format_and_keep_one_copy_of_the_weights(
         assert draft.probs is not None and torch.allclose(
             draft.probs[:, :-1].sum(-1), torch.ones(2, 3), atol=1e-4
         )
-        engine.proposer.cache.used -= engine.proposer.waiting  # type: ignore[attr-defined]
+        engine.proposer.cache.used -= engine.proposer.waiting
     assert pipe(PROMPT, method="ar").images
 
 
@@ -402,7 +402,7 @@ def test_the_named_file_of_a_folder_is_read_and_a_damaged_one_named(
     other = {key: tensor.flip(0) if "embed_tokens" in key else tensor for key, tensor in tensors.items()}
     save_file(other, folder / "ema.safetensors")
     torch.save({"state_dict": other}, folder / "ema.bin")
-    rows = {path: read_target(path, torch.float32).tokens.weight for path in (folder, first)}  # type: ignore[attr-defined]
+    rows = {path: read_target(path, torch.float32).tokens.weight for path in (folder, first)}
     for path in (folder / "ema.safetensors", folder / "ema.bin"):
         read: Any = read_target(path, torch.float32)
         assert all(torch.equal(read.tokens.weight, weight.flip(0)) for weight in rows.values())
@@ -444,7 +444,7 @@ def test_a_generation_config_that_cannot_be_used_is_named(models: Path, tmp_path
     (folder / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.5}')
     target = read_target(folder, torch.float32)
     rejects("generation_config.json cannot be written", target.save, tmp_path / "out", "float32")
-    target.vqgan = None  # type: ignore[assignment]  # as of a family with a decoder of its own
+    target.vqgan = None  # as of a family with a decoder of its own
     rejects("the decoder of a Liquid cannot be written", target.save, tmp_path / "out", "float32")
     assert not (tmp_path / "out").exists()
 
@@ -610,7 +610,7 @@ def test_an_overflow_in_float16_names_another_dtype(models: Path, tmp_path: Path
     """All states of the prompt, or those of codes alone."""
     for name in ("liquid", "anole"):
         folder = shutil.copytree(models / name, tmp_path / name)
-        tensors, codes = load_file(folder / "model.safetensors"), pipeline(models / name).target.codes  # type: ignore[attr-defined]
+        tensors, codes = load_file(folder / "model.safetensors"), pipeline(models / name).target.codes
         tensors["model.layers.0.mlp.down_proj.weight"] *= 300 if name == "liquid" else 1e3
         if name == "liquid":
             tensors["model.layers.0.mlp.up_proj.weight"] *= 300
@@ -643,7 +643,7 @@ def test_a_published_drafter_may_have_norms_of_queries_and_keys(
 def test_sizes_and_sampling_defaults_of_glm_image(
     glm: tuple[Path, Any, Any], glm_pipe: Pipeline, tmp_path: Path
 ) -> None:
-    sized = functools.partial(glm_pipe.target.raster_of, None)  # type: ignore[operator]
+    sized = functools.partial(glm_pipe.target.raster_of, None)
     pictures = sized("1024")
     assert (pictures.rows, pictures.columns, pictures.small.rows, pictures.length) == (32, 32, 16, 1280)
     for wrong in ("100", "4096x2048", "32x16384"):
