@@ -162,6 +162,27 @@ def test_kernels_of_another_version_are_rejected(older: Path):
     rejects(r"older.so was not compiled from this version \(its Pass has \d+ bytes", loading.load, older)
 
 
+FORK = """
+import os, signal, torch
+from lanternpp.kernels import loading
+loading.library()
+torch.set_num_threads(2)
+torch.rand(10**6).exp()
+child = os.fork()
+signal.alarm(0 if child else 30)
+torch.rand(10**6).exp()
+if not child:
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@installed
+@pytest.mark.skipif(sys.platform != "linux", reason="PyTorch has another OpenMP here")
+def test_a_forked_child_computes_with_threads_of_its_own():
+    assert python("-W", "ignore", "-c", FORK).stdout == "7\n"
+
+
 DRAW = """
 import os, pathlib, sys
 from lanternpp import Pipeline

@@ -25,6 +25,7 @@ from lanternpp.util.jsonfile import read_object
 SWITCH = "LANTERNPP_KERNELS"
 HERE = Path(__file__).parent
 LIBRARIES = HERE / "lib"
+OMP_PAUSE_HARD = 2  # the value that OpenMP's omp.h gives it
 
 
 def kernels() -> ctypes.CDLL | None:
@@ -59,10 +60,15 @@ def load(path: Path) -> ctypes.CDLL:
     """Load a library of kernels. OSError where that fails, InputError where its structures are not those of this code."""
     # The kernels are not linked with a library of OpenMP, as a second library has other threads than PyTorch's. PyTorch's own,
     # whose name may have a digest, is made visible to them on Linux; on other systems the kernels have threads of their own.
-    if sys.platform == "linux" and not hasattr(ctypes.CDLL(None), "GOMP_parallel"):
-        bundled = sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))
-        with suppress(OSError):  # loading kernels that need OpenMP then raises the error
-            ctypes.CDLL(str(bundled[0]) if bundled else "libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
+    if sys.platform == "linux":
+        if not hasattr(ctypes.CDLL(None), "GOMP_parallel"):
+            bundled = sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))
+            with suppress(OSError):  # loading kernels that need OpenMP then raises the error
+                ctypes.CDLL(str(bundled[0]) if bundled else "libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
+        # A forked child would wait forever for OpenMP's threads, which it lacks. Both processes start new ones when needed.
+        with suppress(AttributeError):  # before OpenMP 5.0
+            end_threads = ctypes.CDLL(None).omp_pause_resource_all
+            os.register_at_fork(before=lambda: end_threads(OMP_PAUSE_HARD))
     loaded = ctypes.CDLL(str(path))
     try:
         bind(loaded)
