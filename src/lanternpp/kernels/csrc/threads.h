@@ -4,17 +4,17 @@
 
 #include "kernels.h"
 
-#if defined(_OPENMP)
-#include <omp.h>
-#elif defined(_WIN32)
+#if defined(_WIN32)
 enum { MAX_TEAM = 1 };
+#define sched_yield()
 #else
 #include <pthread.h>
+#include <sched.h>
 #include <stdlib.h>
 enum { MAX_TEAM = 64 };
 #endif
-#ifndef _WIN32
-#include <sched.h>
+#if defined(_OPENMP)
+#include <omp.h>
 #endif
 
 typedef struct {
@@ -38,19 +38,21 @@ typedef struct {
 static inline int64_t share_begin(const Team *team, int64_t count) { return count * team->rank / team->size; }
 static inline int64_t share_end(const Team *team, int64_t count) { return count * (team->rank + 1) / team->size; }
 
-/* A barrier. Waits take microseconds, so threads spin; a longer wait means that another thread has no core, so yield this one. */
+#if defined(__x86_64__)
+enum { SPINS = 1000 };
+#define PAUSE() __builtin_ia32_pause()
+#else
+enum { SPINS = 20000 };
+#define PAUSE()
+#endif
+/* A barrier. Waits take microseconds, so threads spin; after 30 of them another thread may have no core, so yield this one. */
 static inline void wait_for_team(const Team *team) {
-    enum { SPINS = 20000 };
     const int64_t count = *team->reached[team->rank] + 1;
     __atomic_store_n(team->reached[team->rank], count, __ATOMIC_RELEASE);
     for (int64_t other = 0; other < team->size; other++)
         for (int64_t spins = 1; __atomic_load_n(team->reached[other], __ATOMIC_ACQUIRE) < count; spins++) {
-#if defined(__x86_64__)
-            __builtin_ia32_pause();
-#endif
-#ifndef _WIN32
+            PAUSE();
             if (spins % SPINS == 0) sched_yield();
-#endif
         }
 }
 
