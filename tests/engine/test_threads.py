@@ -29,6 +29,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     monkeypatch.setattr(threads, "SCHEDSTAT", tmp_path / "schedstat")
     monkeypatch.setattr(threads, "CHECK_SECONDS", 0.0)
     monkeypatch.setattr(threads, "contention", threads.ContentionState())
+    monkeypatch.setattr(threads, "usable_cores", lambda: 5)
     total = [0.0, 0.0]
 
     def run(ran: float, waited: float) -> None:
@@ -88,6 +89,13 @@ def test_the_next_call_begins_with_the_number_of_threads_of_the_last_one(run: Ru
             fitted.update()
         assert torch.get_num_threads() == 4
     assert before == 2
+
+
+def test_there_are_no_more_threads_than_cores(run: Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(threads, "usable_cores", lambda: 3)
+    with AdaptiveThreads(IN_C):
+        assert torch.get_num_threads() == 3
+    assert torch.get_num_threads() == 4
 
 
 @pytest.mark.filterwarnings("ignore:other work")

@@ -1,4 +1,4 @@
-"""Free memory, by the kernel and by control groups."""
+"""Free memory and usable cores, by the kernel and by control groups."""
 
 from __future__ import annotations
 
@@ -24,16 +24,27 @@ FIRST_VERSION = MACHINE | {
     "groups/memory/memory.usage_in_bytes": "5000",
     "groups/memory/memory.stat": "inactive_file 1\ntotal_inactive_file 200\n",
 }
+FAIR = {"groups/cpu.max": "max 100000\n", "groups/cpu/cpu.cfs_quota_us": "-1\n"}
+QUOTA = {"groups/cpu.max": "150000 100000\n"}
+FIRST_QUOTA = {"groups/cpu/a/cpu.cfs_quota_us": "300000\n", "groups/cpu/a/cpu.cfs_period_us": "100000\n"}
 
 
 @pytest.mark.parametrize(
-    ("files", "free"),
-    [({}, None), (MACHINE, 9216), (NONE, 9216), (CONTAINER, 4320), (SERVICE, 2500), (FIRST_VERSION, 4200)],
+    ("files", "free", "cores"),
+    [
+        ({}, None, 8),
+        (MACHINE | FAIR, 9216, 8),
+        (NONE | FAIR, 9216, 8),
+        (CONTAINER | QUOTA, 4320, 2),
+        (SERVICE | {"groups/system.slice/mine.service/cpu.max": "20000 100000"}, 2500, 1),
+        (FIRST_VERSION | FIRST_QUOTA, 4200, 3),
+    ],
 )
-def test_free_memory_of_machines_and_containers(files, free, tmp_path: Path, monkeypatch):
+def test_memory_and_cores_of_machines_and_containers(files, free, cores, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(8), raising=False)
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
     monkeypatch.setattr(devices, "PROC", tmp_path / "proc")
     monkeypatch.setattr(devices, "GROUPS", tmp_path / "groups")
-    assert devices.free_memory(torch.device("cpu")) == free
+    assert devices.free_memory(torch.device("cpu")) == free and devices.usable_cores() == cores

@@ -34,7 +34,7 @@ from lanternpp.nn.backend import backend
 from lanternpp.nn.checkpoints import checksum
 from lanternpp.trees import static_shape
 from lanternpp.trees.static import Shape, chain, is_chain
-from lanternpp.util.devices import device_name
+from lanternpp.util.devices import device_name, usable_cores
 from lanternpp.util.files import digest, user_cache
 from lanternpp.util.jsonfile import Between, key_of, read_object, validated, write_json
 from lanternpp.util.registry import Importable
@@ -239,7 +239,7 @@ def machine_facts(device: torch.device) -> dict[str, str]:
     return {
         "processor": name,
         "flags": digest([cpuinfo.get("flags", cpuinfo.get("Features", ""))]),
-        "threads": str(torch.get_num_threads()),
+        "threads": str(min(torch.get_num_threads(), usable_cores())),
         "kernels": backend(device).name,
         "torch": torch.__version__,
     }

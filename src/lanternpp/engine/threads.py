@@ -1,4 +1,4 @@
-"""Fewer threads while other work wants this machine's cores.
+"""No more threads than cores, and fewer while other work wants them.
 
 Threads that share an operation wait for each other at its end. While one thread has no core, all of them stand still, so that
 two threads beside other work take longer than one thread.
@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 from torch import nn
+
+from lanternpp.util.devices import usable_cores
 
 # Nanoseconds that the calling thread ran, and that it waited for a core.
 SCHEDSTAT = Path("/proc/thread-self/schedstat")
@@ -40,10 +42,10 @@ contention = ContentionState()
 
 
 class AdaptiveThreads:
-    """A context in which `update`, called often, halves PyTorch's threads while the calling thread waits for a core.
+    """A context with no more threads than cores; `update`, called often, halves them while the calling thread waits for a core.
 
-    Once the thread no longer waits, the number of threads is doubled, up to the original number, which the end of the context
-    restores; the same thread may enter the context again. A warning tells of lasting contention, once. The context is active
+    Once the thread no longer waits, the number of threads is doubled again. The end of the context restores PyTorch's
+    number; the same thread may enter the context again. A warning tells of lasting contention, once. The context is active
     only where a decoder's passes are computed in C, whose results do not depend on the number of threads, as the results of
     PyTorch's products of many rows do; only on Linux, which counts how long threads wait; and not within an active context.
     """
@@ -55,7 +57,8 @@ class AdaptiveThreads:
         self.set = getattr(native, "use_threads", torch.set_num_threads)
         nested = getattr(self._inside, "context", False)
         self.active = native is not None and SCHEDSTAT.is_file() and not nested
-        self.threads = self.max_threads = torch.get_num_threads()
+        self.threads = self.original = torch.get_num_threads()
+        self.max_threads = min(self.original, usable_cores())
         # At the last check: the thread's time, and its times of `SCHEDSTAT`, in seconds.
         self.last_check = self.run_time = self.wait_time = 0.0
 
@@ -72,7 +75,7 @@ class AdaptiveThreads:
         """Restore the original number of threads."""
         if self.active:
             self._inside.context = False
-            self._use(self.max_threads)
+            self._use(self.original)
 
     def update(self) -> None:
         """Check whether the calling thread waited for a core, once it has run for `CHECK_SECONDS` since the last check."""
@@ -105,7 +108,7 @@ class AdaptiveThreads:
         return self.run_time - run_time, self.wait_time - wait_time
 
     def _set(self) -> None:
-        """Halve the original number of threads `halvings` times, and warn of lasting contention."""
+        """Halve the largest number of threads `halvings` times, and warn of lasting contention."""
         threads = max(1, self.max_threads >> contention.halvings)
         self._use(threads)
         lasting = contention.contended_checks >= MIN_CONTENDED_CHECKS

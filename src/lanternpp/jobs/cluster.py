@@ -83,8 +83,9 @@ def cluster(address: str, workers: int | None = None) -> Iterator[Any]:
         folder = str(Path(stack.enter_context(private), "ray"))
         stack.callback(ray.shutdown)
         if address == LOCAL:
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            options |= {"num_cpus": max(cores, workers or 1), "object_store_memory": STORE_BYTES}
+            from lanternpp.util.devices import usable_cores  # here, since it imports torch
+
+            options |= {"num_cpus": max(usable_cores(), workers or 1), "object_store_memory": STORE_BYTES}
             start(ray, folder, options)
         else:
             try:
@@ -142,7 +143,7 @@ def share(ray: Any, address: str, workers: int | None, device: str) -> Share:
     # A worker runs on one node, and on a whole GPU or on a part of one.
     worker_cpus = max(1, min(cpus // count, smallest))
     worker_gpus = 1 / math.ceil(count / gpus) if gpus else 0
-    threads = max(1, torch.get_num_threads() // count) if address == LOCAL else worker_cpus
+    threads = max(1, min(torch.get_num_threads(), cpus) // count) if address == LOCAL else worker_cpus
     return Share(count, {"num_cpus": worker_cpus, "num_gpus": worker_gpus}, threads)
 
 

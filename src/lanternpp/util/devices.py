@@ -1,11 +1,13 @@
-"""The devices and dtypes that their names, `auto` among them, stand for on this machine; free memory."""
+"""The devices and dtypes that their names, `auto` among them, stand for on this machine; free memory and cores."""
 
 from __future__ import annotations
 
+import math
+import os
 import platform
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -16,10 +18,8 @@ DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")
 }
 INT8 = "int8"  # a dtype of stored weights alone; their products have the dtype of auto
-# Linux counts free memory here; control groups limit the memory of containers and services.
+# Linux counts free memory here; control groups limit the memory and the cores of containers and services.
 PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-# Names of the limit, the usage and the prefix of counts, by controller: "" for control groups of version 2.
-GROUP_NAMES = {"": ("max", "current", ""), "memory": ("limit_in_bytes", "usage_in_bytes", "total_")}
 
 
 def pick_device(name: str = "auto") -> torch.device:
@@ -88,25 +88,40 @@ def free_memory(device: torch.device) -> int | None:
     return min(_free_host_memory(), default=None) if device.type == "cpu" else None
 
 
+def usable_cores() -> int:
+    """Return how many cores this process may use: those of its affinity, or fewer by a quota, as containers have."""
+    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    for controllers, folder in _control_groups("cpu"):
+        names = ("cfs_quota_us", "cfs_period_us") if controllers else ("max",)
+        with suppress(OSError, ValueError):  # the text "max", or -1, means no quota
+            quota, period = map(int, " ".join((folder / f"cpu.{name}").read_text() for name in names).split())
+            cores = min(cores, quota / period) if quota > 0 else cores
+    return max(1, math.ceil(cores))
+
+
 def _free_host_memory() -> Iterator[int]:
-    """Yield the free bytes of the machine, and those within each control group of this process (versions 1 and 2)."""
-    try:
+    """Yield the free bytes of the machine, and those within each control group of this process."""
+    with suppress(OSError):
         for line in (PROC / "meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 yield int(line.split()[1]) * 1024
-        groups = [line.split(":", 2)[1:] for line in (PROC / "self/cgroup").read_text().splitlines()]
-    except OSError:
-        return
-    for controller, path in groups:
-        if controller not in GROUP_NAMES:
-            continue
-        *names, prefix = GROUP_NAMES[controller]
-        for folder in {GROUPS / controller, GROUPS / controller / path.strip("/")}:
-            try:
-                limit, usage = (int((folder / f"memory.{name}").read_text()) for name in names)
-                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            except (OSError, ValueError):  # the text "max" means no limit
-                continue
+    for controllers, folder in _control_groups("memory"):
+        *names, prefix = (
+            ("limit_in_bytes", "usage_in_bytes", "total_") if controllers else ("max", "current", "")
+        )
+        with suppress(OSError, ValueError):  # the text "max" means no limit
+            limit, usage = (int((folder / f"memory.{name}").read_text()) for name in names)
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             # The kernel frees pages of files when a process needs memory.
             pages = sum(int(stat.get(f"{prefix}{state}_file", 0)) for state in ("active", "inactive"))
             yield limit - usage + pages
+
+
+def _control_groups(resource: str) -> Iterator[tuple[str, Path]]:
+    """Yield the folders of this process's control groups, and the controllers of each: none in version 2 of control groups."""
+    with suppress(OSError):
+        for line in (PROC / "self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers or resource in controllers.split(","):
+                root = GROUPS / (resource if controllers else "")
+                yield from ((controllers, folder) for folder in {root, root / path.strip("/")})
