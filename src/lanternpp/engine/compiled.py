@@ -67,8 +67,9 @@ class CompiledParts:
         self._compiled: dict[str, Callable[..., Any]] = {}
         for network in (engine.target, getattr(engine.proposer, "drafter", None)):
             for block in () if network is None else network.modules():
-                if isinstance(block, Block):
-                    share_code(block)
+                # The parts of a layer before and after attention, between which the KV cache is written.
+                for name, method in _block_methods().items() if isinstance(block, Block) else ():
+                    setattr(block, name, MethodType(method, block))
 
     def __call__(self, part: Callable[..., Any], *args: Any) -> Any:
         """Call part(*args), a method of the engine or of its proposer."""
@@ -114,15 +115,9 @@ def warm_up(engine: Engine) -> list[str]:
     return engine.run.failed if isinstance(engine.run, CompiledParts) else []
 
 
-def share_code(block: Block) -> None:
-    """Compile the parts of a layer before and after attention once for all layers. The KV cache is written in between."""
-    for name, method in _block_methods().items():
-        setattr(block, name, MethodType(method, block))
-
-
 @cache
 def _block_methods() -> dict[str, Callable[..., Any]]:
-    """Return methods of `Block` that are nested regions of a compiled part."""
+    """Return methods of `Block` that are nested regions of a compiled part, compiled once for all layers."""
 
     @torch.compiler.nested_compile_region
     def before_region(block: Block, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:

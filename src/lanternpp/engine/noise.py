@@ -79,18 +79,15 @@ class Noise:
 
     def _uniform(self, purpose: Tensor, count: int) -> Tensor:
         """Return uniform float32 in (0, 1) of purposes [P], [B, P, count]."""
-        low, high = self._keys(purpose.to(torch.int32))
-        index = torch.arange(count, dtype=torch.int32, device=self.seed.device) * _GOLDEN
-        bits = _mix((index + low[..., None]) ^ high[..., None])
-        return (((bits >> 9) & 0x7FFFFF).float() + 0.5).mul_(2.0**-23)
-
-    def _keys(self, purpose: Tensor) -> tuple[Tensor, Tensor]:
-        """Return two 32-bit keys per sample and purpose, [B, P] each."""
-        seed, step = self.seed[:, None], self.step[:, None].to(torch.int32)
+        seed, step, purpose = self.seed[:, None], self.step[:, None].to(torch.int32), purpose.to(torch.int32)
         low, high = seed.to(torch.int32), (seed >> 32).to(torch.int32)
         seed_hash = _mix(low + (purpose + 1) * _GOLDEN)
         step_hash = _mix(step + (purpose + 1) * _MIX_A)
-        return _mix(seed_hash ^ _mix(step + high * _MIX_A)), _mix(step_hash ^ _mix(high + low * _MIX_B))
+        # Two keys per sample and purpose, [B, P] each.
+        low, high = _mix(seed_hash ^ _mix(step + high * _MIX_A)), _mix(step_hash ^ _mix(high + low * _MIX_B))
+        index = torch.arange(count, dtype=torch.int32, device=self.seed.device) * _GOLDEN
+        bits = _mix((index + low[..., None]) ^ high[..., None])
+        return (((bits >> 9) & 0x7FFFFF).float() + 0.5).mul_(2.0**-23)
 
 
 def _joined(pairs: Tensor) -> Tensor:

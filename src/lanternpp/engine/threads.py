@@ -103,8 +103,7 @@ class AdaptiveThreads:
         """Return the seconds that the calling thread has run and has waited for a core since the last check."""
         run_time, wait_time = self.run_time, self.wait_time
         self.last_check = time.thread_time()
-        nanoseconds = SCHEDSTAT.read_text().split()
-        self.run_time, self.wait_time = int(nanoseconds[0]) / 1e9, int(nanoseconds[1]) / 1e9
+        self.run_time, self.wait_time = (int(number) / 1e9 for number in SCHEDSTAT.read_text().split()[:2])
         return self.run_time - run_time, self.wait_time - wait_time
 
     def _set(self) -> None:

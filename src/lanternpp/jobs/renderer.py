@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lanternpp.api.calls import batch_size
-from lanternpp.api.options import DrawOptions, Settings
+from lanternpp.api.options import DrawOptions
 from lanternpp.api.picture import png_bytes
 from lanternpp.api.pipeline import Pipeline, versions
 from lanternpp.api.results import check_output
@@ -46,19 +46,17 @@ class Renderer:
         if info:
             settings = info.settings
         else:
-            settings = self._fitted(pipe.settings(options.method, **overrides), drawn_settings)
+            settings = pipe.settings(options.method, **overrides)
+            # The draft of the job's earlier pictures, or one fitted to the batch size of a small job.
+            resumed = with_draft_of(settings, drawn_settings) if settings.fit else None
+            size = batch_size(settings.batch_size, DEFAULT_BATCH_SIZE)  # the pictures are not known yet
+            fitted = resumed or pipe.fit(replace(settings, batch_size=size))
+            settings = replace(fitted, batch_size=settings.batch_size)
         described = pipe.describe(settings)
         auto = pipe.chosen(options.method).reason(settings)
         effect = str(pipe.model.effect) if pipe.model.effect else None
         self.info = JobInfo(pipe.name, settings, described, versions(), pipe.target.length, auto, effect)
         self._make_engine(DEFAULT_BATCH_SIZE)  # so that a wrong part is found before a picture is drawn
-
-    def _fitted(self, settings: Settings, drawn_settings: Mapping[str, Any]) -> Settings:
-        """Return settings with the draft of the job's earlier pictures, or with a draft fitted to the batch size of a small job."""
-        if settings.fit and (resumed := with_draft_of(settings, drawn_settings)):
-            return resumed
-        size = batch_size(settings.batch_size, DEFAULT_BATCH_SIZE)  # the pictures are not known yet
-        return replace(self.pipe.fit(replace(settings, batch_size=size)), batch_size=settings.batch_size)
 
     def _make_engine(self, num_pictures: int) -> None:
         size = batch_size(self.info.settings.batch_size, max(num_pictures, DEFAULT_BATCH_SIZE))

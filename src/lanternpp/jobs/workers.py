@@ -74,15 +74,12 @@ class WorkerPool:
                             progress(num_finished * length, len(images) * length)
                     continue
             del tasks[task]
-            if indices := [waiting.popleft() for _ in range(self._chunk_size(len(waiting)))]:
+            batch = self.info.settings.batch_size
+            # Whole batches, fewer towards the end: at most as many as if all workers got the same.
+            num_batches = min(math.ceil(len(waiting) / batch / len(self._workers)), MAX_CHUNK_BATCHES)
+            if indices := [waiting.popleft() for _ in range(min(batch * num_batches, len(waiting)))]:
                 stream = worker.render.remote([images[index] for index in indices], info=self.info)
                 tasks[stream] = worker, dict(enumerate(indices))
-
-    def _chunk_size(self, num_waiting: int) -> int:
-        """Return the number of waiting pictures that a worker gets: whole batches, fewer towards the end."""
-        batch = self.info.settings.batch_size
-        num_batches = math.ceil(num_waiting / batch / len(self._workers))  # if all workers got the same
-        return min(batch * min(num_batches, MAX_CHUNK_BATCHES), num_waiting)
 
     def _get(self, ref: Any) -> Any:
         """Return a result of a worker. An InputError of its code is raised again, any other error as RuntimeError."""

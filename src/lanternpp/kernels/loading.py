@@ -25,7 +25,6 @@ from lanternpp.util.jsonfile import read_object
 SWITCH = "LANTERNPP_KERNELS"
 HERE = Path(__file__).parent
 LIBRARIES = HERE / "lib"
-OMP_PAUSE_HARD = 2  # the value that OpenMP's omp.h gives it
 
 
 def kernels() -> ctypes.CDLL | None:
@@ -68,7 +67,7 @@ def load(path: Path) -> ctypes.CDLL:
         # A forked child would wait forever for OpenMP's threads, which it lacks. Both processes start new ones when needed.
         with suppress(AttributeError):  # before OpenMP 5.0
             end_threads = ctypes.CDLL(None).omp_pause_resource_all
-            os.register_at_fork(before=lambda: end_threads(OMP_PAUSE_HARD))
+            os.register_at_fork(before=lambda: end_threads(2))  # omp_pause_hard
     loaded = ctypes.CDLL(str(path))
     try:
         bind(loaded)

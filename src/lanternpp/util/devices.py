@@ -85,7 +85,24 @@ def free_memory(device: torch.device) -> int | None:
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused
-    return min(_free_host_memory(), default=None) if device.type == "cpu" else None
+    if device.type != "cpu":
+        return None
+    free = []
+    with suppress(OSError):
+        for line in (PROC / "meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                free.append(int(line.split()[1]) * 1024)
+    for controllers, folder in _control_groups("memory"):
+        *names, prefix = (
+            ("limit_in_bytes", "usage_in_bytes", "total_") if controllers else ("max", "current", "")
+        )
+        with suppress(OSError, ValueError):  # the text "max" means no limit
+            limit, usage = (int((folder / f"memory.{name}").read_text()) for name in names)
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            # The kernel frees pages of files when a process needs memory.
+            pages = sum(int(stat.get(f"{prefix}{state}_file", 0)) for state in ("active", "inactive"))
+            free.append(limit - usage + pages)
+    return min(free, default=None)
 
 
 def usable_cores() -> int:
@@ -97,24 +114,6 @@ def usable_cores() -> int:
             quota, period = map(int, " ".join((folder / f"cpu.{name}").read_text() for name in names).split())
             cores = min(cores, quota / period) if quota > 0 else cores
     return max(1, math.ceil(cores))
-
-
-def _free_host_memory() -> Iterator[int]:
-    """Yield the free bytes of the machine, and those within each control group of this process."""
-    with suppress(OSError):
-        for line in (PROC / "meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                yield int(line.split()[1]) * 1024
-    for controllers, folder in _control_groups("memory"):
-        *names, prefix = (
-            ("limit_in_bytes", "usage_in_bytes", "total_") if controllers else ("max", "current", "")
-        )
-        with suppress(OSError, ValueError):  # the text "max" means no limit
-            limit, usage = (int((folder / f"memory.{name}").read_text()) for name in names)
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            # The kernel frees pages of files when a process needs memory.
-            pages = sum(int(stat.get(f"{prefix}{state}_file", 0)) for state in ("active", "inactive"))
-            yield limit - usage + pages
 
 
 def _control_groups(resource: str) -> Iterator[tuple[str, Path]]:
