@@ -25,11 +25,11 @@ Run = Callable[[float, float], None]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    """A function after which the thread has run for so many seconds more, and waited for so many; it has four threads."""
+    """A function after which the thread has run for so many seconds more, and waited for so many; it has five threads on four cores."""
     monkeypatch.setattr(threads, "SCHEDSTAT", tmp_path / "schedstat")
     monkeypatch.setattr(threads, "CHECK_SECONDS", 0.0)
     monkeypatch.setattr(threads, "contention", threads.ContentionState())
-    monkeypatch.setattr(threads, "usable_cores", lambda: 5)
+    monkeypatch.setattr(threads, "usable_cores", lambda: 4)
     total = [0.0, 0.0]
 
     def run(ran: float, waited: float) -> None:
@@ -38,7 +38,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
         threads.SCHEDSTAT.write_text(f"{total[0] * 1e9:.0f} {total[1] * 1e9:.0f} 17\n")
 
     before = torch.get_num_threads()
-    torch.set_num_threads(4)
+    torch.set_num_threads(5)
     run(5, 5)  # before the context
     yield run
     torch.set_num_threads(before)
@@ -87,15 +87,8 @@ def test_the_next_call_begins_with_the_number_of_threads_of_the_last_one(run: Ru
             before = torch.get_num_threads()
             run(0.1, 0.1)
             fitted.update()
-        assert torch.get_num_threads() == 4
+        assert torch.get_num_threads() == 5
     assert before == 2
-
-
-def test_there_are_no_more_threads_than_cores(run: Run, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(threads, "usable_cores", lambda: 3)
-    with AdaptiveThreads(IN_C):
-        assert torch.get_num_threads() == 3
-    assert torch.get_num_threads() == 4
 
 
 @pytest.mark.filterwarnings("ignore:other work")
@@ -112,8 +105,8 @@ def test_a_new_thread_has_the_original_number_of_threads(openmp: bool, run: Run)
         begun = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
         begun.start()
         begun.join()
-        assert torch.get_num_threads() == (2 if openmp else 4) and own.threads == (0 if openmp else 2)
-    assert found == [4] and torch.get_num_threads() == 4 and own.threads == 0
+        assert torch.get_num_threads() == (2 if openmp else 5) and own.threads == (0 if openmp else 2)
+    assert found == [5] and torch.get_num_threads() == 5 and own.threads == 0
 
 
 def test_threads_of_passes_by_pytorch_are_not_changed(run: Run):
@@ -121,7 +114,7 @@ def test_threads_of_passes_by_pytorch_are_not_changed(run: Run):
         warnings.simplefilter("error")
         run(0.1, 0.1)
         fitted.update()
-        assert torch.get_num_threads() == 4
+        assert torch.get_num_threads() == 5
 
 
 @pytest.mark.filterwarnings("ignore:other work")
