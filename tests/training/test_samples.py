@@ -26,6 +26,7 @@ from lanternpp.training.options import DrafterSettings, TrainingData, TrainingOp
 from lanternpp.training.parallel import ParallelTask
 from lanternpp.training.rollouts import RolloutTask
 from lanternpp.training.teacher import OwnCodes, Prompts, Teacher, choose_prompts, hold_out, key_of
+from lanternpp.util.options import declared
 
 CPU = torch.device("cpu")
 WORDS = ("a red tulip", "red tulip"), ("tulip",)
@@ -85,7 +86,7 @@ def test_only_missing_shards_are_drawn(
     assert torch.equal(drawn(model, tmp_path / "int32").val.codes, first.val.codes.int())
     files[2].write_bytes(files[2].read_bytes()[:30])
     rejects(r"00002.safetensors cannot be read .*delete it", drawn, model, tmp_path)
-    drawn(model, tmp_path / "other", seed=1)
+    drawn(model, tmp_path / "other", seed=declared(DrafterSettings)["seed"].le + 1)  # recorded runs add 1
 
 
 def test_prompts_come_from_the_file_the_captions_the_model_or_the_classes(
