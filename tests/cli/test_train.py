@@ -270,11 +270,12 @@ def test_files_of_latents_are_finite_and_alike(latents: torch.Tensor, tmp_path: 
         (("--crops", 3), "--crops has no effect with --self"),
         (("--limit", 3), "--limit has no effect with --self"),
         (("--aux-layers", 2), "--aux-layers 2 is too many: the target has 1 layers below"),
+        (("--kind", "eagle", "--inherit"), "--inherit needs 1 blocks of the target"),
     ],
 )
 def test_wrong_options_are_rejected(options: tuple[object, ...], said: str, run, workdir: Path) -> None:
     run("train", "--model", "janus", *own("janus"), *options).refused(said)
-    assert not list((workdir / "janus").glob("*/state.pt"))
+    assert not list((workdir / "janus").glob("*/state.pt")) and not (workdir / "janus/codes").exists()
 
 
 def weights(folder: Path) -> dict[str, list[float]]:

@@ -163,6 +163,8 @@ def test_inheriting_starts_from_the_targets_last_block(ready: Path) -> None:
     assert all(torch.equal(x, last[name]) for name, x in made.model.decoder.blocks[0].state_dict().items())
     random = task(ready)
     assert not torch.equal(random.model.decoder.blocks[0].wqkv.weight, last["wqkv.weight"])
+    deep = DrafterSettings(inherit=True, layers=9).of("eagle")
+    rejects("needs 9 blocks of the target", EagleTask.check, deep, made.target, TrainingData())
 
 
 def test_without_guidance_the_guided_loss_is_the_papers(ready: Path) -> None:

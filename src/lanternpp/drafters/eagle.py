@@ -49,12 +49,9 @@ class EagleDrafter(Drafter):
 
     @torch.no_grad()
     def inherit(self, target: Target) -> None:
-        """Initialise the blocks as the target's last, and `fc` to pass features on. InputError where the target has fewer blocks."""
-        layers, target_layers = len(self.decoder.blocks), len(target.decoder.blocks)
-        if layers > target_layers:
-            raise InputError(f"a drafter of {layers} layers cannot begin as the last of {target_layers}.")
-        for block, target_block in zip(self.decoder.blocks, target.decoder.blocks[-layers:], strict=True):
-            block.load_state_dict(target_block.state_dict())
+        """Initialise the blocks as the target's last, of which there are enough, and `fc` to pass features on."""
+        last_blocks = target.decoder.blocks[-self.config.decoder.layers :]
+        self.decoder.blocks.load_state_dict(last_blocks.state_dict())
         self.fc.weight[:, self.config.decoder.dim :] += torch.eye(self.config.decoder.dim)
 
     def forward(self, next_embeds: Tensor, features: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:

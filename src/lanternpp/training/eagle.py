@@ -177,8 +177,15 @@ class EagleTask(CodesTask, DrafterTask):
 
     @classmethod
     def check(cls, settings: DrafterSettings, target: Target, source: TrainingData) -> None:
-        """Check that the loss, the rounds and the cache suit the target; raise InputError if not."""
+        """Check that the loss, the layers, the rounds and the cache suit the target; raise InputError if not."""
         comparison_of(target, settings.loss or "")
+        # The layers of a target that transformers runs have other names.
+        num_blocks = len(getattr(target.decoder, "blocks", ()))
+        if settings.inherit and settings.layers > num_blocks:
+            raise InputError(
+                f"--inherit needs {settings.layers} blocks of the target, as --layers says, and it has {num_blocks} of a "
+                "drafter's form: leave it out or use fewer --layers."
+            )
         if target.length == 1:
             raise InputError(
                 "--kind eagle drafts what follows the first code, and these pictures have one code."
