@@ -96,6 +96,9 @@ def test_a_corrupt_photo_is_named_once_and_skipped(
     assert "1 of 100 pictures skipped in photos/train: red/004.png" in done.err
     facts = json.loads((workdir / "janus/parallel/provenance.json").read_text())["data"]
     assert (facts["train"], facts["skipped"]) == (99, ["red/004.png"])
+    run("train", "--model", "c2i", "--data", "photos", *SMALL).refused("none of the captions of photos")
+    words = ("train", "--model", write_model(workdir / "mm"), "-o", "third", "--self", "--data", "photos")
+    assert "warning" not in run(*words, "--samples", 2, *SMALL).err, "one for each caption with a blue tulip"
     (photos / "train/blue/005.png").unlink()
     monkeypatch.setattr(pictures, "SHARD_SIZE", 50)  # each in a shard of its own
     for _ in range(2):  # the second time one shard is there

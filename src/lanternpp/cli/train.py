@@ -32,6 +32,7 @@ def train(
     kind: parallel: all levels of a draft in one pass; eagle: a code at a time, as in EAGLE's paper.
     out: Where the drafter goes; default: drafter/ or parallel/ in MODEL.
     """
+    from lanternpp.models.base import PromptWarning
     from lanternpp.training import drafter as drafters
     from lanternpp.training.eagle import EagleTask
     from lanternpp.training.rollouts import ParallelTask, RolloutTask
@@ -42,7 +43,10 @@ def train(
     training.check()
     folder = opt.writable_folder(drafter_folder(model, out, kind, source.drafter, training.restart))
     task = EagleTask if kind == "eagle" else ParallelTask if source.rollouts is None else RolloutTask
-    prompts = drafters.train(model, task, settings, source, folder, training)
+    with warnings.catch_warnings():
+        if source.prompts is None:
+            warnings.simplefilter("ignore", PromptWarning)  # of captions, which may be thousands
+        prompts = drafters.train(model, task, settings, source, folder, training)
     if not prompts:
         return 130  # as a shell expects after an interrupt
     store_rates(model, out, folder, kind, prompts, training.device)

@@ -74,6 +74,7 @@ class DrafterTask(Task):
             prompts = choose_prompts(teacher, source.prompts, source.data)
             return settings, OwnCodes(teacher, prompts, source.samples, source.sample_batch, settings.seed)
         assert source.data is not None
+        choose_prompts(teacher, None, source.data)  # raises InputError where the target can follow no caption
         reader = teacher.target.reader()
         return settings, PictureCodes(source.data, reader, teacher.store, source.crops, source.limit)
 

@@ -170,7 +170,7 @@ def choose_prompts(teacher: Teacher, prompts: Path | None, data: Path | None) ->
         train, val = (followed(target, read_rows(data, split).texts) for split in ("train", "val"))
         if not (train and val):
             raise InputError(
-                f"the target can follow none of the captions of {data}: give it other --prompts."
+                f"the target can follow none of the captions of {data}: give it others, or --self with --prompts."
             )
         return train, val
     if prompts is not None or (folder / PROMPTS).is_file():
