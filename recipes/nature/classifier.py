@@ -113,7 +113,8 @@ class ClassifierTask(Task):
             for matrices, decay in ((True, settings.weight_decay), (False, 0.0))
         ]
         self.optimizers = {"adamw": torch.optim.AdamW(groups, settings.lr, (0.9, 0.99))}
-        again = min(round(settings.share * settings.batch_size), len(splits["redrawn"].labels))
+        redrawn_share = round(settings.share * settings.batch_size)
+        again = min(redrawn_share, settings.batch_size - 1, len(splits["redrawn"].labels))
         self.samplers = {
             "train": Sampler(len(splits["train"].labels), 1, settings.batch_size - again, settings.seed)
         }
