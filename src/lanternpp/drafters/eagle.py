@@ -47,13 +47,6 @@ class EagleDrafter(Drafter):
         self.fc = nn.Linear(2 * dim, dim, bias=config.bias)
         self.decoder = Decoder(config.decoder, rotary_table)
 
-    @torch.no_grad()
-    def inherit(self, target: Target) -> None:
-        """Initialise the blocks as the target's last, of which there are enough, and `fc` to pass features on."""
-        last_blocks = target.decoder.blocks[-self.config.decoder.layers :]
-        self.decoder.blocks.load_state_dict(last_blocks.state_dict())
-        self.fc.weight[:, self.config.decoder.dim :] += torch.eye(self.config.decoder.dim)
-
     def forward(self, next_embeds: Tensor, features: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
         """next_embeds [R, N, D], features [R, N, D] -> the features at the next positions, [R, N, D]."""
         return self.decoder(self.fc(torch.cat((next_embeds, features), -1)), nodes, cache)

@@ -211,14 +211,12 @@ def folder_codes(folder: Path, target: Target) -> Codes:
     Latents are [n, length, C], or moments [n, length, 2 C] in all files. `OwnCodes` writes such files. One picture of ten
     validates. Raise InputError where a file has codes of another model.
     """
-    shards, channels = list[Shard](), target.channels
-    expected = f"[n, {target.length}] of 0 to {target.vocab - 1}"
-    shapes: list[tuple[int, ...]] = [(target.length,)]
+    shards, length, channels = list[Shard](), target.length, target.channels
+    expected = f"[n, {length}] of 0 to {target.vocab - 1}"
+    shapes: list[tuple[int, ...]] = [(length,)]
     if channels:
-        expected = (
-            f"[n, {target.length}, {channels}], latents, or [n, {target.length}, {2 * channels}], moments"
-        )
-        shapes = [(target.length, channels), (target.length, 2 * channels)]
+        expected = f"[n, {length}, {channels}], latents, or [n, {length}, {2 * channels}], moments"
+        shapes = [(length, channels), (length, 2 * channels)]
     for path in sorted(folder.glob("*.safetensors")):
         tensors, facts = read_file(path, remedy="write it again as safetensors with facts in JSON")
         codes = tensors.get("codes", torch.empty(0))

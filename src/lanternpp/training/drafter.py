@@ -70,11 +70,10 @@ class DrafterTask(Task):
         """Return the completed settings, and the material whose `build` returns the codes to learn from."""
         if source.codes is not None:
             return settings, folder_codes(source.codes, teacher.target)
+        prompts = choose_prompts(teacher, source.prompts, source.data)
         if source.own:
-            prompts = choose_prompts(teacher, source.prompts, source.data)
             return settings, OwnCodes(teacher, prompts, source.samples, source.sample_batch, settings.seed)
         assert source.data is not None
-        choose_prompts(teacher, None, source.data)  # raises InputError where the target can follow no caption
         reader = teacher.target.reader()
         return settings, PictureCodes(source.data, reader, teacher.store, source.crops, source.limit)
 

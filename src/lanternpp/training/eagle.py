@@ -200,14 +200,17 @@ class EagleTask(CodesTask, DrafterTask):
             )
 
     def make(self) -> EagleDrafter:
-        """Build the drafter, and copy the target's last block into it where it inherits."""
+        """Build the drafter; where it inherits, with the target's last blocks, and an `fc` that passes features on."""
         comparison, shape = comparison_of(self.target, self.hparams.loss), self.target.decoder.config
         self.comparison, self.kind = comparison, comparison.kind
         self.guidance = comparison.guidance(1.0 if self.hparams.loss == "paper" else self.hparams.cfg)
         config = comparison.drafter.config_class.like(shape, self.hparams.layers, **comparison.config_fields)
         drafter = comparison.drafter(config, self.target.decoder.rotary_table)
         if self.hparams.inherit:
-            drafter.inherit(self.target)
+            last_blocks = self.target.decoder.blocks[-self.hparams.layers :]
+            drafter.decoder.blocks.load_state_dict(last_blocks.state_dict())
+            with torch.no_grad():
+                drafter.fc.weight[:, shape.dim :] += torch.eye(shape.dim)
         return drafter
 
     def make_optimizers(self) -> dict[str, torch.optim.Optimizer]:

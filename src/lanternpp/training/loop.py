@@ -28,9 +28,8 @@ from lanternpp.nn import checkpoints
 from lanternpp.nn.files import input_errors
 from lanternpp.training.options import Stored, TrainingOptions
 from lanternpp.training.team import LOG, Report, team
-from lanternpp.util import files
 from lanternpp.util.devices import device_name
-from lanternpp.util.files import locked
+from lanternpp.util.files import locked, sweep
 from lanternpp.util.jsonfile import differences, keep_rows, write_json
 
 STATE = "state.pt"
@@ -128,7 +127,7 @@ class State:
 def begin_or_resume(task: Task, folder: Path, options: TrainingOptions) -> State:
     """Return a new state, or the saved state of the folder; raise InputError as `saved_state`."""
     path = folder / STATE
-    files.sweep(folder)
+    sweep(folder)
     content = saved_state(folder, options.restart, task.settings)
     if content is None:
         for group in task.param_groups():

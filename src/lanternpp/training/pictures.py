@@ -178,9 +178,7 @@ class PictureCodes:
                 crops = self._crops(list(images.values()), variant, part.start)
                 for first in range(0, len(crops), BATCH_SIZE):
                     batch = torch.stack(crops[first : first + BATCH_SIZE]).to(reader.device)
-                    codes[first : first + BATCH_SIZE, variant] = (
-                        reader.encode(batch).cpu().to(reader.storage_dtype)
-                    )
+                    codes[first : first + BATCH_SIZE, variant] = reader.encode(batch)
                 done(num_done + len(part) * (variant + 1) / variants)
             num_done += len(part)
             names = rows.files[part.start : part.stop]
