@@ -20,13 +20,14 @@ from lanternpp.drafters.base import mark
 from lanternpp.engine.batching import ContinuousBatch
 from lanternpp.engine.observers import AcceptanceByRank
 from lanternpp.engine.sampling import Guidance
+from lanternpp.errors import InputError
 from lanternpp.models.base import Target
 from lanternpp.training.codes import Codes, Sampler, folder_codes
 from lanternpp.training.features import CaptionPrompts
 from lanternpp.training.loop import Task, averaged, run, saved_state
 from lanternpp.training.options import DrafterSettings, Kind, TrainingData, TrainingOptions
 from lanternpp.training.pictures import PictureCodes, read_rows
-from lanternpp.training.teacher import OwnCodes, Teacher, choose_prompts, warping
+from lanternpp.training.teacher import NONE_FOLLOWED, OwnCodes, Teacher, choose_prompts, followed, warping
 from lanternpp.training.team import autocast, team
 from lanternpp.util.files import write_text
 
@@ -70,10 +71,17 @@ class DrafterTask(Task):
         """Return the completed settings, and the material whose `build` returns the codes to learn from."""
         if source.codes is not None:
             return settings, folder_codes(source.codes, teacher.target)
-        prompts = choose_prompts(teacher, source.prompts, source.data)
         if source.own:
+            prompts = choose_prompts(teacher, source.prompts, source.data)
             return settings, OwnCodes(teacher, prompts, source.samples, source.sample_batch, settings.seed)
         assert source.data is not None
+        for split in ("train", "val"):
+            # The first caption is enough, as a text encoder may take seconds for each.
+            if (
+                next(followed(teacher.target, read_rows(source.data, split, source.limit).texts), None)
+                is None
+            ):
+                raise InputError(NONE_FOLLOWED.format(source.data))
         reader = teacher.target.reader()
         return settings, PictureCodes(source.data, reader, teacher.store, source.crops, source.limit)
 

@@ -46,6 +46,7 @@ NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
 DRAWN_SHARD_SIZE = 32  # drawn pictures in a shard
 MIN_HELD_OUT = 4  # validation pictures
 MIN_PICTURES = 100  # training pictures, where the user gives no number
+NONE_FOLLOWED = "the target can follow none of the captions of {}: give it others, or --self with --prompts."
 MAX_HASHED = 1 << 16  # numbers of a tensor, about, evenly spaced, that are hashed to identify it
 
 
@@ -167,11 +168,9 @@ def choose_prompts(teacher: Teacher, prompts: Path | None, data: Path | None) ->
     """
     target, folder = teacher.target, teacher.folder
     if prompts is None and data is not None:
-        train, val = (followed(target, read_rows(data, split).texts) for split in ("train", "val"))
+        train, val = (tuple(followed(target, read_rows(data, split).texts)) for split in ("train", "val"))
         if not (train and val):
-            raise InputError(
-                f"the target can follow none of the captions of {data}: give it others, or --self with --prompts."
-            )
+            raise InputError(NONE_FOLLOWED.format(data))
         return train, val
     if prompts is not None or (folder / PROMPTS).is_file():
         texts = tuple(dict.fromkeys(read_prompts(prompts, folder)))
@@ -185,14 +184,12 @@ def choose_prompts(teacher: Teacher, prompts: Path | None, data: Path | None) ->
     )
 
 
-def followed(target: Target, texts: Sequence[str]) -> tuple[str, ...]:
-    """Return the distinct texts that are conditions of a target, in order."""
-    conditions = []
+def followed(target: Target, texts: Sequence[str]) -> Iterator[str]:
+    """Yield the distinct texts that are conditions of a target, in order."""
     for text in dict.fromkeys(texts):
         with suppress(InputError):
             target.check(text)
-            conditions.append(text)
-    return tuple(conditions)
+            yield text
 
 
 class OwnCodes:
