@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 
 from lanternpp.errors import InputError, reason
 
-SAFE, PICKLED = (".safetensors",), (".pt", ".pth", ".bin")
+SAFE, PICKLED = (".safetensors",), (".pt", ".pth", ".bin", ".ckpt")
 CONFIG_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".yaml")  # also of tokenizers
 VQ_FILE = re.compile(r"vq.*\.(safetensors|pt|pth|bin|ckpt)")
 # Folders of a diffusers pipeline: the model that draws codes, and its tokenizer.
@@ -138,7 +138,7 @@ def choose(source: HubId, files: Sequence[str]) -> list[str]:
             )
         tokenizers = [name for name in files if is_vq(name) and name not in weights]
         return [*weights, *tokenizers, *configs]
-    raise InputError(f"{source.repo} holds no weights (.safetensors, .pt, .pth or .bin)")
+    raise InputError(f"{source.repo} holds no weights (.safetensors, .pt, .pth, .bin or .ckpt)")
 
 
 def tokenizer_of(file: str, files: Sequence[str]) -> list[str]:
