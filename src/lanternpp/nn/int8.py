@@ -6,7 +6,6 @@ have 8 bits: embeddings and the head, where rounding would move the logits most 
 
 from __future__ import annotations
 
-import logging
 import warnings
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -14,7 +13,6 @@ from importlib.util import find_spec
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
-from lanternpp.util.terminal import NOISY_LOGGERS
 
 
 @dataclass(frozen=True)
@@ -39,8 +37,6 @@ class Effect:
 def quantise(module: nn.Module) -> None:
     """Store the weight of every linear layer below `module` in 8 bits, for inference. InputError unless torchao is installed."""
     require()
-    for name in NOISY_LOGGERS:
-        logging.getLogger(name).setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
