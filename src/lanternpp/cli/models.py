@@ -266,18 +266,28 @@ def convert(
         )
     opt.writable_folder(out.resolve())
 
-    from lanternpp.api.model import model_folder
+    from lanternpp.api.model import DEFAULTS, model_folder, read_target, target_source
     from lanternpp.nn.checkpoints import load_config
+    from lanternpp.util.devices import DTYPES
 
     source = model_folder(model)
     is_published = not (source / "target").is_dir() or "kind" not in load_config(source / "target")
     if any((vq, text, size)) and not is_published:
         raise InputError(f"--vq, --text and --size are for published checkpoints; {model!r} is none")
-    inputs = {"tokenizer": model_folder(vq, "image tokenizer") if vq else None, "text": text, "size": size}
     store = store or ("bfloat16" if is_published else "int8")
+    if is_published:  # before the tokenizer is fetched
+        target_source(source)[1].check_store(store)
+    inputs = {"tokenizer": model_folder(vq, "image tokenizer") if vq else None, "text": text, "size": size}
     name = source.resolve().name if Path(model).exists() else model
+    parts = list[str]()
     with staged(out) as stage:
-        parts = convert_published(source, stage, store, inputs, name) if is_published else []
+        if is_published:
+            target = read_target(
+                source, DTYPES["bfloat16" if store == "bfloat16" else "float32"], given=inputs
+            )
+            parts = target.save(stage, store)
+            copy_provenance(source / "target", stage / "target", store, **{"converted from": name})
+            write_json(stage / DEFAULTS, target.defaults)
         # A folder tokenizer or text beside a published model belongs to another program.
         foreign = () if (source / "target").is_dir() else ("tokenizer", "text")
         parts += convert_parts(source, stage, store, (*parts, *foreign))
@@ -338,15 +348,3 @@ def copy_provenance(source: Path, out: Path, store: Any, **usual: Any) -> None:
     provenance = read_object(path) if path.is_file() else usual
     if provenance:
         write_json(out / PROVENANCE, provenance | {"store": store})
-
-
-def convert_published(source: Path, out: Path, store: Any, inputs: dict[str, Any], name: str) -> list[str]:
-    """Write a published checkpoint with its tokenizer, and its text encoder if that is on this machine; return the parts."""
-    from lanternpp.api.model import DEFAULTS, read_target
-    from lanternpp.util.devices import DTYPES
-
-    target = read_target(source, DTYPES["bfloat16" if store == "bfloat16" else "float32"], given=inputs)
-    parts = target.save(out, store)
-    copy_provenance(source / "target", out / "target", store, **{"converted from": name})
-    write_json(out / DEFAULTS, target.defaults)
-    return parts

@@ -100,6 +100,11 @@ class Target(nn.Module, ABC):
         """
         raise NotImplementedError
 
+    @classmethod
+    def check_store(cls, store: Store) -> None:
+        """Check that `save` writes models of the family in this format; raise InputError otherwise."""
+        return
+
     def save(self, folder: Path, store: Store) -> list[str]:
         """Write target and tokenizer into a model folder of ours, and return the parts written; InputError if they cannot be."""
         raise InputError(f"a {type(self).__name__} cannot be converted; use its checkpoint as it is")

@@ -331,16 +331,21 @@ class TransformersTarget(Target):
         self.model.lm_head = None
         backend().pack(self._code_head)
 
+    @classmethod
+    def check_store(cls, store: Store) -> None:
+        """Check that another program does not make the pixels, and that transformers writes the format; raise InputError otherwise."""
+        if cls.without_pixels:
+            raise InputError(f"a {cls.__name__} cannot be converted; use its checkpoint as it is")
+        if store not in ("float32", "bfloat16"):
+            raise InputError(f"{cls.__name__} is written in float32 or bfloat16, not {store}")
+
     def save(self, folder: Path, store: Store) -> list[str]:
-        """Write the model in transformers' layout, into `target`, and a tokenizer of its own; InputError where another program makes its pixels."""
-        if self.without_pixels:
-            return super().save(folder, store)
+        """Write the model in transformers' layout, into `target`, and a tokenizer of its own; raise InputError if they cannot be."""
+        self.check_store(store)
         if self.vq is None:
             raise InputError(
                 f"the decoder of a {type(self).__name__} cannot be written; use its checkpoint as it is"
             )
-        if store not in ("float32", "bfloat16"):
-            raise InputError(f"{type(self).__name__} is written in float32 or bfloat16, not {store}")
         if hasattr(self.model, "hf_quantizer"):
             raise InputError(
                 "its weights are quantised, and are written in full alone; convert the model that they were made of"
