@@ -61,9 +61,8 @@ def stack_of(body: nn.Module) -> Stack:
     form = FORMS.get(kind.__name__.removesuffix("DecoderLayer"))
     if form is None or not kind.__module__.startswith("transformers.models."):
         _reject(f"{kind.__name__} is not known; known are those of {', '.join(FORMS)}")
-    if getattr(config, "sliding_window", None) or {*(getattr(config, "layer_types", None) or ())} - {
-        "full_attention"
-    }:
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    if getattr(config, "sliding_window", None) or layer_types - {"full_attention"}:
         _reject("its attention sees a window of the last tokens alone")
     if getattr(config, "use_bidirectional_attention", None):
         _reject("its attention is not causal")
@@ -72,11 +71,8 @@ def stack_of(body: nn.Module) -> Stack:
     gate = type(mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn)
     if gate not in GATES:
         _reject(f"their gate is {gate.__name__}")
-    head_dim, norm, qk_norm = (
-        attention.head_dim,
-        body.get_submodule("norm"),
-        getattr(attention, "q_norm", None),
-    )
+    head_dim, norm = attention.head_dim, body.get_submodule("norm")
+    qk_norm = getattr(attention, "q_norm", None)
     return Stack(
         layers=[_layer(layer, form, head_dim) for layer in layers],
         norm=_scale(norm, form),
