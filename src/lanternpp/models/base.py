@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lanternpp.errors import InputError
 from lanternpp.models.vq.codes import Reader
 from lanternpp.nn.backend import HeadLogits, backend
-from lanternpp.nn.checkpoints import Store
+from lanternpp.nn.checkpoints import STORES, Store
 from lanternpp.nn.decoder import AttentionCache, Decoder
 from lanternpp.nn.sources import Source
 from lanternpp.types import Depicted, Nodes, Prompt
@@ -85,6 +85,7 @@ class Target(nn.Module, ABC):
     head_layer: ClassVar[str | None] = None  # the attribute whose linear layer is `head`
     about: ClassVar[str] = ""  # its checkpoints, for the message about an unknown one
     defaults: Mapping[str, Any] = {}  # recommended settings, for models without a defaults.json
+    stores: ClassVar[tuple[str, ...]] = STORES  # formats that `save` writes
     without_pixels: ClassVar[str] = ""  # for a message: how to get pixels, if not by `pixels`
 
     @classmethod
@@ -103,7 +104,10 @@ class Target(nn.Module, ABC):
     @classmethod
     def check_store(cls, store: Store) -> None:
         """Check that `save` writes models of the family in this format; raise InputError otherwise."""
-        return
+        if cls.without_pixels:
+            raise InputError(f"a {cls.__name__} cannot be converted; use its checkpoint as it is")
+        if store not in cls.stores:
+            raise InputError(f"{cls.__name__} is written in {' or '.join(cls.stores)}, not {store}")
 
     def save(self, folder: Path, store: Store) -> list[str]:
         """Write target and tokenizer into a model folder of ours, and return the parts written; InputError if they cannot be."""

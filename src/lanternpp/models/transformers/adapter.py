@@ -44,6 +44,7 @@ class TransformersTarget(Target):
     recommended: Mapping[str, Any] = {}  # settings that its authors draw with
     optional: ClassVar[tuple[str, ...]] = ()  # beginnings of the names of tensors that a checkpoint may lack
     pixels_per_code = 16  # of a code's side
+    stores = ("float32", "bfloat16")
     by_product: ClassVar[bool] = False  # how its tokenizer finds codes, as `nearest` has it
     unguided: ClassVar[str] = ""  # why it is drawn without guidance, for a message
     by_forward: ClassVar[bool] = True  # whether transformers' `generate` draws by the model's `forward`
@@ -330,14 +331,6 @@ class TransformersTarget(Target):
         self._code_head = nn.ModuleList([layer])
         self.model.lm_head = None
         backend().pack(self._code_head)
-
-    @classmethod
-    def check_store(cls, store: Store) -> None:
-        """Check that another program does not make the pixels, and that transformers writes the format; raise InputError otherwise."""
-        if cls.without_pixels:
-            raise InputError(f"a {cls.__name__} cannot be converted; use its checkpoint as it is")
-        if store not in ("float32", "bfloat16"):
-            raise InputError(f"{cls.__name__} is written in float32 or bfloat16, not {store}")
 
     def save(self, folder: Path, store: Store) -> list[str]:
         """Write the model in transformers' layout, into `target`, and a tokenizer of its own; raise InputError if they cannot be."""
