@@ -21,6 +21,7 @@ class DraftMixture(DecayingAcceptance):
     dials = frozenset({"delta", "nu"})
     requirements = "delta, the drafter's share of the mixture; 0 is exact"
     optimal_residual = True
+    strength = "delta", 0.0, 1.0
     sliders: ClassVar = {"delta": (0, 1)}
 
     def __init__(self, delta: float, nu: float = 0.0):

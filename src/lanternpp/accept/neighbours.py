@@ -112,6 +112,7 @@ class Lantern(NeighbourAcceptance):
 
     dials = frozenset({"neighbours", "delta", "nu", "residual"})
     required, requirements = ("neighbours", "delta"), "neighbours and delta; give both"
+    strength = "delta", 0.0, 1.0
     sliders: ClassVar = {"delta": (0, 1)}
 
     def __init__(self, table: Tensor, delta: float, residual: str | None = None, nu: float = 0.0):
@@ -130,6 +131,7 @@ class LanternPlusPlus(NeighbourAcceptance):
 
     dials = frozenset({"neighbours", "lam", "nu", "residual"})
     required, requirements = ("neighbours", "lam"), "neighbours and lambda; give both"
+    strength = "lam", 1.0, 100.0
 
     def __init__(self, table: Tensor, lam: float, residual: str | None = None, nu: float = 0.0):
         super().__init__(table, residual, nu)

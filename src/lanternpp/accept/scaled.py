@@ -61,6 +61,7 @@ class Cool(ScaledAcceptance):
     """
 
     zero, requirements = False, "delta, the weight at the first level; 1 is exact"
+    strength = "delta", 1.0, 100.0
     sliders: ClassVar = {"delta": (0.01, 3)}
 
     def raised(self, p: Tensor) -> Tensor:
@@ -76,6 +77,7 @@ class Cactus(ScaledAcceptance):
     """
 
     zero, requirements = True, "delta, the divergence a candidate may cost; 0 is exact"
+    strength = "delta", 0.0, 10.0
 
     def raised(self, p: Tensor) -> Tensor:
         """Return min(1, p + sqrt(2 d p (1 - p)))."""

@@ -226,14 +226,15 @@ def check_folder(folder: Path, by_size: bool, resume: bool) -> None:
 
 def relaxed_methods(pipe: Pipeline) -> list[str]:
     """Return every relaxed rule that suits the model on one drafter, without a strength, as `--methods` takes them."""
+    from lanternpp.accept import RULES
     from lanternpp.api.settings import dials_read
-    from lanternpp.evaluation.equal import STRENGTHS
 
     drafter = "parallel" if pipe.can_draft(pipe.settings("parallel")) else "eagle"
-    with_neighbours = [rule for rule in STRENGTHS if "neighbours" in dials_read("none", rule)]
+    relaxed = [name for name, rule in RULES.items() if rule.strength]
+    with_neighbours = [rule for rule in relaxed if "neighbours" in dials_read("none", rule)]
     suffixes = dict.fromkeys(with_neighbours, f" k={pipe.settings('lantern++').neighbours}")
     has_codebook = pipe.target.codebook is not None
-    rules = [rule for rule in STRENGTHS if has_codebook or rule not in suffixes]
+    rules = [rule for rule in relaxed if has_codebook or rule not in suffixes]
     return [f"{drafter} accept={rule}{suffixes.get(rule, '')}" for rule in rules]
 
 

@@ -12,18 +12,12 @@ from typing import Any
 from lanternpp.api.calls import Request, batch_size
 from lanternpp.api.options import BASELINE, DIALS, Settings
 from lanternpp.api.pipeline import Pipeline, versions
+from lanternpp.api.settings import part
 from lanternpp.errors import InputError
 from lanternpp.evaluation.prompts import spread
 from lanternpp.evaluation.race import FOLDER_REMEDY, Entry, check_run, machine
 from lanternpp.util.jsonfile import Journal
 
-STRENGTHS = {  # per rule: the dial of its strength, the value at which the rule is exact, and the greatest value tried
-    "lantern": ("delta", 0.0, 1.0),
-    "lantern++": ("lam", 1.0, 100.0),
-    "cool": ("delta", 1.0, 100.0),
-    "cactus": ("delta", 0.0, 10.0),
-    "mixture": ("delta", 0.0, 1.0),
-}
 STEPS = 400  # values of a dial that are tried: their distances from the exact value are a geometric sequence
 RANGE = 1e7  # the greatest of these distances over the least
 
@@ -58,17 +52,18 @@ class StrengthSearch:
         self.journal = Journal(folder / "tv.jsonl", FOLDER_REMEDY)
 
     def strength_dial(self, entry: Entry) -> tuple[str, float, float]:
-        """Return the row of `STRENGTHS` for an entry's rule; raise InputError if there is none, or the entry gives the dial."""
-        rule = str(self.pipe.settings(entry.method, **(self.shared | entry.overrides)).accept)
-        if rule not in STRENGTHS:
+        """Return the `strength` of an entry's rule; raise InputError if there is none, or the entry gives the dial."""
+        rule = self.pipe.settings(entry.method, **(self.shared | entry.overrides)).accept
+        strength: tuple[str, float, float] | None = part("accept", rule).strength
+        if strength is None:
             raise InputError(
-                f"{entry.label!r} has the rule {rule!r}, whose strength is not known; use one of {', '.join(STRENGTHS)}"
+                f"{entry.label!r} has the rule {rule!r}, which has no strength; use a relaxed one, such as lantern++"
             )
-        if STRENGTHS[rule][0] in entry.overrides:
+        if strength[0] in entry.overrides:
             raise InputError(
-                f"{entry.label!r} gives {DIALS[STRENGTHS[rule][0]].spoken}, which is what equal variation finds; leave it out"
+                f"{entry.label!r} gives {DIALS[strength[0]].spoken}, which is what equal variation finds; leave it out"
             )
-        return STRENGTHS[rule]
+        return strength
 
     def find(self, entry: Entry, limit: float) -> Entry | None:
         """Return the entry at the greatest strength that costs at most `limit` per code, with its figures; None if all cost more."""

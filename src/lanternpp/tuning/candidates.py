@@ -12,12 +12,11 @@ from torch import Tensor
 from lanternpp.api.fit import warm_step
 from lanternpp.api.options import Settings
 from lanternpp.api.pipeline import Pipeline
-from lanternpp.api.settings import dial_limits, dials_read
+from lanternpp.api.settings import dial_limits, dials_read, part
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.observers import AcceptanceByRank, TimedEngine, synchronized_time, trimmed_mean
 from lanternpp.engine.verify.choose import BLOCK
 from lanternpp.errors import InputError
-from lanternpp.evaluation.equal import STRENGTHS
 from lanternpp.trees import shape_name, static_shape
 from lanternpp.trees.search import best_tree, expected_codes
 from lanternpp.trees.static import Shape, chain, is_chain
@@ -66,14 +65,10 @@ class Space:
         has_confidence = getattr(drafter, "confidence", None) is not None
         self.ends_early = has_confidence and not settings.compile and fixed.get("min_survival") is None
         dials = dials_read(settings.proposer, settings.accept)
-        self.strengths: tuple[str, ...] = ()  # dials of the rule that a trial chooses
-        if options.limited:
-            if settings.accept not in STRENGTHS:
-                raise InputError(
-                    f"a budget picks the strength of a relaxed rule, which the rule {settings.accept!r} has not; use lantern++"
-                )
-            strengths = ("neighbours", STRENGTHS[settings.accept][0])
-            self.strengths = tuple(name for name in strengths if name in dials and fixed.get(name) is None)
+        self.strength: Any = part("accept", settings.accept).strength if options.limited else None
+        names = ("neighbours", self.strength[0]) if self.strength else ()
+        # Dials of the rule that a trial chooses.
+        self.strengths = tuple(name for name in names if name in dials and fixed.get(name) is None)
         self.window_dials = [name for name in WINDOWS if name in dials]
         if has_window(settings):
             smallest = {name: WINDOWS[name][0] for name in self.window_dials}
@@ -135,7 +130,7 @@ class Space:
                 values = {k for k in NEIGHBOURS if k < self.pipe.target.vocab} | {self.settings.neighbours}
                 overrides[name] = trial.suggest_categorical(name, sorted(values))
             else:
-                _, exact, strongest = STRENGTHS[self.settings.accept]
+                _, exact, strongest = self.strength
                 overrides[name] = trial.suggest_float(name, exact, min(strongest, 10.0))
         if has_window(self.settings):
             return self._window(trial, overrides)
@@ -192,8 +187,12 @@ def window_nodes(dials: Mapping[str, Any]) -> int:
     return dials["window"] * dials.get("window_rows", 1) + dials.get("alternatives", 0)
 
 
-def check(settings: Settings) -> None:
-    """Raise InputError unless a method drafts on a static tree or in a window."""
+def check(settings: Settings, limited: bool) -> None:
+    """Raise InputError unless a method drafts on a static tree or in a window; limited: and its rule has a strength."""
+    if limited and part("accept", settings.accept).strength is None:
+        raise InputError(
+            f"a budget picks the strength of a relaxed rule, which the rule {settings.accept!r} has not; use lantern++"
+        )
     if has_window(settings):
         return
     if "tree" not in dials_read(settings.proposer, settings.accept) or settings.tree is None:
