@@ -51,7 +51,7 @@ def library(kind: str | None = None) -> ctypes.CDLL | None:
             raise OSError(f"there are no kernels for this CPU, only for {', '.join(sorted(files))}")
         return load(_intact(files[kind or runnable[0]]))
     except OSError as error:
-        warnings.warn(f"{error}, so that passes take several times as long", stacklevel=2)
+        warnings.warn(f"{error}; without kernels passes take several times as long", stacklevel=2)
         return None
 
 
