@@ -16,7 +16,7 @@ from lanternpp.engine.observers import AcceptanceByRank, TimedEngine
 from lanternpp.trees import static_shape
 from lanternpp.trees.static import is_chain
 from lanternpp.tuning import study
-from lanternpp.tuning.candidates import PlainEngine, acceptance_table, draw
+from lanternpp.tuning.candidates import PlainEngine, Space, acceptance_table, draw
 from lanternpp.tuning.options import TuningOptions
 from lanternpp.tuning.study import LOG, Tuner
 
@@ -124,6 +124,9 @@ def test_a_budget_limits_the_cost(pipe, tmp_path, priced, monkeypatch) -> None:
     none = replace(limited, budget_tv=0.0)
     with pytest.raises(InputError, match=r"nothing .* stays within 0: the least was"):
         tuner(pipe, tmp_path / "b", "lantern++", none, {"lam": 2.0, "neighbours": 5}).tune()
+    unset = pipe.settings("eagle", accept="mixture")  # neither the method nor the user gives its delta
+    space = Space(pipe, unset, {}, SimpleNamespace(proposer=None), limited)
+    assert space.strengths == ("delta",) and not any("delta" in params for params in space.initial_params())
 
 
 def test_a_damaged_log_and_a_run_of_something_else_are_rejected(pipe, tmp_path, priced) -> None:

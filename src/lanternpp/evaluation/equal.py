@@ -56,9 +56,7 @@ class StrengthSearch:
         rule = self.pipe.settings(entry.method, **(self.shared | entry.overrides)).accept
         strength: tuple[str, float, float] | None = part("accept", rule).strength
         if strength is None:
-            raise InputError(
-                f"{entry.label!r} has the rule {rule!r}, which has no strength; use a relaxed one, such as lantern++"
-            )
+            raise InputError(f"{entry.label!r} has the rule {rule!r}, without a strength; use a relaxed one")
         if strength[0] in entry.overrides:
             raise InputError(
                 f"{entry.label!r} gives {DIALS[strength[0]].spoken}, which is what equal variation finds; leave it out"

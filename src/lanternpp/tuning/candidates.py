@@ -90,8 +90,7 @@ class Space:
     def initial_params(self) -> list[dict[str, Any]]:
         """Return the parameters of the first trials: the method's own draft, the hand-made trees, and chains."""
         if has_window(self.settings):
-            values = {name: getattr(self.settings, name) for name in self.window_dials}
-            dials = {name: value for name, value in values.items() if value is not None}
+            dials = {name: x for name in self.window_dials if (x := getattr(self.settings, name)) is not None}
             drafts = [dials | {"window": size} for size in (dials["window"], 2, 4, 8, 16, 32)]
         else:
             survival = {"min_survival": 0.0} if self.ends_early else {}
@@ -100,7 +99,7 @@ class Space:
             drafts += [{"shape": shape} for shape in self.shapes[2:]]
             sizes = [n for n in (4, 8, 16, 32, 64) if n <= self.nodes and SEARCHED in self.shapes]
             drafts += [{"shape": SEARCHED, "nodes": n, "levels": self.depth} for n in sizes]
-        strengths = {name: getattr(self.settings, name) for name in self.strengths}
+        strengths = {name: x for name in self.strengths if (x := getattr(self.settings, name)) is not None}
         return [draft | strengths for draft in drafts]
 
     def expected_codes(self, overrides: Mapping[str, Any], observations: Observations) -> float | None:
