@@ -78,7 +78,7 @@ class Target(nn.Module, ABC):
     decoder: Decoder
     codes_in: nn.Embedding
     codes_out: nn.Linear
-    vq: Any = None  # the tokenizer, which turns codes or latents into pixels; no submodule
+    vq: Any = None  # the tokenizer, which turns codes or latents into pixels; vars(target)["vq"] sets it, as it is no submodule
     native_head: HeadLogits | None = None  # of a target that is read for inference
     engine: ClassVar[str] = "lanternpp.engine.decode:Engine"  # the class that decodes the target
     any_size: ClassVar[bool] = False  # whether `read` takes a size in pixels from the user
