@@ -124,10 +124,7 @@ def test_wrong_options_are_rejected(run, own, options, named):
 def test_a_budget_of_variation_sets_the_strength_and_races_against_plain_decoding(run, own, raced):
     raced(1, 3, 2)  # the method's own strength may cost more
     asked = ("tune", "--model", own, *FEW, "--no-plots", "--budget-pictures", 2)
-    asked += (
-        "--accept",
-        "lanternpp.accept.neighbours:LanternPlusPlus",
-    )  # as a rule of the user's own is named
+    asked += ("--accept", "lanternpp.accept.neighbours:LanternPlusPlus")  # named as a user's own rule
     shown = run(*asked, "-o", "t", "--budget-tv", 1000)
     assert shown.code == 0 and "of at most 1e+03" in shown.out
     reported = json.loads(Path("t/tune.json").read_text())

@@ -57,11 +57,6 @@ def image_token(code: int) -> str:
     return f"IMGIMG{''.join(chr(ord('A') + int(digit)) for digit in str(code))}Z"
 
 
-def visual_token(code: int) -> str:
-    """Emu3's name of a code's token."""
-    return f"<|visual token {code:06d}|>"
-
-
 def model_of(name: str, **fields: Any) -> Any:
     """A model by the name of its class in transformers, of a config with these fields.
 
@@ -286,7 +281,8 @@ def write_emu3(folder: Path, hub: bool = False, size: str = "32x32") -> Any:
     """A tiny Emu3 of 8 px a code and a size that its config.json tells; the transformers model that wrote it. hub: under the names of the hub's files."""
     special = ["<|endoftext|>", "<|extra_200|>", "<|extra_201|>", "<|extra_203|>", "<|extra_204|>"]
     special += ["<|image token|>", "<|image start|>", "<|image end|>", "<image>"]
-    vocab = write_tokenizer(folder, [*special, *map(visual_token, range(CODES)), "4*4", "2*3"])
+    codes = [f"<|visual token {code:06d}|>" for code in range(CODES)]
+    vocab = write_tokenizer(folder, [*special, *codes, "4*4", "2*3"])
     model = model_of(
         "Emu3ForConditionalGeneration",
         text_config=LANGUAGE | {"vocab_size": len(vocab) + 3, "pad_token_id": 0, "attention_dropout": 0.0},
