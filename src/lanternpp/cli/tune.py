@@ -119,7 +119,7 @@ def show(result: Mapping[str, Any]) -> None:
     if measured := result["measured"]:
         figures = ("codes per pass", "speed-up")
         raced = [[name, *(cells[figure](row) for figure in figures)] for name, row in measured.items()]
-        caption = f"{measured['ar']['images']} pictures each, taking turns"
+        caption = f"pictures of each, taking turns: {measured['ar']['images']}"
         show_table(("race", *figures), raced, caption=caption)
     if result["limit"] is not None:
         print(f"{as_text(result['settings'])}: costs {result['cost']:.3g}, of at most {result['limit']:.3g}.")
