@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -342,19 +343,22 @@ def test_every_public_name_of_the_package_exists() -> None:
     assert {"chain-4", "deep-8", "eagle-25", "lantern-57", "eagle2", "ddd"} <= set(lanternpp.TREES)
 
 
-@pytest.mark.parametrize("other", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("other", [torch.bfloat16, torch.float64, "meta"], ids=str)
 @pytest.mark.parametrize("method", ["ar", "eagle", "parallel", "lantern++", "jacobi-coupled"])
-def test_the_default_dtype_of_pytorch_changes_nothing(method: str, other: torch.dtype, model: Path) -> None:
-    """Transformers sets it for the whole process while it reads a model, maybe in another thread."""
+def test_the_defaults_of_pytorch_change_nothing(method: str, other: torch.dtype | str, model: Path) -> None:
+    """Transformers sets the dtype for the whole process while it reads a model, maybe in another thread."""
     drawn = []
-    for dtype in (torch.float32, other):
-        torch.set_default_dtype(dtype)
+    set_default: Any = torch.set_default_device if other == "meta" else torch.set_default_dtype
+    usual = None if other == "meta" else torch.float32
+    for default in (usual, other):
+        set_default(default)
         try:
             weights = "float32" if method == "ar" else "int8"
             pipe = Pipeline.from_pretrained(model, device="cpu", dtype=weights, tuned=False)
-            drawn.append(pipe(PROMPT, seed=3, method=method, measure_tv=method == "lantern++"))
+            dials = {"measure_tv": method == "lantern++", "callback": attrgetter("images")}
+            drawn.append(pipe(PROMPT, seed=3, method=method, **dials))
         finally:
-            torch.set_default_dtype(torch.float32)
+            set_default(usual)
     assert torch.equal(*(result.codes for result in drawn))
     assert drawn[0].images[0].tobytes() == drawn[1].images[0].tobytes()
     assert drawn[0].stats.tv_cost == drawn[1].stats.tv_cost

@@ -224,7 +224,7 @@ def custom_generate(
         )
     end_tokens: list[int] = []
     for criterion in stopping_criteria:
-        end_tokens += getattr(criterion, "eos_token_id", torch.tensor([])).tolist()
+        end_tokens += getattr(criterion, "eos_token_id", input_ids[:0]).tolist()
     mask = model_kwargs.pop("attention_mask", None)
     call = Call(input_ids, mask, generation_config, processors, end_tokens, model_kwargs)
     configs = (generation_config, model.generation_config)

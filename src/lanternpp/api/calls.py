@@ -155,7 +155,7 @@ class Request:
 
     def partial(self, batch: ContinuousBatch) -> Partial:
         """Return the codes that all pictures have so far."""
-        target, no_codes = batch.engine.target, torch.zeros(0, dtype=torch.int64)
+        target, no_codes = batch.engine.target, torch.zeros(0, dtype=torch.int64, device="cpu")
         by_index = batch.codes | {index: sample.codes.clone() for index, sample in self.samples.items()}
         codes = [by_index.get(index, no_codes) for index in range(len(self.seeds))]
         return Partial(codes, len(codes) * target.length, target)

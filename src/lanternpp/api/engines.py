@@ -26,7 +26,7 @@ from lanternpp.engine.verify.choose import TOKEN, VERIFIERS
 from lanternpp.errors import InputError
 from lanternpp.models.vq.codes import cache_folder, check_neighbours, neighbours
 from lanternpp.nn.backend import backend
-from lanternpp.util.devices import device_name
+from lanternpp.util.devices import device_name, own_devices
 from lanternpp.util.files import digest
 from lanternpp.util.jsonfile import write_json
 
@@ -77,6 +77,7 @@ class Engines:
         with self._lock:
             self._idle_engines.clear()
 
+    @own_devices()
     def new_engine(self, settings: Settings, shape: Hashable = None, timed: bool = False) -> Engine:
         """Make an engine for these settings; raise InputError where a part cannot be made. shape: of the engine's prompts.
 

@@ -34,7 +34,7 @@ from lanternpp.nn.backend import backend
 from lanternpp.nn.checkpoints import checksum
 from lanternpp.trees import static_shape
 from lanternpp.trees.static import Shape, chain, is_chain
-from lanternpp.util.devices import device_name, usable_cores
+from lanternpp.util.devices import device_name, own_devices, usable_cores
 from lanternpp.util.files import digest, user_cache
 from lanternpp.util.jsonfile import Between, key_of, read_object, validated, write_json
 from lanternpp.util.registry import Importable
@@ -269,6 +269,7 @@ class Fit:
         self._offered = defaultdict[str, set[str]](set)
         self._disturbed: dict[str, tuple[Step, ...]] = {}
 
+    @own_devices()
     def __call__(self, settings: Settings) -> Settings:
         """Return the settings with the fastest draft, or plain decoding's where no draft is faster.
 

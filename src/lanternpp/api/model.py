@@ -24,7 +24,7 @@ from lanternpp.nn.checkpoints import CONFIG, load_config
 from lanternpp.nn.files import INDEX, NEIGHBOURS, PICKLED, SAFE
 from lanternpp.nn.int8 import Effect, compared, quantise, require, weight_bytes
 from lanternpp.nn.sources import Source
-from lanternpp.util.devices import INT8, pick_device, pick_dtype
+from lanternpp.util.devices import INT8, own_devices, pick_device, pick_dtype
 from lanternpp.util.jsonfile import read_object, validated
 from lanternpp.util.registry import find, import_extensions, unknown
 
@@ -269,6 +269,7 @@ class Model:
         """The same networks, read again, whose weights are not packed."""
         return replace(self, packed=False, int8=self.effect is not None)
 
+    @own_devices()
     def _read_target(self, folder: Path, int8: bool = False) -> Target:
         """Read the target of a model folder, and prepare it for inference."""
         options = {"size": self.size, "tensor_parallel": self.tensor_parallel and folder == self.folder}
@@ -306,6 +307,7 @@ class Model:
             int8 and source.pack is not None
         )
 
+    @own_devices()
     def network(self, kind: str, shape: Hashable = None) -> Drafter | Target:
         """Return the network that `Proposer.needs` names, which is read once; shape: as `Target.shaped` takes it. InputError."""
         if kind not in self._networks:

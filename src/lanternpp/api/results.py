@@ -181,7 +181,7 @@ def unfinished(target: Target, codes: Tensor) -> Image.Image:
     """
     decided = len(codes)
     codes = (codes if decided else target.examples(1)).cpu()
-    index = torch.arange(target.length)
+    index = torch.arange(target.length, device="cpu")
     rows_up = (index - decided) // target.width + 1  # [length], to the nearest decided code
     source = index.where(index < decided, index - rows_up * target.width).clamp(min=0)  # [length]
     (image,) = images(target, codes[source][None].to(next(target.parameters()).device))

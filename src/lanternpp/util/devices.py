@@ -7,7 +7,7 @@ import os
 import platform
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -63,9 +63,16 @@ def half_width(device: torch.device) -> torch.dtype | None:
 
 
 @contextmanager
+def own_devices() -> Iterator[None]:
+    """Leave the caller's default device, so that tensors are on the devices that the code names."""
+    with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
+        yield
+
+
+@contextmanager
 def inference() -> Iterator[None]:
     """Enter `torch.inference_mode` and leave the caller's `torch.autocast`, so that models compute in their own dtype."""
-    with torch.inference_mode(), ExitStack() as stack:
+    with torch.inference_mode(), own_devices(), ExitStack() as stack:
         for device_type in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
             stack.enter_context(torch.autocast(device_type, enabled=False))
         yield
