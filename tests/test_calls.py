@@ -17,7 +17,7 @@ from helpers.refusals import rejects
 
 from lanternpp import Pipeline
 from lanternpp.api.options import DIALS
-from lanternpp.api.pipeline import Partial
+from lanternpp.api.results import Partial, UnfinishedError
 
 PROMPT = "a red tulip"
 
@@ -139,6 +139,7 @@ def test_output_types(pipe: Pipeline) -> None:
     assert np.array_equal(np.stack([np.asarray(one) for one in usual.images]), (as_array * 255).round())
     codes = pipe(PROMPT, n=2, output_type="codes")
     assert codes.images == [] and torch.equal(codes.codes, usual.codes)
+    assert pickle.loads(pickle.dumps(UnfinishedError(codes))).seeds == [0, 1]
 
 
 def test_a_pipeline_moves_to_another_dtype_and_back(model: Path) -> None:
@@ -171,6 +172,7 @@ def test_a_pipeline_moves_to_another_dtype_and_back(model: Path) -> None:
         (lambda pipe: pipe.stream("an elephant"), "names no subject"),
         (lambda pipe: pipe.to("abacus"), "device 'abacus' is unknown"),
         (pickle.dumps, "cannot be pickled or copied; call from_pretrained in each"),
+        (lambda pipe: pickle.dumps(next(pipe.stream(PROMPT))), "a Partial holds its model"),
     ],
 )
 def test_wrong_calls_are_rejected(pipe: Pipeline, call: Callable[[Pipeline], Any], says: str) -> None:

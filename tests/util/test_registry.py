@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from lanternpp import InputError, Pipeline
 from lanternpp.api.defaults import FILE, Defaults
 from lanternpp.trees import build_tree
-from lanternpp.util.registry import Importable, find
+from lanternpp.trees.dynamic import DynamicTree
+from lanternpp.util.registry import GivenEntry, Importable, find
 
 PROMPT = "a red tulip"
 MARK = "imported_by_a_file"  # a module that must not be imported
@@ -88,6 +89,8 @@ def test_a_checkpoint_that_others_published_imports_nothing(forbidden: str, tmp_
 
 def test_a_name_that_the_caller_gives_is_imported_also_after_copies(tmp_path: Path) -> None:
     name = Importable("lanternpp.trees.dynamic:DynamicTree")
+    sent = pickle.loads(pickle.dumps(GivenEntry(DynamicTree(nodes=9))))
+    assert build_tree(sent).size == 10 and str(sent) == f"{name} (an object)"
     for way in (name, copy.deepcopy(name), pickle.loads(pickle.dumps(name))):
         assert build_tree(way).size == 60
     assert name == str(name) and hash(name) == hash(str(name))

@@ -120,14 +120,6 @@ def pictures(value: Any) -> list[Image.Image]:
     return images
 
 
-def size_text(value: Any) -> str | None:
-    """Return a size in pixels as "768x512" or "768"; value: a text, a number, or width and height. Raises InputError."""
-    if value is None or isinstance(value, str):
-        return value
-    sides: Sequence[Any] = value if isinstance(value, list | tuple) else (value,)
-    return "x".join(str(integer("size", side)) for side in sides)
-
-
 @dataclass(frozen=True)
 class Request:
     """The content of a call: a prompt and a seed for each picture, and their settings."""

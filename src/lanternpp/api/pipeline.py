@@ -80,7 +80,10 @@ class Pipeline(Engines):
             int8 = False
         if name not in MODELS and Path(name).exists():
             name = folder.resolve().stem if folder.is_file() else folder.name
-        packed, size = not tensor_parallel, calls.size_text(size)
+        if size is not None and not isinstance(size, str):
+            sides = size if isinstance(size, list | tuple) else (size,)
+            size = "x".join(str(calls.integer("size", side)) for side in sides)
+        packed = not tensor_parallel
         networks = Model(folder, drafter_folder, device, compute_dtype, packed, size, int8, tensor_parallel)
         return cls(networks, name, tuned, engine_bytes)
 

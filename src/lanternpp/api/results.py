@@ -103,6 +103,11 @@ class Partial:
     target: Target = field(repr=False)
     result: Result[list[Image.Image]] | None = field(default=None, repr=False)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        raise InputError(
+            "a Partial holds its model, so it cannot be pickled or copied; take its codes or images"
+        )
+
     @property
     def decided(self) -> int:
         """The number of codes decided so far, of all pictures."""
@@ -122,6 +127,9 @@ class UnfinishedError(KeyboardInterrupt):
     def __init__(self, result: Result[Any]):
         super().__init__()
         self.result, self.seeds = result, result.seeds
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return UnfinishedError, (self.result,)
 
 
 def versions() -> dict[str, str]:

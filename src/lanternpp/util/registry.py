@@ -55,6 +55,9 @@ class GivenEntry(Importable):
     def __hash__(self) -> int:
         return hash((str(self), id(self.entry)))
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return GivenEntry, (self.entry,)
+
     def __deepcopy__(self, memo: object) -> str:
         return str(self)
 
