@@ -137,7 +137,7 @@ def test_a_damaged_log_and_a_run_of_something_else_are_rejected(pipe, tmp_path, 
     assert not (tmp_path / LOG).exists() and tuner(pipe, tmp_path, restart=True), "it was interrupted at once"
     (tmp_path / "b").mkdir()
     (tmp_path / "b/run.json").write_text('{"methods": {}}')
-    rejects("something else", tuner, pipe, tmp_path / "b", restart=True)
+    rejects("something else", tuner, pipe, tmp_path / "b")
     assert (tmp_path / "b/run.json").exists()
 
 

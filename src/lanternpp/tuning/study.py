@@ -92,8 +92,12 @@ class Tuner:
         # The engine is built now, so that a wrong part is found before anything is drawn.
         engine = pipe.new_engine(self.settings)
         self.space = Space(pipe, self.settings, overrides, engine, options)
+        if (folder / RUN).exists() and "tuned" not in read_object(folder / RUN, FOLDER_REMEDY):
+            raise InputError(f"{folder} holds a run of something else; {FOLDER_REMEDY}")
         if restart:
-            remove_tuning(folder)
+            for name in (LOG, RUN):
+                (folder / name).unlink(missing_ok=True)
+            shutil.rmtree(folder / RACE, ignore_errors=True)
         check_run(folder, self.describe(), f"{FOLDER_REMEDY} or {REMEDY}")
         self.journal = Journal(folder / LOG, REMEDY)
         with warnings.catch_warnings(action="ignore"):  # Optuna warns of its experimental parts
@@ -331,12 +335,3 @@ def moved_params(trial: Any, random: Random) -> dict[str, Any]:
             scaled = round(scaled) + random.choice((-1, 0, 1))
         params[name] = min(max(scaled, distribution.low), distribution.high)
     return params
-
-
-def remove_tuning(folder: Path) -> None:
-    """Remove the files of an earlier tuning from a folder; raise InputError if the folder holds a run of another kind."""
-    if (folder / RUN).exists() and "tuned" not in read_object(folder / RUN, FOLDER_REMEDY):
-        raise InputError(f"{folder} holds a run of something else; {FOLDER_REMEDY}")
-    for name in (LOG, RUN):
-        (folder / name).unlink(missing_ok=True)
-    shutil.rmtree(folder / RACE, ignore_errors=True)
