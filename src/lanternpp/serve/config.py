@@ -81,12 +81,12 @@ class ServerConfig:
         method: the request's; None: the server's. overrides: the dials of the request. The parts and dials that the server
         was started with belong to its own method, so a request for another method gets the defaults of that method.
         """
-        server_method = pipe.chosen(self.method).method
+        method = self.method if method is None else check_method(method)
         defaults = dict(self.overrides)
-        if method and pipe.chosen(check_method(method)).method != server_method:
+        if pipe.chosen(method).method != pipe.chosen(self.method).method:
             for name in names(PartDials, DraftDials, RuleDials):
                 defaults.pop(name, None)
-        return pipe.settings(method or self.method, **{**defaults, **overrides, "batch_size": 1})
+        return pipe.settings(method, **{**defaults, **overrides, "batch_size": 1})
 
 
 def require() -> None:
