@@ -34,12 +34,11 @@ TYPES: dict[type, tuple[Callable[[Any], Any], str]] = {
 
 
 def converted(kind: type, name: str, value: Any) -> Any:
-    """Convert a value to a type of `TYPES`; a bool or a text is no number, and a path is text. Raises InputError."""
+    """Convert a value to a type of `TYPES`; a bool or a text is no number, a path is text, and "" is none. Raises InputError."""
     convert, fault = TYPES[kind]
     try:
-        if isinstance(value, bool) != (kind is bool) or isinstance(
-            value, bytes if kind is str else str | bytes
-        ):
+        wrong = bytes if kind is str else str | bytes
+        if isinstance(value, bool) != (kind is bool) or isinstance(value, wrong) or value == "":
             raise TypeError
         return convert(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):

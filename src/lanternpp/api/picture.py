@@ -146,7 +146,7 @@ def open_image(path: Path | IO[bytes]) -> Image.Image | str:
         return "missing"
     # Decoders raise errors of many kinds for damaged files and metadata.
     except Exception as error:
-        return str(error).replace(str(path), "").strip(" '") or type(error).__name__
+        return str(error).replace(str(path), "").strip(" ':") or type(error).__name__
 
 
 def as_rgb(image: Image.Image) -> Image.Image | str:
