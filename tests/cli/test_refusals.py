@@ -62,10 +62,12 @@ BEFORE_A_MODEL_IS_READ = [
     ([PROMPT, "--method", "xyz"], "known: ar, "),
     ([PROMPT, "--tree", "eagle-24"], "did you mean 'eagle-25'?"),
     ([PROMPT, "--tree", "no-such.json"], "no-such.json"),
+    ([PROMPT, "--tree", ""], "tree '' is no text"),
     ([PROMPT, "-o", "picture.jpg"], "'picture.jpg' does not end in .png"),
     ([PROMPT, "-o", "/proc/none/picture.png"], "'/proc/none/picture.png' cannot be written"),
     ([PROMPT, "--colour", "red"], "--colour"),
     ([PROMPT, "another"], "another"),
+    ([PROMPT, "-o", "-"], "'-' is no file"),
     ([], "PROMPT"),
 ]
 

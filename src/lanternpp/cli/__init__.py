@@ -75,6 +75,8 @@ def run_verb(args: Sequence[str]) -> object:
     for words in (requested, " ".join(args[:2])):
         if words in RETIRED:
             raise InputError(f"`{words}` is now `{RETIRED[words]}`")
+    if "-" in args:
+        raise InputError("'-' is no file: prompts are read from a named file, and pictures go to one")
     app = App(
         name="lanternpp",
         help="Visual autoregressive models that draw faster: speculative decoding with relaxed acceptance.",
