@@ -32,6 +32,11 @@ def reason(error: BaseException) -> str:
     return " ".join((first, *(line.strip() for line in rest[: first.endswith(":")])))
 
 
+def counted(count: object, noun: str) -> str:
+    """Return a count, or a range of counts, with its noun."""
+    return f"{count} {noun}{'' if str(count) == '1' else 's'}"
+
+
 def one_line(text: str, most: int = MAX_MESSAGE_CHARS) -> str:
     """Return a text of unknown origin in a form that is safe to print: line breaks as spaces, control characters escaped.
 

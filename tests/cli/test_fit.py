@@ -65,7 +65,7 @@ def test_a_resumed_job_draws_the_same_bytes_after_another_fit(
     (cache,) = (empty_dir.parent / "cache" / "lanternpp").glob("fit-*")
     cache.unlink()  # measured again, and another draft is the fastest now
     out = run(*command).out
-    assert "1 were there already" in out and said in out
+    assert "1 already there" in out and said in out
     assert contents(empty_dir / "o") == before
     run(*command, "--temperature", 0.5).refused("temperature 1.0 -> 0.5")
     assert "o: 2 pictures" in run(*command, "--temperature", 0.5, "--overwrite").out

@@ -61,7 +61,7 @@ def test_existing_pictures_are_not_drawn_again_and_the_order_does_not_matter(
     before = contents(empty_dir / "one")
     times = {path: path.stat().st_mtime_ns for path in (empty_dir / "one").iterdir()}
     outcome = job("-o", "one", "--batch-size", 3)
-    assert outcome.code == 0 and outcome.out == "one: nothing to draw, all 10 pictures are there\n"
+    assert outcome.code == 0 and outcome.out == "one: nothing to draw, it has 10 pictures already\n"
     assert job("-o", "one", "--batch-size", 3, "--json").json["seconds_per_image"] is None
     requested.write_text("\n".join(["one more red tulip", *reversed(PROMPTS)]))
     figures = json.loads(job("-o", "one", "--batch-size", 3, "--json").out)
@@ -86,7 +86,7 @@ def test_truncated_damaged_and_temporary_files_are_replaced(job, empty_dir: Path
     left = other.with_name(f".{other.name}.{int(ended.stdout)}.tmp")
     left.write_bytes(b"half")
     os.utime(left, (0, 0))
-    assert "3 pictures, 7 were there already" in job("-o", "out").out
+    assert "3 pictures, 7 already there" in job("-o", "out").out
     assert contents(empty_dir / "out") == before
 
 
@@ -139,7 +139,7 @@ def test_a_prompt_that_cannot_be_drawn_is_rejected_with_its_line(job, requested,
 def test_unknown_words_of_only_the_first_prompts_are_reported(job, requested) -> None:
     requested.write_text("".join(f"a red tulip in year {i}\n" for i in range(20)))
     reported = job("-o", "out").err.splitlines()
-    assert len(reported) == 6 and "in, year, 4" in reported[4] and "15 more prompts" in reported[5]
+    assert len(reported) == 6 and "in, year, 4" in reported[4] and "15 more warnings" in reported[5]
     assert all(line.startswith("lanternpp: warning: ") for line in reported) and "red, tulip" in reported[4]
 
 
@@ -157,7 +157,7 @@ def test_a_full_disk_leaves_only_complete_pictures(job, empty_dir: Path, monkeyp
     job("-o", "out").failed("the disk is full")
     monkeypatch.undo()
     assert len(list((empty_dir / "out").iterdir())) == 3
-    assert "7 pictures, 3 were there already" in job("-o", empty_dir / "out").out
+    assert "7 pictures, 3 already there" in job("-o", empty_dir / "out").out
 
 
 def test_a_disk_that_is_full_from_the_start_leaves_no_folder(job, empty_dir: Path, monkeypatch) -> None:

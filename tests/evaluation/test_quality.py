@@ -136,7 +136,7 @@ def test_missing_and_small_references_are_rejected_before_anything_is_drawn(
     rejects("need --reference DIR", Quality.for_model, folder, None, OWN, None, CPU)
     rejects("holds 3 pictures; at least 4 are needed", Quality.for_model, folder, few, None, None, CPU)
     quality = Quality.for_model(folder, device=CPU)
-    rejects("3 pictures are too few to measure; at least 4", quality.measure, noisy_pictures("red", 3))
+    rejects("3 pictures cannot be measured; at least 4", quality.measure, noisy_pictures("red", 3))
 
 
 def test_inception_needs_torch_fidelity_and_weights(

@@ -150,6 +150,7 @@ WRONG = {
     "quoted": ({"prompt": "a zebra -method"}, 400, "'a zebra -method'"),
     "model": ({"prompt": "tulip", "model": "dall-e-3"}, 404, "use 'tiny'"),
     "method": ({"prompt": "tulip", "method": "magic"}, 400, "known: ar"),
+    "no method": ({"prompt": "tulip", "method": ""}, 400, "method '' is unknown"),
     "infinite": ('{"prompt": "tulip", "cfg": Infinity}', 400, "cfg"),
     "a tree's class": ({"prompt": "tulip", "tree": "os:system"}, 400, "is unknown; known: eagle-25"),
     "a field": ({"prompt": "tulip", "proposer": "tree"}, 400, "'proposer' is unknown"),
@@ -382,7 +383,9 @@ def test_a_full_queue_is_status_429_and_accepts_all_pictures_of_a_request_or_non
     wait_until(lambda: batcher.queued == 1)
     assert answer(n=3)[1:] == (400, "3 pictures do not fit the queue of 2; ask for fewer")
     full, status, message = answer(n=2)
-    assert status == 429 and "1 pictures are waiting" in message and int(full.headers["retry-after"]) >= 1
+    assert (
+        status == 429 and "queue has 1 picture already" in message and int(full.headers["retry-after"]) >= 1
+    )
     assert batcher.queued == 1
     pipe.allow()
     for line in lines:

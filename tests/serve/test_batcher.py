@@ -130,7 +130,7 @@ def test_only_accepted_prompts_are_encoded_and_drawing_continues_meanwhile(slow,
         with ThreadPoolExecutor(1) as other:
             waiting = other.submit(submit_all, batcher, late)
             wait_until(lambda: encoding == ["a red tulip", "red tulip"])
-            with pytest.raises(HTTPException, match="429: 2 pictures are waiting"):
+            with pytest.raises(HTTPException, match="429: the queue has 2 pictures already"):
                 submit(batcher, make_ticket(4, prompt="never"))
             slow.allow()
             assert running.result(120), "its last steps came while a prompt was encoded"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from lanternpp.api.options import BASELINE, DIALS, DrawOptions, MeasureDials, MethodDials, names
 from lanternpp.cli import options as opt
-from lanternpp.errors import InputError
+from lanternpp.errors import InputError, counted
 from lanternpp.evaluation.papers import PAPERS, find_paper
 from lanternpp.util.files import locked, write_text
 from lanternpp.util.jsonfile import write_json
@@ -277,7 +277,7 @@ def open_quality(pipe: Pipeline, num_pictures: int, options: QualityOptions) -> 
         return None
     if num_pictures < MIN_PICTURES:
         raise InputError(
-            f"{num_pictures} pictures of each method are too few to measure; at least {MIN_PICTURES} are needed: "
+            f"{counted(num_pictures, 'picture')} of each method cannot be measured; at least {MIN_PICTURES} are needed: "
             "raise -n, or give more prompts"
         )
     return Quality.for_model(pipe.folder, *values, pipe.device)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from lanternpp.api.options import DrawOptions, check_prompt, device_text, drawn_with
 from lanternpp.cli import options as opt
-from lanternpp.errors import InputError
+from lanternpp.errors import InputError, counted
 from lanternpp.util.files import locked, slug
 from lanternpp.util.options import Option
 from lanternpp.util.terminal import progress_bar, say
@@ -148,10 +148,10 @@ def draw_job(job: JobOptions, n: int, seed: int, as_json: bool, options: DrawOpt
     if as_json:
         print(json.dumps(row))
     elif not stats.images:
-        print(f"{folder}: nothing to draw, all {skipped} pictures are there")
+        print(f"{folder}: nothing to draw, it has {counted(skipped, 'picture')} already")
     else:
-        existing = f" {skipped} were there already," if skipped else ""
-        print(f"{folder}: {stats.images} pictures,{existing} {', '.join(figures(row))}")
+        existing = f" {skipped} already there," if skipped else ""
+        print(f"{folder}: {counted(stats.images, 'picture')},{existing} {', '.join(figures(row))}")
 
 
 def free_path(path: Path, notes: Mapping[str, str]) -> Path:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from lanternpp.api.options import MAX_SECONDS, DrawOptions, drawn_with
 from lanternpp.cli import options as opt
-from lanternpp.errors import InputError
+from lanternpp.errors import InputError, counted
 from lanternpp.serve.config import LOOPBACK, ServerConfig, check_proxies, gather_keys, host_name, require
 from lanternpp.util.options import Option
 from lanternpp.util.terminal import say
@@ -94,7 +94,8 @@ def serve(
         def print_ready(method: str, count: int, model: str, effect: str | None) -> None:
             if effect:
                 say("int8", effect)
-            slots = f"{count} replicas of {config.slots} slots" if ray else f"{config.slots} slots"
+            slots = counted(config.slots, "slot")
+            slots = f"{counted(count, 'replica')} of {slots}" if ray else slots
             # While Ray runs, sys.stdout is discarded, as Ray's messages go to it.
             print(f"{server.url(bound)}: {model} with {method}, {slots}", file=out, flush=True)
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from lanternpp.api.options import DIALS, DrawOptions, draft_of, drawn_with
 from lanternpp.cli import options as opt
+from lanternpp.errors import counted
 from lanternpp.tuning.options import TuningOptions
 from lanternpp.util.files import locked
 from lanternpp.util.jsonfile import write_json
@@ -55,7 +56,7 @@ def tune(
     defaults = opt.defaults_of(options)
     chosen, folder = defaults.chosen(options.method), defaults.folder
     method = chosen.method
-    check(settings, search.limited)
+    check(settings)
     if save:
         opt.writable_folder(defaults.path.parent)
     prompt_list = read_prompts(prompts, folder)
@@ -119,7 +120,7 @@ def show(result: Mapping[str, Any]) -> None:
     if measured := result["measured"]:
         figures = ("codes per pass", "speed-up")
         raced = [[name, *(cells[figure](row) for figure in figures)] for name, row in measured.items()]
-        caption = f"pictures of each, taking turns: {measured['ar']['images']}"
+        caption = f"{counted(measured['ar']['images'], 'picture')} each, taking turns"
         show_table(("race", *figures), raced, caption=caption)
     if result["limit"] is not None:
         print(f"{as_text(result['settings'])}: costs {result['cost']:.3g}, of at most {result['limit']:.3g}.")

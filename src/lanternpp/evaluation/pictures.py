@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from lanternpp.api.picture import open_image, squarest
-from lanternpp.errors import InputError
+from lanternpp.errors import InputError, counted
 from lanternpp.nn.files import join_names
 from lanternpp.util import files
 from lanternpp.util.jsonfile import read_lines
@@ -68,7 +68,9 @@ class Gallery(Sequence[Image.Image]):
         if faults:
             raise InputError(f"{folder} has pictures that cannot be read: {join_names(faults)}")
         if len(items) < min_pictures:
-            raise InputError(f"{folder} holds {len(items)} pictures; at least {min_pictures} are needed")
+            raise InputError(
+                f"{folder} holds {counted(len(items), 'picture')}; at least {min_pictures} are needed"
+            )
         (width, height), _ = Counter(sizes.values()).most_common(1)[0]
         different = [f"{name} ({w} x {h})" for name, (w, h) in sizes.items() if (w, h) != (width, height)]
         if one_size and different:

@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors import safe_open
 from torch import Tensor
 
-from lanternpp.errors import InputError
+from lanternpp.errors import InputError, counted
 from lanternpp.evaluation.classifier import CLASSIFIER, REFERENCE, Classifier, fingerprint, has_classifier
 from lanternpp.evaluation.features import EXTRACTORS, ClassifierFeatures, Clip, Extractor, extract
 from lanternpp.evaluation.pictures import Gallery, reference_folder
@@ -101,7 +101,7 @@ class Quality:
         """
         if len(images) < MIN_PICTURES:
             raise InputError(
-                f"{len(images)} pictures are too few to measure; at least {MIN_PICTURES} are needed"
+                f"{counted(len(images), 'picture')} cannot be measured; at least {MIN_PICTURES} are needed"
             )
         figures: dict[str, float] = {}
         features: Tensor | None = None

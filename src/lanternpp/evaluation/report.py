@@ -17,6 +17,7 @@ from typing import Any
 
 from lanternpp.api.options import BASELINE, draft_of
 from lanternpp.engine.decode import PHASES
+from lanternpp.errors import counted
 from lanternpp.evaluation.race import Turn
 from lanternpp.util.files import replacing
 
@@ -192,11 +193,6 @@ def count_range(counts: Iterable[int]) -> str:
     if len(ordered) > 1:
         return f"{ordered[0]} to {ordered[-1]}"
     return str(ordered[0]) if ordered else ""
-
-
-def counted(count: object, noun: str) -> str:
-    """Return a count, or a range of counts, with its noun."""
-    return f"{count} {noun}{'' if str(count) == '1' else 's'}"
 
 
 def settings_line(

@@ -16,7 +16,7 @@ from lanternpp.api.picture import notes, png_notes
 from lanternpp.api.results import Stats
 from lanternpp.api.settings import convert_override, with_tree
 from lanternpp.engine.decode import FinishedSample
-from lanternpp.errors import InputError
+from lanternpp.errors import InputError, counted
 from lanternpp.util import jsonfile
 from lanternpp.util.files import digest, replacing, slug, sweep
 
@@ -168,7 +168,7 @@ def run(
             warnings.warn(warning, stacklevel=2)
         num_hidden = len(prompt_warnings) - MAX_WARNINGS
         if num_hidden > 0:
-            warnings.warn(f"{num_hidden} more prompts have warnings of this kind", stacklevel=2)
+            warnings.warn(f"{counted(num_hidden, 'more warning')} of this kind", stacklevel=2)
     samples = []
     start = time.perf_counter()
     for index, png, sample in renderer.render(images, progress):

@@ -20,7 +20,7 @@ from lanternpp.api.calls import pictures
 from lanternpp.api.picture import digests
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.engine.sampling import Guidance
-from lanternpp.errors import InputError
+from lanternpp.errors import InputError, counted
 from lanternpp.models.base import Target
 from lanternpp.serve.config import ServerConfig
 from lanternpp.serve.metrics import Metrics
@@ -89,7 +89,7 @@ class Batcher:
             if self.queued + count > capacity:
                 # Until then `count` pictures are finished at the present rate.
                 seconds = max(1, min(60, math.ceil(count * self._seconds_between)))
-                message = f"{self.queued} pictures are waiting already; try again in {seconds} s"
+                message = f"the queue has {counted(self.queued, 'picture')} already; try again in {seconds} s"
                 raise HTTPException(FULL, message, {"Retry-After": str(seconds)})
             for ticket in tickets:
                 self._tickets = with_ticket(self._tickets, ticket)

@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from lanternpp.errors import InputError
+from lanternpp.errors import InputError, counted
 from lanternpp.models.base import Target
 from lanternpp.models.vq.codes import storage_dtype
 from lanternpp.nn.checkpoints import checksum, write_safetensors
@@ -60,7 +60,7 @@ def write_shards(files: Mapping[range, Path], compute: Compute, contents: str) -
     def done(pictures: float) -> None:
         nonlocal announced
         if not announced:  # only now, so that an error in the first pictures is the only output
-            report.say(f"{contents}: {count} pictures, in {folder}")
+            report.say(f"{contents}: {counted(count, 'picture')}, in {folder}")
             announced = True
         report.advance(pictures / count, f"{pictures:.0f}/{count} pictures")
 

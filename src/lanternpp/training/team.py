@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from lanternpp.errors import InputError
+from lanternpp.errors import InputError, counted
 from lanternpp.nn.files import input_errors
 from lanternpp.util.devices import half_width, pick_device
 from lanternpp.util.jsonfile import append_row
@@ -70,7 +70,7 @@ class Team:
         """Return this process's part of a batch [B, ...]; raise InputError where the batch cannot be shared evenly."""
         if len(batch) % self.size:
             raise InputError(
-                f"a batch of {len(batch)} pictures, which is --batch-size or all that there are, cannot be shared by "
+                f"a batch of {counted(len(batch), 'picture')}, which is --batch-size or all that there are, cannot be shared by "
                 f"{self.size} processes: use a multiple of {self.size}."
             )
         return batch[self.rank :: self.size]
