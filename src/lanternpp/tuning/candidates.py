@@ -61,6 +61,7 @@ class Space:
     ):
         self.pipe, self.settings, self.fixed = pipe, settings, fixed
         self.nodes, self.depth = options.nodes, options.depth
+        self.max_window = min(self.depth, pipe.target.length // 2)
         drafter = getattr(engine.proposer, "drafter", None)
         has_confidence = getattr(drafter, "confidence", None) is not None
         self.ends_early = has_confidence and not settings.compile and fixed.get("min_survival") is None
@@ -91,7 +92,8 @@ class Space:
         """Return the parameters of the first trials: the method's own draft, the hand-made trees, and chains."""
         if has_window(self.settings):
             dials = {name: x for name in self.window_dials if (x := getattr(self.settings, name)) is not None}
-            drafts = [dials | {"window": size} for size in (dials["window"], 2, 4, 8, 16, 32)]
+            sizes = (dials["window"], 2, 4, 8, 16, 32)
+            drafts = [dials | {"window": min(size, self.max_window)} for size in sizes]
         else:
             survival = {"min_survival": 0.0} if self.ends_early else {}
             lengths = [n for n in (1, 2, 4, 6, 9, 13) if n <= min(self.depth, self.nodes)]
@@ -149,8 +151,7 @@ class Space:
         return overrides | {"tree": shape_name(shape)}
 
     def _window(self, trial: Trial, overrides: dict[str, Any]) -> dict[str, Any] | None:
-        target = self.pipe.target
-        limits = dial_limits(target) | {"window": min(self.depth, target.length // 2)}
+        limits = dial_limits(self.pipe.target) | {"window": self.max_window}
         for name in self.window_dials:
             low = WINDOWS[name][0]
             if self.fixed.get(name) is not None:
