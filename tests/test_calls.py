@@ -171,6 +171,7 @@ def test_a_pipeline_moves_to_another_dtype_and_back(model: Path) -> None:
         (lambda pipe: pipe.stream(PROMPT, lamda=3.0), "option 'lamda' is unknown"),
         (lambda pipe: pipe.stream("an elephant"), "names no subject"),
         (lambda pipe: pipe.to("abacus"), "device 'abacus' is unknown"),
+        (lambda pipe: pipe.from_pretrained(engine_bytes="1GB"), "engine_bytes '1GB' is no number"),
         (pickle.dumps, "cannot be pickled or copied; call from_pretrained in each"),
         (lambda pipe: pickle.dumps(next(pipe.stream(PROMPT))), "a Partial holds its model"),
     ],

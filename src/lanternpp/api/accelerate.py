@@ -250,11 +250,11 @@ def generate(model: Any, *args: Any, usual: Callable[..., Any] | None = None, **
     kwargs: the arguments of the model's own `generate`, and those of `custom_generate`. usual: the function for other calls;
     default: the `generate` of the model's class.
     """
+    asks_for_picture = getattr(family_of(model), "asks_for_picture", TransformersTarget.asks_for_picture)
     usual = usual or functools.partial(type(model).generate, model)
     bound = inspect.signature(type(model).generate).bind_partial(model, *args, **kwargs).arguments
     arguments = {name: value for name, value in bound.items() if name not in ("self", "kwargs")}
     arguments |= bound.get("kwargs", {})
-    asks_for_picture = getattr(family_of(model), "asks_for_picture", TransformersTarget.asks_for_picture)
     if arguments.get("custom_generate") is not None or not asks_for_picture(arguments):
         for name in ("method", "drafter", "kernels", "callback", *MethodDials.__annotations__):
             kwargs.pop(name, None)
@@ -309,6 +309,7 @@ def accelerate(
     Raises InputError for a model of another family, a method without its drafter, a wrong dial, and layers that the kernels
     do not compute; the model is then as before.
     """
+    family_of(model)  # which raises InputError for what is no model
     with HELD_LOCK:
         vars(model).pop(HELD, None)
         try:

@@ -18,7 +18,7 @@ from lanternpp.api.picture import as_rgb, open_image
 from lanternpp.api.results import Partial
 from lanternpp.engine.batching import ContinuousBatch, open_batch
 from lanternpp.engine.decode import Engine, FinishedSample
-from lanternpp.errors import InputError
+from lanternpp.errors import InputError, counted
 from lanternpp.types import shape_of
 
 MAX_PICTURES = 2**20  # of a prompt in one call
@@ -56,7 +56,9 @@ def batch_size(size: int, num_pictures: int) -> int:
 
 def is_list(value: Any) -> bool:
     """Return whether a value is a list or another iterable; a text is none, nor is an array without dimensions."""
-    return isinstance(value, Iterable) and not isinstance(value, str) and getattr(value, "ndim", 1) != 0
+    return (
+        isinstance(value, Iterable) and not isinstance(value, str | bytes) and getattr(value, "ndim", 1) != 0
+    )
 
 
 def prompts(value: Any) -> list[str]:
@@ -85,7 +87,9 @@ def seeds(value: Any, generator: Any, num_prompts: int, n: int) -> list[int]:
     else:
         prompt_seeds = [integer("seed", 0 if value is None else value)] * num_prompts
     if len(prompt_seeds) != num_prompts:
-        raise InputError(f"{len(prompt_seeds)} seeds do not go with {num_prompts} prompts; give one for each")
+        raise InputError(
+            f"seed has {len(prompt_seeds)} for {counted(num_prompts, 'prompt')}; give one for each"
+        )
     for seed in prompt_seeds:
         if not 0 <= seed < 2**63 - n:
             raise InputError(f"seed {seed} is out of range; use 0 to 2**63 - {n + 1}")

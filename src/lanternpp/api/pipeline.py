@@ -85,7 +85,7 @@ class Pipeline(Engines):
             size = "x".join(str(calls.integer("size", side)) for side in sides)
         packed = not tensor_parallel
         networks = Model(folder, drafter_folder, device, compute_dtype, packed, size, int8, tensor_parallel)
-        return cls(networks, name, tuned, engine_bytes)
+        return cls(networks, name, tuned, calls.converted(float, "engine_bytes", engine_bytes))
 
     def to(
         self,

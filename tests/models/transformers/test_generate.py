@@ -582,6 +582,7 @@ def test_unsupported_calls_are_rejected(made: Callable[[str], Case], monkeypatch
     model, given = case.model, case.inputs(2)
     other = torch.nn.Linear(1, 1)
     rejects("transformers model of class 'Linear' is unknown", lanternpp.accelerate, other)
+    rejects("transformers model of class 'str' is unknown", lanternpp.accelerate, "owner/name")
     monkeypatch.setattr(other, "get_base_model", lambda: model, raising=False)  # as models of PEFT have
     compiled, parallel = torch.compile(model, backend="eager"), torch.nn.DataParallel(model)
     for one, inside in ((other, "get_base_model()"), (compiled, "_orig_mod"), (parallel, "module")):
