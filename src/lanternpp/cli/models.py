@@ -279,12 +279,11 @@ def convert(
         target_source(source)[1].check_store(store)
     inputs = {"tokenizer": model_folder(vq, "image tokenizer") if vq else None, "text": text, "size": size}
     name = source.resolve().name if Path(model).exists() else model
-    parts = list[str]()
     with staged(out) as stage:
+        parts: list[str] = []
         if is_published:
-            target = read_target(
-                source, DTYPES["bfloat16" if store == "bfloat16" else "float32"], given=inputs
-            )
+            dtype = DTYPES["bfloat16" if store == "bfloat16" else "float32"]
+            target = read_target(source, dtype, given=inputs)
             parts = target.save(stage, store)
             copy_provenance(source / "target", stage / "target", store, **{"converted from": name})
             write_json(stage / DEFAULTS, target.defaults)

@@ -36,7 +36,12 @@ def read_prompts(path: Path | None, model: Path) -> list[str]:
     else:
         text = read_text(source, "give a file with one prompt per line", MAX_LOG_BYTES)
         if suffix == ".tsv":
-            lines = table_column(text, source)
+            # Quotes are part of a prompt.
+            header, *rows = [line.split("\t") for line in text.split("\n") if line] or [[]]
+            if "Prompt" not in header:
+                raise InputError(f"prompts {source} have no column Prompt; {REMEDY}")
+            column = header.index("Prompt")
+            lines = [row[column] for row in rows if len(row) > column]
         else:
             lines = [line for line in text.split("\n") if not line.startswith("#")]
     prompts = [line.strip() for line in lines if line.strip()]
@@ -75,15 +80,6 @@ def captions(content: Any, source: Path) -> list[str]:
         return [max((sentence["raw"].strip() for sentence in texts), key=len) for texts in splits]
     except (AttributeError, KeyError, TypeError, ValueError):
         raise InputError(f"prompts {source} have no layout known here; {REMEDY}") from None
-
-
-def table_column(text: str, source: Path) -> list[str]:
-    """Return the column Prompt of a table with tabs, as in PartiPrompts.tsv; quotes are part of a prompt. Raise InputError without it."""
-    header, *rows = [line.split("\t") for line in text.split("\n") if line] or [[]]
-    if "Prompt" not in header:
-        raise InputError(f"prompts {source} have no column Prompt; {REMEDY}")
-    column = header.index("Prompt")
-    return [row[column] for row in rows if len(row) > column]
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from lanternpp.api.picture import notes, save_png
 from lanternpp.api.pipeline import Pipeline, Result, versions
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.observers import Stopwatch
-from lanternpp.errors import InputError
+from lanternpp.errors import InputError, counted
 from lanternpp.util.devices import device_name
 from lanternpp.util.files import digest
 from lanternpp.util.jsonfile import Journal, differences, key_of, read_object, validated, write_json
@@ -151,7 +151,9 @@ class Race:
         self.batch_size = self.requested[BASELINE].batch_size
         self.turn_size = turn_size or self.batch_size
         if n % self.turn_size:
-            raise InputError(f"{n} pictures per prompt are not a whole number of batches of {self.turn_size}")
+            raise InputError(
+                f"{counted(n, 'picture')} per prompt cannot be divided into batches of {self.turn_size}"
+            )
         for prompt in prompts:
             pipe.target.check(prompt)
         self.engines: dict[str, Engine] = {}  # one per label for the whole race, as turns are timed

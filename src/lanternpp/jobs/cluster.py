@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -101,12 +102,8 @@ def cluster(address: str, workers: int | None = None) -> Iterator[Any]:
 
 def exit_on_sigterm() -> None:
     """Let SIGTERM raise SystemExit, with the status of a killed process, so that Ray is shut down."""
-
-    def raise_exit(sig: int, frame: object) -> None:
-        raise SystemExit(128 + sig)
-
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, raise_exit)
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def start(ray: Any, folder: str, options: dict[str, Any]) -> None:

@@ -74,10 +74,11 @@ class WorkerPool:
                             progress(num_finished * length, len(images) * length)
                     continue
             del tasks[task]
+            # A worker gets whole batches, fewer towards the end.
             batch = self.info.settings.batch_size
-            # Whole batches, fewer towards the end: at most as many as if all workers got the same.
-            num_batches = min(math.ceil(len(waiting) / batch / len(self._workers)), MAX_CHUNK_BATCHES)
-            if indices := [waiting.popleft() for _ in range(min(batch * num_batches, len(waiting)))]:
+            num_batches = math.ceil(len(waiting) / batch / len(self._workers))  # if all workers got the same
+            num_taken = min(batch * min(num_batches, MAX_CHUNK_BATCHES), len(waiting))
+            if indices := [waiting.popleft() for _ in range(num_taken)]:
                 stream = worker.render.remote([images[index] for index in indices], info=self.info)
                 tasks[stream] = worker, dict(enumerate(indices))
 
