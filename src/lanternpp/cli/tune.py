@@ -56,7 +56,7 @@ def tune(
     defaults = opt.defaults_of(options)
     chosen, folder = defaults.chosen(options.method), defaults.folder
     method = chosen.method
-    check(settings)
+    check(settings, search.limited)
     if save:
         opt.writable_folder(defaults.path.parent)
     prompt_list = read_prompts(prompts, folder)

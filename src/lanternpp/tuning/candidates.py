@@ -92,8 +92,8 @@ class Space:
         """Return the parameters of the first trials: the method's own draft, the hand-made trees, and chains."""
         if has_window(self.settings):
             dials = {name: x for name in self.window_dials if (x := getattr(self.settings, name)) is not None}
-            sizes = (dials["window"], 2, 4, 8, 16, 32)
-            drafts = [dials | {"window": min(size, self.max_window)} for size in sizes]
+            windows = (dials["window"], 2, 4, 8, 16, 32)
+            drafts = [dials | {"window": min(size, self.max_window)} for size in windows]
         else:
             survival = {"min_survival": 0.0} if self.ends_early else {}
             lengths = [n for n in (1, 2, 4, 6, 9, 13) if n <= min(self.depth, self.nodes)]
