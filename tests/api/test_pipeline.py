@@ -339,6 +339,14 @@ def test_only_the_first_drafts_of_a_custom_proposer_are_checked(pipe: Pipeline) 
     engine.step()
 
 
+def test_a_change_of_the_current_folder_changes_nothing(model: Path, monkeypatch) -> None:
+    """Drafters are read at their first use."""
+    monkeypatch.chdir(model.parent)
+    pipe = Pipeline.from_pretrained(model.name, tuned=False)
+    monkeypatch.chdir("/")
+    assert pipe(PROMPT, method="parallel").stats.passes
+
+
 def test_every_public_name_of_the_package_exists() -> None:
     assert all(hasattr(lanternpp, name) for name in lanternpp.__all__)
     assert {"chain-4", "deep-8", "eagle-25", "lantern-57", "eagle2", "ddd"} <= set(lanternpp.TREES)

@@ -47,16 +47,16 @@ PROBE_CODES = 64  # over which rounding to 8 bits is measured
 
 def model_folder(model: str, what: str = "model") -> Path:
     """Return the path of a model: a name of `MODELS`, a path, or a hub id, which is fetched. what: for messages. InputError."""
-    path = ASSETS / model if model in MODELS else Path(model)
     try:
+        # Absolute, as drafters are read later, after the current folder may have changed.
+        path = ASSETS / model if model in MODELS else Path(model).absolute()
         if path.exists():
             return path
     except OSError as error:  # of the name itself, such as a name that is too long
         raise InputError(f"{what} {model!r} cannot be read: {error.strerror}") from None
-    hub_model = hub_id(model)
-    if hub_model is None:
-        raise InputError(unknown(what, model, MODELS) + "; or give a path, or a hub id")
-    return fetch(hub_model)
+    if hub_model := hub_id(model):
+        return fetch(hub_model)
+    raise InputError(unknown(what, model, MODELS) + "; or give a path, or a hub id")
 
 
 def recognise(label: str, source: Source, registry: Mapping[str, Any]) -> Any:
