@@ -144,6 +144,18 @@ def test_every_part_of_a_step_is_one_graph_that_serves_all_steps(pipe: Pipeline,
     assert torch.equal(plain.codes, traced.codes) and torch.equal(plain.count, traced.count)
 
 
+def test_a_step_is_compiled_again_for_another_number_of_threads(
+    pipe: Pipeline, threads: Callable[[int], None]
+) -> None:
+    plain, traced = (engine(pipe, "ar") for _ in range(2))
+    run = trace(traced, Graphs())
+    for count in (1,) * (GUARDED_CALLS + 2) + (2, 1):
+        threads(count)
+        plain.step()
+        traced.step()
+    assert run.failed == [] and torch.equal(plain.codes, traced.codes)
+
+
 # A pass over one node, a tree that the drafter's probabilities shape, a window of codes, and a chain. Verification and the commit
 # do not depend on the target.
 @pytest.mark.parametrize("method", ["ar", "ddd", "jacobi", "parallel"])

@@ -67,7 +67,6 @@ class CompiledParts:
         self._compiled: dict[str, Callable[..., Any]] = {}
         for network in (engine.target, getattr(engine.proposer, "drafter", None)):
             for block in () if network is None else network.modules():
-                # The parts of a layer before and after attention, between which the KV cache is written.
                 for name, method in _block_methods().items() if isinstance(block, Block) else ():
                     setattr(block, name, MethodType(method, block))
 
@@ -97,6 +96,12 @@ class CompiledParts:
             reason = str(error).strip().partition("\n")[0]
             warnings.warn(f"{name.strip('_')} of a step is not compiled: {reason}", stacklevel=2)
             return part(*args)
+        except RuntimeError as error:
+            # A setting of PyTorch that graphs depend on has changed, such as the number of threads.
+            if not (skip_guards and "skip_guard_eval_unsafe" in str(error)):
+                raise
+        self._num_calls[name] = 1
+        return self(part, *args)
 
 
 def compile_steps(engine: Engine) -> None:
@@ -117,7 +122,7 @@ def warm_up(engine: Engine) -> list[str]:
 
 @cache
 def _block_methods() -> dict[str, Callable[..., Any]]:
-    """Return methods of `Block` that are nested regions of a compiled part, compiled once for all layers."""
+    """Return methods of `Block` that are compiled once for all layers. The KV cache is written in between."""
 
     @torch.compiler.nested_compile_region
     def before_region(block: Block, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
