@@ -202,7 +202,7 @@ class Store:
     def read(self) -> None:
         """Take over the measurements of other processes."""
         try:
-            stored = validated("", read_object(self.path) if self.path.is_file() else {}, Store)
+            stored = validated("", read_object(self.path, "remove it") if self.path.is_file() else {}, Store)
         except (InputError, OSError) as error:
             _warn(f"this machine is measured again: {error}")
             return
