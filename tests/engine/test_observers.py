@@ -57,7 +57,7 @@ def counted(shape: Shape, grid: int, batch: int, verify: str, complete: bool = F
     engine.observers.append(counts)
     admit_all(engine, torch.arange(batch))
     engine.step()
-    while complete and len(engine.done()) < batch:
+    while complete and min(engine.decided()) < target.length:
         engine.step()
     return counts
 

@@ -59,11 +59,9 @@ def test_the_openai_client_edits_a_picture_in_its_own_shape(client: openai.OpenA
     expected = editor("red sea", n=2, seed=5, image=WIDE, **settings | {"batch_size": 2})
     for one, picture in zip(answer.data, expected.images, strict=True):
         assert one.lanternpp["settings"]["cfg"] == 2.5
-        assert (
-            drawn(one.b64_json).size == picture.size == (96, 48)
-            and drawn(one.b64_json).tobytes() == picture.tobytes()
-        )
-        assert drawn(one.b64_json).info["shown"] == sha256(WIDE.tobytes()).hexdigest()[:16]
+        edited = drawn(one.b64_json)
+        assert edited.size == picture.size == (96, 48) and edited.tobytes() == picture.tobytes()
+        assert edited.info["shown"] == sha256(WIDE.tobytes()).hexdigest()[:16]
     assert answer.usage.input_tokens_details.image_tokens == 18
     assert answer.usage.output_tokens == 2 * expected.codes.shape[1]
     other = client.images.edit(image=[png(WIDE), png(TALL)], prompt="red sea", extra_body={"seed": 5})
@@ -73,10 +71,8 @@ def test_the_openai_client_edits_a_picture_in_its_own_shape(client: openai.OpenA
     strip = client.images.edit(image=png(Image.new("1", (5000, 1))), prompt="red sea")
     assert strip.size == "256x16", "a row of all codes"
     plain = client.images.generate(prompt="red sea", extra_body={"seed": 5})
-    assert (
-        plain.size == "64x64"
-        and drawn(plain.data[0].b64_json).tobytes() != drawn(square.data[0].b64_json).tobytes()
-    )
+    assert plain.size == "64x64"
+    assert drawn(plain.data[0].b64_json).tobytes() != drawn(square.data[0].b64_json).tobytes()
 
 
 def test_an_edit_streams(client: openai.OpenAI) -> None:
@@ -101,9 +97,8 @@ def test_undecided_codes_are_grey(editor: Pipeline) -> None:
             for y in range(0, 96, 16)
             if image.getpixel((x + 8, y + 8)) == GREY
         }
-        assert set(left) <= grey and (0, 0) not in grey and len(grey) == 18 - (decided - decided // 4), (
-            decided
-        )
+        assert set(left) <= grey and (0, 0) not in grey, decided
+        assert len(grey) == 18 - (decided - decided // 4), decided
 
 
 PICTURE: Form = ("a.png", png(WIDE), "image/png")

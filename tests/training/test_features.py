@@ -45,7 +45,7 @@ def test_teacher_forced_features_are_those_of_the_engines_drafter(name: str, tmp
     engine = Engine(target, proposer, Exact(), Sampling(), Guidance(3.0), 1)
     seen: dict[int, torch.Tensor] = {}
     engine.admit(0, texts[0], 1)
-    while not engine.done():
+    while engine.decided()[0] < target.length:
         seen[int(engine.count)] = proposer.features[:, 0].clone()
         engine.step()
     codes = engine.collect(0).codes[None].repeat(2, 1)

@@ -103,11 +103,6 @@ class Partial:
     target: Target = field(repr=False)
     result: Result[list[Image.Image]] | None = field(default=None, repr=False)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        raise InputError(
-            "a Partial holds its model, so it cannot be pickled or copied; take its codes or images"
-        )
-
     @property
     def decided(self) -> int:
         """The number of codes decided so far, of all pictures."""

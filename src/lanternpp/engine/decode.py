@@ -238,10 +238,6 @@ class Engine:
         """Return the number of decided codes at each slot, `length` at an idle slot. The only host read of the loop."""
         return cast("list[int]", self.count.tolist())
 
-    def done(self) -> list[int]:
-        """Return the slots of finished samples and the idle slots; a host read, as `decided` is."""
-        return [slot for slot, count in enumerate(self.decided()) if count >= self.target.length]
-
     @torch.inference_mode()
     def drop(self, slot: int) -> None:
         """Abandon the sample at `slot`; the slot is idle from now on."""

@@ -147,14 +147,13 @@ class RequestMapper:
     ) -> dict[str, Any]:
         """Return the response with all pictures, as a JSON object."""
         width, height = images[0].image.size
-        response = schemas.ImagesResponse(
+        return schemas.ImagesResponse(
             created=int(time.time()),
             output_format=body.output_format or "png",
             size=f"{width}x{height}",
             data=[self.picture(body, *pair) for pair in zip(tickets, images, strict=True)],
             usage=usage(tickets[0].prompt, sum(len(image.codes) for image in images)),
-        )
-        return response.model_dump(exclude_none=True)
+        ).model_dump(exclude_none=True)
 
 
 def usage(prompt: str, outputs: int) -> schemas.Usage:

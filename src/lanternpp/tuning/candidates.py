@@ -232,7 +232,7 @@ def draw(
     timed, counts = TimedEngine(engine), AcceptanceByRank(length)
     prefill = timed.admit([prompt] * engine.batch, seeds)
     steps, plain_steps = list[float](), list[float]()
-    while len(engine.done()) < engine.batch:
+    while min(engine.decided()) < length:
         # One step is counted and the next step is timed, as the kernels compute a step in one call only without an observer.
         engine.observers.append(counts)
         timed.step()
