@@ -309,7 +309,7 @@ def accelerate(
     Raises InputError for a model of another family, a method without its drafter, a wrong dial, and layers that the kernels
     do not compute; the model is then as before.
     """
-    family_of(model)  # which raises InputError for what is no model
+    family_of(model)  # raises InputError where the argument is not a model
     with HELD_LOCK:
         vars(model).pop(HELD, None)
         try:

@@ -67,8 +67,9 @@ class CompiledParts:
         self._compiled: dict[str, Callable[..., Any]] = {}
         for network in (engine.target, getattr(engine.proposer, "drafter", None)):
             for block in () if network is None else network.modules():
-                for name, method in _block_methods().items() if isinstance(block, Block) else ():
-                    setattr(block, name, MethodType(method, block))
+                if isinstance(block, Block):
+                    for name, method in _block_methods().items():
+                        setattr(block, name, MethodType(method, block))
 
     def __call__(self, part: Callable[..., Any], *args: Any) -> Any:
         """Call part(*args), a method of the engine or of its proposer."""

@@ -77,13 +77,7 @@ class Quality:
         extractor = classifier if classifier and kind is ClassifierFeatures else kind.open(folder, device)
         if kind not in EXTRACTORS.values():
             check_instance("features", name, extractor, Extractor, "side")
-            side = extractor.side
-            output = extractor(torch.arange(3 * side**2).remainder(251).byte().view(1, 3, side, side))
-            is_row = isinstance(output, Tensor) and output.dim() == 2 and len(output) == 1
-            if not is_row or not output.isfinite().all():
-                raise InputError(
-                    f"features {name!r} of one picture are {output!r}; return a tensor [B, F] of finite numbers"
-                )
+            check_features(name, extractor)
         if reference is not None:
             gallery = Gallery.read(reference_folder(reference), MIN_PICTURES)
             reference_features = extract(extractor, gallery, progress)
@@ -129,6 +123,17 @@ class Quality:
                 figures["prompt_accuracy"] = correct.double().mean().item()
         score = self.clip.score(images, prompts, progress) if self.clip else None
         return figures if score is None else figures | {"clip": score}
+
+
+def check_features(name: str, extractor: Extractor) -> None:
+    """Raise InputError unless the features of a picture are a tensor [1, F] of finite numbers."""
+    side = extractor.side
+    features = extractor(torch.arange(3 * side**2).remainder(251).byte().view(1, 3, side, side))
+    is_row = isinstance(features, Tensor) and features.dim() == 2 and len(features) == 1
+    if not is_row or not features.isfinite().all():
+        raise InputError(
+            f"features {name!r} of one picture are {features!r}; return a tensor [B, F] of finite numbers"
+        )
 
 
 def label_of(prompt: str, labels: Sequence[str]) -> int | None:

@@ -163,15 +163,7 @@ def run(
     if images:
         rejected, prompt_warnings = renderer.check(list(dict.fromkeys(image.prompt for image in images)))
         if rejected:
-            # The message names the first rejected prompt by its line in the file.
-            text = jsonfile.read_text(prompts, most=jsonfile.MAX_LOG_BYTES)
-            lines = [line.strip() for line in text.split("\n")]
-            prompt, reason = next(iter(rejected.items()))
-            place = f", line {lines.index(prompt) + 1}" if prompt in lines else ""
-            others = (
-                f" ({counted(len(rejected) - 1, 'more line')} cannot be drawn)" if len(rejected) > 1 else ""
-            )
-            raise InputError(f"{prompts}{place}: {reason}{others}")
+            raise InputError(rejection_message(rejected, prompts))
         for warning in prompt_warnings[:MAX_WARNINGS]:
             warnings.warn(warning, stacklevel=2)
         num_hidden = len(prompt_warnings) - MAX_WARNINGS
@@ -185,3 +177,12 @@ def run(
         samples.append(sample)
     stats = Stats.of(samples, time.perf_counter() - start, info.model, info.described, info.auto)
     return stats, len(planned) - len(images)
+
+
+def rejection_message(rejected: Mapping[str, str], prompts: Path) -> str:
+    """Name the first rejected prompt by its line in the file, with the reason, and the number of further ones."""
+    lines = [line.strip() for line in jsonfile.read_text(prompts, most=jsonfile.MAX_LOG_BYTES).split("\n")]
+    prompt, reason = next(iter(rejected.items()))
+    line = f", line {lines.index(prompt) + 1}" if prompt in lines else ""
+    others = f" ({counted(len(rejected) - 1, 'more line')} cannot be drawn)" if len(rejected) > 1 else ""
+    return f"{prompts}{line}: {reason}{others}"

@@ -32,7 +32,7 @@ Rate = Annotated[float, Option("Peak learning rate.", gt=0, le=1)]
 Batch = Annotated[int, Option("Pictures a step.", ge=1)]
 Decay = Annotated[float, Option("Of the moving average of the weights, per step.", ge=0, le=1)]
 Warmup = Annotated[int, Option("Steps of linear warm-up.", ge=1)]
-# The pictures that a target draws have seeds of 64 bits, of which this seed is the upper half.
+# A picture that the target draws has a seed of 64 bits, and this seed is the upper half.
 Seed = Annotated[int, Option("Seed of weights, data order and noise.", ge=0, le=2 * 10**9)]
 Eagle, Parallel = partial(Option, group="EAGLE"), partial(Option, group="Parallel")
 

@@ -45,7 +45,7 @@ enum { SPINS = 1000 };
 enum { SPINS = 20000 };
 #define PAUSE()
 #endif
-/* A barrier. Waits take microseconds, so threads spin; after 30 of them another thread may have no core, so yield this one. */
+/* A barrier. Waits take microseconds, so threads spin; in a longer wait another thread may have no core, so yield this one. */
 static inline void wait_for_team(const Team *team) {
     const int64_t count = *team->reached[team->rank] + 1;
     __atomic_store_n(team->reached[team->rank], count, __ATOMIC_RELEASE);
