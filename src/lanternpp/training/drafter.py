@@ -75,13 +75,13 @@ class DrafterTask(Task):
             prompts = choose_prompts(teacher, source.prompts, source.data)
             return settings, OwnCodes(teacher, prompts, source.samples, source.sample_batch, settings.seed)
         assert source.data is not None
-        reader = teacher.target.reader()
-        pictures = PictureCodes(source.data, reader, teacher.store, source.crops, source.limit)
-        for rows in pictures.rows.values():
+        for split in ("train", "val"):
+            texts = read_rows(source.data, split, source.limit).texts
             # The first caption is enough, as a text encoder may take seconds for each.
-            if next(followed(teacher.target, rows.texts), None) is None:
+            if next(followed(teacher.target, texts), None) is None:
                 raise InputError(NONE_FOLLOWED.format(source.data))
-        return settings, pictures
+        reader = teacher.target.reader()
+        return settings, PictureCodes(source.data, reader, teacher.store, source.crops, source.limit)
 
     @abstractmethod
     def make(self) -> Any:

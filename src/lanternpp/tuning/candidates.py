@@ -66,10 +66,10 @@ class Space:
         has_confidence = getattr(drafter, "confidence", None) is not None
         self.ends_early = has_confidence and not settings.compile and fixed.get("min_survival") is None
         dials = dials_read(settings.proposer, settings.accept)
-        self.strength: Any = part("accept", settings.accept).strength if options.limited else None
+        self.strength_range: Any = part("accept", settings.accept).strength if options.limited else None
+        names = ("neighbours", self.strength_range[0]) if self.strength_range else ()
         # A trial chooses these dials of the rule.
-        names = ("neighbours", self.strength[0]) if self.strength else ()
-        self.strength_dials = tuple(name for name in names if name in dials and fixed.get(name) is None)
+        self.strengths = tuple(name for name in names if name in dials and fixed.get(name) is None)
         self.window_dials = [name for name in WINDOWS if name in dials]
         if has_window(settings):
             smallest = {name: WINDOWS[name][0] for name in self.window_dials}
@@ -101,9 +101,7 @@ class Space:
             drafts += [{"shape": shape} for shape in self.shapes[2:]]
             sizes = [n for n in (4, 8, 16, 32, 64) if n <= self.nodes and SEARCHED in self.shapes]
             drafts += [{"shape": SEARCHED, "nodes": n, "levels": self.depth} for n in sizes]
-        strengths = {
-            name: x for name in self.strength_dials if (x := getattr(self.settings, name)) is not None
-        }
+        strengths = {name: x for name in self.strengths if (x := getattr(self.settings, name)) is not None}
         return [draft | strengths for draft in drafts]
 
     def expected_codes(self, overrides: Mapping[str, Any], observations: Observations) -> float | None:
@@ -122,18 +120,18 @@ class Space:
     def _kind(self, overrides: Mapping[str, Any]) -> tuple[Any, ...]:
         """Return what acceptance depends on besides depth and rank: the rule's strength, and if a draft is a chain and ends early."""
         chain_like = is_chain(static_shape(overrides["tree"]) or ())
-        strengths = (overrides.get(name) for name in self.strength_dials)
+        strengths = (overrides.get(name) for name in self.strengths)
         return (chain_like, bool(overrides.get("min_survival")), *strengths)
 
     def overrides(self, trial: Trial, observations: Observations) -> dict[str, Any] | None:
         """Return the overrides of a trial, or None if these are outside the limits. observations: of earlier trials."""
         overrides: dict[str, Any] = {}
-        for name in self.strength_dials:
+        for name in self.strengths:
             if name == "neighbours":
                 values = {k for k in NEIGHBOURS if k < self.pipe.target.vocab} | {self.settings.neighbours}
                 overrides[name] = trial.suggest_categorical(name, sorted(values))
             else:
-                _, exact, strongest = self.strength
+                _, exact, strongest = self.strength_range
                 overrides[name] = trial.suggest_float(name, exact, min(strongest, 10.0))
         if has_window(self.settings):
             return self._window(trial, overrides)
