@@ -15,12 +15,14 @@ from helpers.refusals import rejects
 from helpers.toys import ToyTarget
 from torch import Tensor
 from torch._dynamo import lookup_backend
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lanternpp.accept.exact import Exact
 from lanternpp.api.options import METHODS
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.engine import compiled
-from lanternpp.engine.compiled import GUARDED_CALLS, CompiledParts
+from lanternpp.engine.compiled import WARM_UP_STEPS, GraphedParts
 from lanternpp.engine.decode import Engine
 from lanternpp.trees.dynamic import DynamicTree
 
@@ -67,9 +69,9 @@ def emu3(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
     return Pipeline.from_pretrained(with_drafters(folder), device="cpu", dtype="float64")
 
 
-def trace(engine: Engine, backend: Graphs, parts: Sequence[str] = PARTS) -> CompiledParts:
+def trace(engine: Engine, backend: Graphs, parts: Sequence[str] = PARTS) -> GraphedParts:
     """Trace these parts of an engine's steps."""
-    traced = CompiledParts(engine, backend=backend)
+    traced = GraphedParts(engine, True, None, backend=backend)
     engine.run = lambda part, *args: (traced if part.__name__ in parts else call)(part, *args)
     return traced
 
@@ -103,20 +105,45 @@ class Graphs:
         self.faults += [
             f"{node} is copied from the host" for node in graph.graph.nodes if node.target in made
         ]
-        kept = [hasattr(x, "_dynamo_static_input_type") for x in inputs]
-        operations = self.backend(graph, inputs)
+        return self.backend(graph, inputs)
 
-        def run(*given: Any) -> Any:
-            before = [x.clone() if isinstance(x, Tensor) else x for x in given]
-            out = operations(*given)
-            for i, (old, new) in enumerate(zip(before, given, strict=True)):
-                if isinstance(new, Tensor) and not torch.equal(old, new) and not kept[i]:
-                    self.faults.append(
-                        f"input {i} is written to, and may have another address in the next step"
-                    )
-            return out
 
-        return run
+class Operations(TorchDispatchMode):
+    """A recorder as that of CUDA graphs, on a CPU: a replay computes the same operations again, on tensors at the same addresses."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self.engine, self.operations = engine, []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name == "aten::_local_scalar_dense":
+            raise RuntimeError("operation not permitted when stream is capturing")
+        results = func(*args, **(kwargs or {}))
+        inputs = {
+            x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)
+        }
+        new = [x for x in tree_leaves(results) if x.untyped_storage().data_ptr() not in inputs]
+        self.operations.append((func, args, kwargs or {}, new))
+        return results
+
+    def __call__(self, part: Callable[..., Any], *args: Any) -> tuple[Callable[[], None], Any]:
+        state = compiled.tensors([self.engine, self.engine.proposer, args])
+        before = [(x, x.clone()) for x in state if 0 not in x.stride()]  # constants are expanded
+        self.operations = operations = []
+        try:
+            with self:
+                result = part(*args)
+        finally:
+            for x, values in before:
+                x.copy_(values)
+        return partial(self.replay, operations), result
+
+    @staticmethod
+    def replay(operations: list[Any]) -> None:
+        for func, args, kwargs, new in operations:
+            results = tree_leaves(func(*args, **kwargs))
+            for old, result in zip(new, results, strict=bool(new)):
+                old.copy_(result)
 
 
 @pytest.fixture(autouse=True)
@@ -135,13 +162,30 @@ def test_every_part_of_a_step_is_one_graph_that_serves_all_steps(pipe: Pipeline,
     parts = PARTS if case in DRAFTS.values() else ("_verify",)
     graphs, seen = Graphs("aot_eager"), []
     run = trace(traced, graphs, parts)
-    for _ in range(GUARDED_CALLS + 3):
+    for _ in range(WARM_UP_STEPS + 3):
         plain.step()
         traced.step()
         seen.append(graphs.count)
     assert run.failed == graphs.faults == []
-    assert seen == [0] + [len(parts)] * (GUARDED_CALLS + 2)
+    assert seen == [0] + [len(parts)] * (WARM_UP_STEPS + 2)
     assert torch.equal(plain.codes, traced.codes) and torch.equal(plain.count, traced.count)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_recorded_parts_draw_the_same_codes(
+    pipe: Pipeline, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # as on a GPU
+    method, more = CASES[case]
+    plain, recorded = (engine(pipe, method, **more) for _ in range(2))
+    recorded.run = run = GraphedParts(recorded, False, Operations(recorded))
+    for step in range(8):
+        for each in (plain, recorded):
+            if step == 4:
+                each.admit(1, "a tulip", 9)
+            each.step()
+        assert torch.equal(plain.codes, recorded.codes) and torch.equal(plain.count, recorded.count)
+    assert run.failed == [] and set(run._recorded) == set(PARTS)
 
 
 def test_a_step_is_compiled_again_for_another_number_of_threads(
@@ -149,7 +193,7 @@ def test_a_step_is_compiled_again_for_another_number_of_threads(
 ) -> None:
     plain, traced = (engine(pipe, "ar") for _ in range(2))
     run = trace(traced, Graphs())
-    for count in (1,) * (GUARDED_CALLS + 2) + (2, 1):
+    for count in (1,) * (WARM_UP_STEPS + 2) + (2, 1):
         threads(count)
         plain.step()
         traced.step()
@@ -174,8 +218,8 @@ def test_engines_that_differ_do_not_share_graphs_once_guards_are_off(pipe: Pipel
     scales, graphs = (3.0, 5.0, 1.0), Graphs()
     pairs = [(engine(pipe, "ar", cfg=cfg), engine(pipe, "ar", cfg=cfg)) for cfg in scales]
     for plain, traced in pairs:
-        traced.run = CompiledParts(traced, backend=graphs)
-        for _ in range(GUARDED_CALLS + 2):
+        traced.run = GraphedParts(traced, True, None, backend=graphs)
+        for _ in range(WARM_UP_STEPS + 2):
             plain.step()
             traced.step()
     before = graphs.count
@@ -185,7 +229,7 @@ def test_engines_that_differ_do_not_share_graphs_once_guards_are_off(pipe: Pipel
             traced.step()
     assert graphs.count == before
     for plain, traced in pairs:
-        assert torch.equal(plain.codes, traced.codes) and int(plain.count.min()) == GUARDED_CALLS + 6
+        assert torch.equal(plain.codes, traced.codes) and int(plain.count.min()) == WARM_UP_STEPS + 6
 
 
 class HostReader(Exact):
@@ -199,14 +243,14 @@ class HostReader(Exact):
 
 def test_a_part_that_cannot_be_traced_is_not_compiled(pipe: Pipeline) -> None:
     plain, traced = (engine(pipe, "lantern-static", accept=HostReader()) for _ in range(2))
-    traced.run = run = CompiledParts(traced, backend=Graphs())
+    traced.run = run = GraphedParts(traced, True, None, backend=Graphs())
     plain.step()
     traced.step()
-    with pytest.warns(UserWarning, match="verify of a step is not compiled") as said:
+    with pytest.warns(UserWarning, match="verify of a step runs without a graph") as said:
         for _ in range(2):
             plain.step()
             traced.step()
-    assert run.failed == ["_verify"] and sum("not compiled" in str(each.message) for each in said) == 1
+    assert run.failed == ["_verify"] and sum("without a graph" in str(each.message) for each in said) == 1
     assert torch.equal(plain.codes, traced.codes)
 
 

@@ -79,7 +79,7 @@ class NeighbourAcceptance(DecayingAcceptance):
         neighbours for unfinished codes alone. On other devices chunks of neighbours are summed for all codes, which needs
         no transfer to the host.
         """
-        p_by_code = p.reshape(-1, p.shape[-1]).T.contiguous()  # [V, M], so that a neighbour is a row
+        p_by_code = _by_code(p.reshape(-1, p.shape[-1]))
         q_by_code = q.reshape(-1, q.shape[-1]).T  # [V, M]
         budget = self.budget(p).reshape(-1, p.shape[-1]).T.contiguous()
         total, accepted = torch.zeros_like(p_by_code), p_by_code.clone()
@@ -142,6 +142,17 @@ class LanternPlusPlus(NeighbourAcceptance):
     def linear_budget(self, p: Tensor) -> tuple[Tensor | float, Tensor | float]:
         """Return a budget of (lambda - 1) exp(-nu i) p(x)."""
         return 0.0, (self.lam - 1) * self.decay_factor(p)
+
+
+@torch.library.custom_op("lanternpp::by_code", mutates_args=())
+def _by_code(p: Tensor) -> Tensor:
+    """Copy p [M, V] to [V, M], so that a neighbour is a row. torch.compile would compute p for every neighbour of every code."""
+    return p.T.clone(memory_format=torch.contiguous_format)
+
+
+@_by_code.register_fake
+def _(p: Tensor) -> Tensor:
+    return p.new_empty(p.shape[1], p.shape[0])
 
 
 def _moved_mass(mass: Tensor, total: Tensor, budget: Tensor) -> tuple[Tensor, Tensor]:

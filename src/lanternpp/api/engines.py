@@ -19,7 +19,7 @@ from lanternpp.api.fit import Fit
 from lanternpp.api.model import Model
 from lanternpp.api.options import Settings
 from lanternpp.api.settings import build_proposer, build_rule
-from lanternpp.engine.compiled import check_compiler, compile_steps, compiled_folder, tensor_bytes, warm_up
+from lanternpp.engine.compiled import check_compiler, compiled_folder, graph_steps, tensor_bytes, warm_up
 from lanternpp.engine.decode import Engine, engine_class
 from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.engine.verify.choose import TOKEN, VERIFIERS
@@ -101,9 +101,10 @@ class Engines:
             parts = (target, proposer, rule, sampling, Guidance(settings.cfg))
             engine = engine_class(target)(*parts, settings.batch_size, settings.measure_tv, VERIFIERS[verify])
             engine.drafts_to_check = 0 if timed else 2
-            if settings.compile:
-                compile_steps(engine)
-            elif not target.channels:
+            # Chains that end early and latents are drawn with host reads.
+            if settings.compile or not (settings.min_survival or target.channels):
+                graph_steps(engine, bool(settings.compile))
+            if not (settings.compile or target.channels):
                 engine.fused = device_backend.step(engine, verify)
             if "_fit" in vars(self) and shape is None and not timed:
                 self._fit.count(settings, engine)

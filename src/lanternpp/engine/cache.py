@@ -40,6 +40,8 @@ class Cache:
         self.used = torch.zeros(rows, dtype=torch.int64, device=like.device)
         self._row = torch.arange(rows, device=like.device)[:, None]  # [R, 1]
         self._slots = torch.arange(slots, device=like.device)  # [S]
+        self._layers = torch.arange(config.layers, device=like.device)
+        self._keys_values = torch.arange(2, device=like.device)[:, None, None]
 
     def nodes(self, depth: Tensor, mask: Tensor, scratch: Tensor | None = None) -> Nodes:
         """Return slots, positions and attention mask for N nodes after the decided codes.
@@ -69,8 +71,12 @@ class Cache:
 
     def store(self, layer: int, rows: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Put k and v [r, N, Hkv, d] of rows [r, 1] at slots [r, N]."""
-        for index, x in enumerate((k, v)):
-            self.kv[layer, index, ..., : self._channels].transpose(1, 2).index_put_((rows, slots), x)
+        kv = F.pad(torch.stack((k, v)), (0, self.kv.shape[-1] - self._channels))
+        self._put([self._layers[layer], self._keys_values, rows, None, slots], kv)
+
+    def _put(self, indices: list[Tensor | None], kv: Tensor) -> None:
+        """Write keys and values. torch.compile writes in place to all of `self.kv`; for a view of it, it would copy all layers."""
+        torch.ops.aten.index_put_(self.kv, indices, kv)
 
     def commit(self, path: Tensor | None, kept: Tensor) -> None:
         """Move the accepted nodes, path [R, P], to the slots after `used`, which grows by kept [R].
@@ -81,8 +87,7 @@ class Cache:
             path = path[:, 1 : int(kept.max()) if on_host(kept) else None]
             source = self.used[:, None] + path
             target = self.used[:, None] + torch.arange(1, path.shape[1] + 1, device=path.device)
-            kv = self.kv.transpose(3, 4)
-            kv[:, :, self._row, target] = kv[:, :, self._row, source]
+            self._put([None, None, self._row, None, target], self.kv[:, :, self._row, :, source])
         self.used += kept
 
     def rows(self, rows: Tensor, start: Tensor, count: int) -> RowCache:

@@ -1,7 +1,7 @@
-"""Steps through torch.compile: every part of a step is one graph, in which a decoder's layer is compiled once for all layers.
+"""The parts of steps as graphs: compiled by torch.compile on request, and on a GPU recorded as CUDA graphs.
 
-On a GPU a graph is replayed as a CUDA graph (mode "reduce-overhead"). Torch keeps compiled code in the user's cache, by torch's
-version, the device and the shapes, so that the next process compiles in seconds.
+A decoder's layer is compiled once for all layers. Torch keeps compiled code in the user's cache, by torch's version, the device and
+the shapes, so that the next process compiles in seconds.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import dataclasses
 import os
 import shutil
 import sys
-import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,14 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from lanternpp.engine.decode import Engine
+from lanternpp.engine.noise import Noise
 from lanternpp.errors import InputError
 from lanternpp.nn.decoder import Block
 from lanternpp.util.files import code_cache
 
 FOLDER_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # of torch
-GUARDED_CALLS = 2  # compiled calls whose guards are checked; the second call records a CUDA graph
+GRAPHS_VARIABLE = "LANTERNPP_GRAPHS"  # 0: no CUDA graphs
 MAX_VARIANTS = 64  # graphs of one part: engines differ in batch size, method and guidance
-_guard_lock = threading.RLock()  # whether guards are checked is one switch for all threads
+WARM_UP_STEPS = 3  # until all parts are compiled and recorded
 
 
 def compiled_folder() -> Path:
@@ -51,21 +51,32 @@ def check_compiler(device: torch.device) -> None:
         )
 
 
-class CompiledParts:
-    """An engine's `run` that compiles the parts of steps. A part that cannot be compiled is called uncompiled, with a warning.
+def can_record(engine: Engine) -> bool:
+    """Return whether the parts of an engine's steps can be CUDA graphs: all weights are on one GPU, and no part is a caller's own."""
+    parts = (engine.proposer, getattr(engine.proposer, "builder", engine.proposer), engine.rule)
+    own = all(type(part).__module__.startswith("lanternpp.") for part in parts)
+    devices = {weight.device for weight in engine.target.parameters()}
+    one_gpu = engine.codes.device.type == "cuda" and devices == {engine.codes.device}
+    return own and one_gpu and engine.target.decoder.ranks == 1 and os.environ.get(GRAPHS_VARIABLE) != "0"
 
-    The first step is not compiled, since it may allocate tensors of the engine's state, which a graph would write over. After
-    `GUARDED_CALLS` more calls only values of tensors change in an engine, so that guards are no longer checked.
+
+class GraphedParts:
+    """An engine's `run`, which compiles the parts of steps, records them as CUDA graphs, or both.
+
+    The first call of a part does neither, since it may allocate tensors of the engine's state; they keep their addresses from then
+    on. The next call compiles the part. The call after it records the operations of a call, and all later calls replay them: their
+    results have the same addresses in every step. A part for which this fails is called as it is, with a warning, and no part is
+    recorded after it.
     """
 
-    def __init__(self, engine: Engine, **options: Any):
-        self.engine, self.options = engine, options
-        if not options and engine.codes.device.type == "cuda":
-            self.options = {"mode": "reduce-overhead"}
-        self.failed: list[str] = []  # names of parts that cannot be compiled
+    def __init__(self, engine: Engine, compile: bool, record: Recorder | None, **options: Any):
+        """record: None for no CUDA graphs. options: of torch.compile."""
+        self.engine, self.compile, self.record, self.options = engine, compile, record, options
+        self.failed: list[str] = []  # names of parts that cannot be compiled or recorded
         self._num_calls: Counter[str] = Counter()  # by the part's name
         self._compiled: dict[str, Callable[..., Any]] = {}
-        for network in (engine.target, getattr(engine.proposer, "drafter", None)):
+        self._recorded: dict[str, tuple[Callable[[], None], tuple[Any, ...], Any]] = {}
+        for network in (engine.target, getattr(engine.proposer, "drafter", None)) if compile else ():
             for block in () if network is None else network.modules():
                 if isinstance(block, Block):
                     for name, method in _block_methods().items():
@@ -74,51 +85,83 @@ class CompiledParts:
     def __call__(self, part: Callable[..., Any], *args: Any) -> Any:
         """Call part(*args), a method of the engine or of its proposer."""
         name = part.__name__
+        if name in self._recorded:
+            replay, recorded_args, result = self._recorded[name]
+            # All other tensors of the arguments are results of recorded parts, or constants.
+            for recorded, given in zip(recorded_args, args, strict=True):
+                if isinstance(recorded, Noise) and recorded.numbers is not None:
+                    recorded.numbers.copy_(given.numbers)
+            replay()
+            return result
         self._num_calls[name] += 1
         if self._num_calls[name] == 1 or name in self.failed:
             return part(*args)
-        from torch._dynamo.exc import TorchDynamoException
-        from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-
-        if part == self.engine.proposer.propose:
-            torch.compiler.cudagraph_mark_step_begin()  # results of the previous step may be written over
-        if name not in self._compiled:
-            # All tensors of an engine keep their addresses, except in lists, which hold the noise of later steps.
-            state = [value for value in vars(self.engine).values() if not isinstance(value, list)]
-            for tensor in tensors(state):
-                torch._dynamo.mark_static_address(tensor)
-            self._compiled[name] = torch.compile(part, fullgraph=True, dynamic=False, **self.options)
-        skip_guards = self._num_calls[name] > 1 + GUARDED_CALLS
+        run = part
+        if self.compile:
+            if name not in self._compiled:
+                self._compiled[name] = torch.compile(part, fullgraph=True, dynamic=False, **self.options)
+            run = self._compiled[name]
         try:
-            with _guard_lock, torch.compiler.set_stance(skip_guard_eval_unsafe=skip_guards):
-                return self._compiled[name](*args)
-        except (TorchDynamoException, GuardOnDataDependentSymNode) as error:
+            if self.record is None or (self.compile and self._num_calls[name] == 2):
+                return run(*args)
+            replay, result = self.record(run, *args)
+        except RuntimeError as error:  # errors of torch.compile and of CUDA are RuntimeErrors
             self.failed.append(name)
+            self.record = None  # later parts get its results, whose addresses change
             reason = str(error).strip().partition("\n")[0]
-            warnings.warn(f"{name.strip('_')} of a step is not compiled: {reason}", stacklevel=2)
+            warnings.warn(f"{name.strip('_')} of a step runs without a graph: {reason}", stacklevel=2)
             return part(*args)
-        except RuntimeError as error:
-            # A setting of PyTorch that graphs depend on has changed, such as the number of threads.
-            if not (skip_guards and "skip_guard_eval_unsafe" in str(error)):
-                raise
-        self._num_calls[name] = 1
-        return self(part, *args)
+        replay()
+        self._recorded[name] = replay, args, result
+        return result
 
 
-def compile_steps(engine: Engine) -> None:
-    """Let an engine compile its steps from the second step on."""
-    os.environ[FOLDER_VARIABLE] = str(compiled_folder())
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_VARIANTS)
-    engine.run = CompiledParts(engine)
+Recorder = Callable[..., tuple[Callable[[], None], Any]]
+"""record(part, *args) -> replay, result: the operations of part(*args) are recorded, and each replay() computes the result."""
+
+
+class CudaGraphs:
+    """The `Recorder` of an engine on a GPU. All its graphs share one pool of memory, as they are replayed in the order of a step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = _recording_stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, part: Callable[..., Any], *args: Any) -> tuple[Callable[[], None], Any]:
+        """Record part(*args), without computing it. Other threads may use the GPU meanwhile."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                result = part(*args)
+            finally:
+                graph.capture_end()
+        return graph.replay, result
+
+
+@cache
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return one stream for all graphs on a device, as cuBLAS keeps a workspace for each stream."""
+    return torch.cuda.Stream(device)
+
+
+def graph_steps(engine: Engine, compile: bool) -> None:
+    """Let an engine run the parts of its steps as graphs, from the second step on, where they can be."""
+    if compile:
+        os.environ[FOLDER_VARIABLE] = str(compiled_folder())
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_VARIANTS)
+    record = CudaGraphs(engine.codes.device) if can_record(engine) else None
+    if compile or record:
+        engine.run = GraphedParts(engine, compile, record)
 
 
 def warm_up(engine: Engine) -> list[str]:
     """Take steps of a new engine until all parts are compiled; return the names of parts that cannot be compiled."""
     for slot in range(engine.batch):
         engine.admit(slot, None, slot)
-    for _ in range(1 + GUARDED_CALLS):
+    for _ in range(WARM_UP_STEPS):
         engine.step()
-    return engine.run.failed if isinstance(engine.run, CompiledParts) else []
+    return engine.run.failed if isinstance(engine.run, GraphedParts) else []
 
 
 @cache
