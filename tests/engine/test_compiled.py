@@ -24,6 +24,7 @@ from lanternpp.api.pipeline import Pipeline
 from lanternpp.engine import compiled
 from lanternpp.engine.compiled import WARM_UP_STEPS, GraphedParts
 from lanternpp.engine.decode import Engine
+from lanternpp.engine.observers import TimedEngine
 from lanternpp.trees.dynamic import DynamicTree
 
 TREES: dict[str, Any] = {
@@ -81,14 +82,23 @@ def call(part: Callable[..., Any], *args: Any) -> Any:
     return part(*args)
 
 
-def engine(pipe: Pipeline, method: str, **more: Any) -> Engine:
-    """An engine in the middle of two samples, one of whose prompts is padded; its draft is small."""
+def idle_engine(pipe: Pipeline, method: str, **more: Any) -> Engine:
+    """An engine for two samples, whose draft is small."""
     usual = pipe.settings(method, **more)
     more |= {"tree": usual.tree and small(usual.tree), "window": usual.window and 3, "batch_size": 2}
-    made = pipe.new_engine(pipe.settings(method, **more))
+    return pipe.new_engine(pipe.settings(method, **more))
+
+
+def admitted(made: Engine) -> Engine:
+    """The engine in the middle of two samples, one of whose prompts is padded."""
     made.admit(0, "tulip", 3)
     made.admit(1, "a red tulip", 4)
     return made
+
+
+def engine(pipe: Pipeline, method: str, **more: Any) -> Engine:
+    """An engine in the middle of two samples, whose draft is small."""
+    return admitted(idle_engine(pipe, method, **more))
 
 
 class Graphs:
@@ -177,15 +187,21 @@ def test_recorded_parts_draw_the_same_codes(
 ) -> None:
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # as on a GPU
     method, more = CASES[case]
-    plain, recorded = (engine(pipe, method, **more) for _ in range(2))
-    recorded.run = run = GraphedParts(recorded, False, Operations(recorded))
+    plain, recorded, timed = (idle_engine(pipe, method, **more) for _ in range(3))
+    for each in (recorded, timed):
+        each.run = GraphedParts(each, False, Operations(each))
+    TimedEngine(timed).engine.observers.clear()  # its parts are recorded before a sample is admitted
+    for each in (plain, recorded, timed):
+        admitted(each)
     for step in range(8):
-        for each in (plain, recorded):
+        for each in (plain, recorded, timed):
             if step == 4:
                 each.admit(1, "a tulip", 9)
             each.step()
-        assert torch.equal(plain.codes, recorded.codes) and torch.equal(plain.count, recorded.count)
-    assert run.failed == [] and set(run._recorded) == set(PARTS)
+            codes, plain_codes = (x.codes[:, : x.target.length] for x in (each, plain))
+            assert torch.equal(plain_codes, codes) and torch.equal(plain.count, each.count)
+    for run in (recorded.run, timed.run):
+        assert isinstance(run, GraphedParts) and run.failed == [] and set(run._recorded) == set(PARTS)
 
 
 def test_a_step_is_compiled_again_for_another_number_of_threads(

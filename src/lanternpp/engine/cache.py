@@ -71,11 +71,13 @@ class Cache:
 
     def store(self, layer: int, rows: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Put k and v [r, N, Hkv, d] of rows [r, 1] at slots [r, N]."""
-        kv = F.pad(torch.stack((k, v)), (0, self.kv.shape[-1] - self._channels))
+        kv = torch.stack((k, v))
+        if num_padding := self.kv.shape[-1] - self._channels:
+            kv = F.pad(kv, (0, num_padding))
         self._put([self._layers[layer], self._keys_values, rows, None, slots], kv)
 
     def _put(self, indices: list[Tensor | None], kv: Tensor) -> None:
-        """Write keys and values. torch.compile writes in place to all of `self.kv`; for a view of it, it would copy all layers."""
+        """Write keys and values. torch.compile copies a tensor that is written to through a view, and here that is all layers."""
         torch.ops.aten.index_put_(self.kv, indices, kv)
 
     def commit(self, path: Tensor | None, kept: Tensor) -> None:

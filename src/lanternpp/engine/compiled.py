@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from lanternpp.engine.decode import Engine
-from lanternpp.engine.noise import Noise
 from lanternpp.errors import InputError
 from lanternpp.nn.decoder import Block
 from lanternpp.util.files import code_cache
@@ -52,8 +51,11 @@ def check_compiler(device: torch.device) -> None:
 
 
 def can_record(engine: Engine) -> bool:
-    """Return whether the parts of an engine's steps can be CUDA graphs: all weights are on one GPU, and no part is a caller's own."""
-    parts = (engine.proposer, getattr(engine.proposer, "builder", engine.proposer), engine.rule)
+    """Return whether the parts of an engine's steps can be CUDA graphs: all weights are on one GPU, and the drafts are the library's.
+
+    A caller's own proposer may keep state of its own in Python, or replace tensors.
+    """
+    parts = engine.proposer, getattr(engine.proposer, "builder", engine.proposer)
     own = all(type(part).__module__.startswith("lanternpp.") for part in parts)
     devices = {weight.device for weight in engine.target.parameters()}
     one_gpu = engine.codes.device.type == "cuda" and devices == {engine.codes.device}
@@ -71,11 +73,11 @@ class GraphedParts:
 
     def __init__(self, engine: Engine, compile: bool, record: Recorder | None, **options: Any):
         """record: None for no CUDA graphs. options: of torch.compile."""
-        self.engine, self.compile, self.record, self.options = engine, compile, record, options
+        self.compile, self.record, self.options = compile, record, options
         self.failed: list[str] = []  # names of parts that cannot be compiled or recorded
         self._num_calls: Counter[str] = Counter()  # by the part's name
         self._compiled: dict[str, Callable[..., Any]] = {}
-        self._recorded: dict[str, tuple[Callable[[], None], tuple[Any, ...], Any]] = {}
+        self._recorded: dict[str, tuple[Callable[[], None], Any]] = {}
         for network in (engine.target, getattr(engine.proposer, "drafter", None)) if compile else ():
             for block in () if network is None else network.modules():
                 if isinstance(block, Block):
@@ -86,11 +88,7 @@ class GraphedParts:
         """Call part(*args), a method of the engine or of its proposer."""
         name = part.__name__
         if name in self._recorded:
-            replay, recorded_args, result = self._recorded[name]
-            # All other tensors of the arguments are results of recorded parts, or constants.
-            for recorded, given in zip(recorded_args, args, strict=True):
-                if isinstance(recorded, Noise) and recorded.numbers is not None:
-                    recorded.numbers.copy_(given.numbers)
+            replay, result = self._recorded[name]
             replay()
             return result
         self._num_calls[name] += 1
@@ -112,7 +110,7 @@ class GraphedParts:
             warnings.warn(f"{name.strip('_')} of a step runs without a graph: {reason}", stacklevel=2)
             return part(*args)
         replay()
-        self._recorded[name] = replay, args, result
+        self._recorded[name] = replay, result
         return result
 
 

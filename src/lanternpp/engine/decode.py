@@ -103,6 +103,7 @@ class Engine:
         self.tv_cost = torch.zeros(batch, dtype=torch.float32, device=like.device)
         self.noise = Noise(seed=torch.zeros_like(self.count), step=self.passes)
         self._next_noise: list[Noise] = []  # of the next steps, in reverse order
+        self._numbers: Tensor | None = None  # of the first step's noise
         self._row = torch.arange(batch, device=like.device)[:, None]  # [B, 1]
         self._offsets = torch.arange(proposer.depth + 1, device=like.device)  # [P]
         proposer.open(target, sampling, guidance, batch)
@@ -182,7 +183,7 @@ class Engine:
         if not self._next_noise:
             steps = self.noise.precomputed(self.proposer.depth, self.proposer.max_precomputed)
             self._next_noise = steps[::-1]
-        noise = self._next_noise.pop()
+        noise = self._at_one_address(self._next_noise.pop())
         self._enter("draft")
         draft = self.run(self.proposer.propose, noise)
         if self.drafts_to_check:
@@ -201,6 +202,13 @@ class Engine:
         self._enter("draft")
         self.run(self.proposer.observe, output)
         self._enter("rest")
+
+    def _at_one_address(self, noise: Noise) -> Noise:
+        """Return the noise of a step with its numbers in the same memory in every step, as a recorded graph reads them there."""
+        if self._numbers is None or noise.numbers is None:
+            self._numbers = noise.numbers
+            return noise
+        return replace(noise, numbers=self._numbers.copy_(noise.numbers))
 
     def _target_forward(self, draft: Draft) -> tuple[Tensor, Tensor]:
         """Run the target over a draft and its unverified nodes; return features and logits as of `TargetOutput`."""

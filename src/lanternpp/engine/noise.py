@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 MAX_NUMBERS = 1 << 16  # numbers that are computed in advance in one operation
-MAX_STEPS = 8  # steps whose numbers are computed in advance in one operation
+MAX_STEPS = 32  # steps whose numbers are computed in advance in one operation
 # signed integers with the 32-bit patterns of these constants
 _GOLDEN, _MIX_A, _MIX_B = (x - (x >> 31 << 32) for x in (0x9E3779B9, 0x7FEB352D, 0x846CA68B))
 

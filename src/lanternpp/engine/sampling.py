@@ -94,7 +94,7 @@ class Sampling:
             logits = logits / self.temperature
         if 0 < self.top_k < logits.shape[-1]:
             # Ties with the k-th code are kept, as in transformers.
-            threshold = logits.kthvalue(logits.shape[-1] - self.top_k + 1, -1, keepdim=True).values
+            threshold = logits.topk(self.top_k, -1, sorted=False).values.amin(-1, keepdim=True)
             logits = logits.masked_fill(logits < threshold, float("-inf"))
         probs = logits.softmax(-1)
         if self.top_p < 1:
