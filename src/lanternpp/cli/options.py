@@ -223,7 +223,7 @@ def advise(pipe: Pipeline, settings: Mapping[str, Any], options: DrawOptions) ->
     if pipe.device.type == "cuda" and not settings["compile"] and "compile" not in options.overrides:
         say(
             "note",
-            "`lanternpp models warm` compiles steps once; pictures then took a third to a sixth of the time on an H200",
+            "`lanternpp models warm` compiles steps once; pictures then took 0.6 to 0.7 of the time on an H200",
         )
 
 

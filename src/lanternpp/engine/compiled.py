@@ -84,6 +84,11 @@ class GraphedParts:
                     for name, method in _block_methods().items():
                         setattr(block, name, MethodType(method, block))
 
+    def forget(self) -> None:
+        """Record the parts again, as the caller may have replaced weights of the model, or hooks on its modules."""
+        self._recorded.clear()
+        self._num_calls.clear()
+
     def __call__(self, part: Callable[..., Any], *args: Any) -> Any:
         """Call part(*args), a method of the engine or of its proposer."""
         name = part.__name__
