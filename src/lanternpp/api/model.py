@@ -120,7 +120,10 @@ def read_target(
 ) -> Target:
     """Read the target of a model, ready to draw; given: as a `Source` has it."""
     source, family = target_source(model, given)
-    return family.read(source, dtype, device)
+    target = family.read(source, dtype, device)
+    if unused := [f"--{name}" for name, value in source.given.items() if value]:
+        raise InputError(f"{model.name} has no use for {' and '.join(unused)}; leave it out")
+    return target
 
 
 def pick_placement(

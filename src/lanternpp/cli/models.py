@@ -277,7 +277,7 @@ def convert(
     store = store or ("bfloat16" if is_published else "int8")
     if is_published:  # before the tokenizer is fetched
         target_source(source)[1].check_store(store)
-    inputs = {"tokenizer": model_folder(vq, "image tokenizer") if vq else None, "text": text, "size": size}
+    inputs = {"vq": model_folder(vq, "image tokenizer") if vq else None, "text": text, "size": size}
     name = source.resolve().name if Path(model).exists() else model
     with staged(out) as stage:
         parts: list[str] = []

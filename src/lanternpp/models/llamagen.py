@@ -95,11 +95,11 @@ class LlamaGenTarget(Target):
         ours = source.config.get("kind") == KIND
         config = config_as(LlamaGenConfig, source.config, source.path) if ours else shape_of(source)
         folder = source.path if source.path.is_dir() and not ours else source.path.parent
-        vq = find_tokenizer(folder, source.given.get("tokenizer"))
+        vq = find_tokenizer(folder, source.given.pop("vq", None))
         with blank(source.path):
             target = cls(config)
         if isinstance(target.condition, TextCondition):
-            target.condition.text = find_text_encoder(folder, source.config, source.given.get("text"))
+            target.condition.text = find_text_encoder(folder, source.config, source.given.pop("text", None))
         source.fill(
             target, [SAME] if ours else rename_rules(config), dtype, () if ours else SKIPPED_TENSORS, device
         )
@@ -197,7 +197,7 @@ def shape_of(source: Source) -> LlamaGenConfig:
         "layers": source.layers(r"(?:model\.)?layers\."),
         "heads": heads,
         "hidden": shape(2, "layers.0.feed_forward.w3.weight", "layers.0.mlp.up_proj.weight")[0],
-        "grid": grid_of(source.path, published, source.given.get("size")),
+        "grid": grid_of(source.path, published, source.given.pop("size", None)),
         "kv_heads": key_rows // max(dim // heads, 1),
         "vocab": vocab,
         "classes": None if reads_texts else shape(2, ".embedding_table.weight")[0] - 1,

@@ -168,7 +168,7 @@ class Source:
 
     def __init__(self, path: Path, files: Sequence[Path], given: Mapping[str, Any] | None = None):
         self.path, self.files = path, files
-        self.given = dict(given or {})  # by the user, not found beside the files: tokenizer, text, size
+        self.given = dict(given or {})  # by the user: vq, text, size; `Target.read` removes those it uses
 
     @classmethod
     def open(cls, path: Path, given: Mapping[str, Any] | None = None) -> Source:

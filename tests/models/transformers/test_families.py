@@ -501,13 +501,13 @@ def test_missing_files_beside_a_checkpoint_are_named(models: Path, tmp_path: Pat
         (bare / file).rename(moved / file)
         refused(f"no VQ decoder: put {reason}", bare)
     (tmp_path / "decoder.jit").write_bytes(b"code")
-    refused(r"decoder\.jit is no checkpoint", bare, tokenizer=tmp_path / "decoder.jit")
+    refused(r"decoder\.jit is no checkpoint", bare, vq=tmp_path / "decoder.jit")
     plain = edited(models / "liquid", tmp_path / "gemma")
     write_tokenizer(plain, ["<pad>", "<eos>", "<bos>"])
     refused("no token <boi>: it only writes text", plain)
     write_tokenizer(plain, ["<pad>", "<boi>", *(f"<unused{n}>" for n in range(9))])
     refused("of 87 tokens has no 64 codes; known is Liquid", plain)
-    given = {"tokenizer": moved / "vqgan.safetensors"}
+    given = {"vq": moved / "vqgan.safetensors"}
     target = read_target(tmp_path / LUMINA, torch.float32, given=given)
     assert target.pixels(torch.zeros(1, 19, dtype=torch.int64)).shape == (1, 3, 64, 64)
     path = edited(models / LUMINA, tmp_path / "narrow") / "model.safetensors"

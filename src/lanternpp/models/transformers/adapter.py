@@ -88,9 +88,9 @@ class TransformersTarget(Target):
         target.read_vq(source, dtype)
         target.to(device)
         target.text = cls.text_of(source.folder)
-        size = source.given.get("size") or source.config.get("size")
-        raster = target.raster_of(source, None if size is None else str(size))
         target.fixed_size = "size" in source.given
+        size = source.given.pop("size", None) or source.config.get("size")
+        raster = target.raster_of(source, None if size is None else str(size))
         target._lay_out(raster, target.prompt_slots(raster))
         target.packing = source.packing
         return target.eval().requires_grad_(False)

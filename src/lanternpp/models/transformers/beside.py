@@ -38,7 +38,7 @@ class TokenizerBeside(TransformersTarget):
         """Read the tokenizer that the user names, or that of the checkpoint, of a folder of ours, of a file beside the
         checkpoint or of the hub, in this order. Raises InputError where there is none, or it has other codes.
         """
-        prefix, chosen = self.vq_prefix, source.given.get("tokenizer")
+        prefix, chosen = self.vq_prefix, source.given.pop("vq", None)
         if chosen is None and prefix and f"{prefix}decoder.conv_in.weight" in source.metas:
             path = source.path
             self.vqgan = read_vqgan(source, dtype, prefix=prefix)
