@@ -52,6 +52,11 @@ class Unbuilt(Acceptance):
     def relax(self, p, code):
         return p
 
+class Unreturned(Half):
+    @classmethod
+    def build(cls, dials):
+        cls()
+
 class Other:
     pass
 
@@ -129,6 +134,7 @@ def test_a_name_that_is_no_rule_is_rejected_with_where_it_was_looked_for(own_rul
         "my_rules:Quarter": "my_rules:Quarter",
         "no_rules:Half": "in the current folder",
         "my_rules:Unbuilt": "cannot be made: it does not define build",
+        "my_rules:Unreturned": "makes a NoneType; it must be of Acceptance",
         "my_rules:Other": "is no class of that kind; give one that derives from lanternpp.accept.base:Acceptance",
     }
     for name, said in names.items():

@@ -233,7 +233,9 @@ def build_rule(settings: Settings, table: Callable[[int], Tensor]) -> Acceptance
     residual = settings.residual or ("optimal" if is_joint(settings) else None)
     entry = part("accept", settings.accept)
     dials = asdict(settings) | {"residual": residual}
-    return entry if isinstance(entry, Acceptance) else entry.build(Dials(table, **dials))
+    rule: Acceptance = entry if isinstance(entry, Acceptance) else entry.build(Dials(table, **dials))
+    check_instance("acceptance rule", settings.accept, rule, Acceptance)
+    return rule
 
 
 def build_proposer(settings: Settings, network: Callable[[str], Drafter | Target]) -> Proposer:

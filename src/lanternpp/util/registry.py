@@ -127,12 +127,11 @@ def check_class(kind: str, name: str, entry: Any, base: type) -> None:
 
 def check_instance(kind: str, name: str, made: Any, base: type, *sizes: str) -> None:
     """Check that an object is a `base` whose attributes `sizes` are whole numbers; raise InputError if it is not."""
-    if not isinstance(made, base) or not all(
-        isinstance(getattr(made, size, None), Integral) for size in sizes
-    ):
+    are_whole = [isinstance(getattr(made, size, None), Integral) for size in sizes]
+    if not isinstance(made, base) or not all(are_whole):
+        numbers = f", with whole numbers as its {' and '.join(sizes)}" if sizes else ""
         raise InputError(
-            f"{kind} {str(name)!r} makes a {type(made).__name__}; it must be of {base.__name__}, "
-            f"with whole numbers as its {' and '.join(sizes)}"
+            f"{kind} {str(name)!r} makes a {type(made).__name__}; it must be of {base.__name__}{numbers}"
         )
 
 
