@@ -317,7 +317,7 @@ def accelerate(
         vars(model).pop(HELD, None)
         try:
             pipeline = held(model, drafter, kernels)
-            pipeline.checked(method, dials)
+            pipeline.check(pipeline.checked(method, dials))
         except InputError:
             vars(model).pop(HELD, None)
             raise

@@ -115,6 +115,7 @@ def test_a_model_draws_a_square_where_it_is_asked_for_a_picture(
     relaxed = given | picture | {"method": "lantern-jacobi", "neighbours": 5}
     if name == "liquid":  # whose codebook is in a file of its own
         rejects("has no codebook", case.model.generate, **relaxed)
+        rejects("has no codebook", lanternpp.accelerate, case.model, method="lantern-jacobi")
     else:
         assert case.model.generate(**relaxed).shape == expected.shape
 
