@@ -147,6 +147,7 @@ def test_a_profile_of_each_method_has_the_phases_and_the_operations_of_its_steps
         ((*PROMPTS, "--paper", "lantern++-anol"), "did you mean 'lantern++-anole'?"),
         ((*PROMPTS, "--paper", "sjd-lumina", "--equal-tv", "0.1"), "leave one out"),
         (("--pictures", "none"), "none is no folder"),
+        ((*PROMPTS, "--equal-pictures", 4), "would change nothing without --equal-tv"),
         (("--pictures", "mine", "--methods", "ar"), "draws nothing: leave out --methods"),
         (("--pictures", "mine", "-n", 3, "--seed", 1, "-o", "b"), "leave out --n, --output, --seed"),
         (("--pictures", "mine", "--resume", "--no-plots"), "leave out --resume, --no-plots"),

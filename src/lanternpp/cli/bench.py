@@ -75,6 +75,8 @@ class RaceOptions:
         limits = opt.read_numbers(self.equal_tv, float, "--equal-tv", allowed, epsilon, 1 - epsilon)
         if limits and self.paper:
             raise InputError("--paper gives the strengths that --equal-tv searches; leave one out")
+        if self.equal_pictures != RaceOptions.equal_pictures and not limits:
+            raise InputError("--equal-pictures would change nothing without --equal-tv; leave it out")
         if limits and overrides.get("fit"):
             raise InputError("--equal-tv compares rules on the methods' own drafts; leave out --fit")
         sizes = opt.read_sizes(self.batch_sizes)
