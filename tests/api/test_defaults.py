@@ -153,6 +153,7 @@ def test_a_tuning_is_the_default_and_options_override_it(tuned: Path) -> None:
     assert (found.tree, found.lam, found.neighbours) == (TREE, 3.0, 8)
     shorter = settings(tuned, tree="chain-2")
     assert (shorter.tree, shorter.lam) == ("chain-2", 3.0) and settings(tuned, lam=1.5).lam == 1.5
+    assert settings(tuned, tree="chain-2", verify="block").verify == "block", "which needs the given tree"
     untuned = pipeline(tuned, tuned=False).settings("lantern++")
     assert (untuned.tree, untuned.lam) == ("lantern-57", 2.0)
     described = pipeline(tuned)(PROMPT).stats.settings

@@ -122,8 +122,10 @@ class Defaults:
         auto = chosen.why is not None
         if self.tuned:
             # Overrides of the draft do not decide whether an entry applies: its other dials are still used.
-            other_overrides = {name: value for name, value in overrides.items() if name not in DRAFT_DIALS}
-            untuned = resolve(chosen.method, own, other_overrides, auto)
+            # A verifier may be for the given draft alone.
+            others = {name: value for name, value in overrides.items() if name not in names(DraftDials)}
+            untuned = resolve(chosen.method, own, others, auto)
+            placement = {"verify": overrides.get("verify") or untuned.verify, **placement}
             key = self._key(chosen.method, conditions(untuned, placement))
             entry = next((entry for entry in self.tuned if key.items() <= entry.items()), None)
             if entry:
