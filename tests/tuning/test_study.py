@@ -74,14 +74,22 @@ def test_the_methods_own_draft_is_the_fitted_one(pipe, tmp_path, priced, monkeyp
     assert [row["settings"]["tree"] for row in raced] == [None, "chain-2", "chain-3"]
 
 
-def test_given_dials_of_a_window_are_kept(pipe, tmp_path, priced) -> None:
-    made = tuner(pipe, tmp_path, "jacobi-coupled", replace(SMALL, trials=20, depth=3), {"init": "last"})
+@pytest.mark.parametrize(
+    ("method", "given", "searched"),
+    [
+        ("jacobi-coupled", {}, {"alternatives"}),
+        ("lantern++", {"proposer": "jacobi"}, {"alternatives"}),  # which has no window of its own
+        ("jacobi", {"verify": "block"}, set()),  # which takes no alternatives
+    ],
+)
+def test_given_dials_of_a_window_are_kept(method, given, searched, pipe, tmp_path, priced) -> None:
+    made = tuner(pipe, tmp_path, method, replace(SMALL, trials=20, depth=3), given | {"init": "last"})
     found = made.tune()
-    assert found.overrides.keys() == {"window", "alternatives", "init", "window_rows"}
+    assert found.overrides.keys() == {"window", "init", "window_rows"} | searched
     for one in made.candidates():
         dials = one.overrides
         assert dials["init"] == "last" and dials["window"] <= 3
-        assert dials["window"] * dials["window_rows"] + dials["alternatives"] <= 12
+        assert dials["window"] * dials["window_rows"] + dials.get("alternatives", 0) <= 12
 
 
 def test_an_interrupted_tuning_resumes_with_all_recorded_pictures(

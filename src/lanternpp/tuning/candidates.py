@@ -70,7 +70,8 @@ class Space:
         names = ("neighbours", self.strength_range[0]) if self.strength_range else ()
         # A trial chooses these dials of the rule.
         self.strengths = tuple(name for name in names if name in dials and fixed.get(name) is None)
-        self.window_dials = [name for name in WINDOWS if name in dials]
+        branches = ("alternatives",) if fixed.get("verify") == BLOCK else ()
+        self.window_dials = [name for name in WINDOWS if name in dials and name not in branches]
         if has_window(settings):
             smallest = {name: WINDOWS[name][0] for name in self.window_dials}
             smallest |= {name: fixed[name] for name in WINDOWS if fixed.get(name) is not None}
@@ -92,7 +93,7 @@ class Space:
         """Return the parameters of the first trials: the method's own draft, the hand-made trees, and chains."""
         if has_window(self.settings):
             dials = {name: x for name in self.window_dials if (x := getattr(self.settings, name)) is not None}
-            windows = (dials["window"], 2, 4, 8, 16, 32)
+            windows = (dials.get("window", 16), 2, 4, 8, 16, 32)
             drafts = [dials | {"window": min(size, self.max_window)} for size in windows]
         else:
             survival = {"min_survival": 0.0} if self.ends_early else {}
