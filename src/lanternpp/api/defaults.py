@@ -121,8 +121,7 @@ class Defaults:
         chosen, own = self.chosen(method), self.model_defaults
         auto = chosen.why is not None
         if self.tuned:
-            # Overrides of the draft do not decide whether an entry applies: its other dials are still used.
-            # A verifier may be for the given draft alone.
+            # A given draft, which a given verifier may need, does not decide whether an entry applies.
             others = {name: value for name, value in overrides.items() if name not in names(DraftDials)}
             untuned = resolve(chosen.method, own, others, auto)
             placement = {"verify": overrides.get("verify") or untuned.verify, **placement}

@@ -48,9 +48,7 @@ class TuningOptions:
         if self.budget_tv is not None and self.budget_frechet is not None:
             raise InputError("--budget-tv and --budget-frechet cannot both be held; give one")
         if self.budget_pictures and not self.limited:
-            raise InputError(
-                f"--budget-pictures {self.budget_pictures} would change nothing without a budget; give one"
-            )
+            raise InputError("--budget-pictures would change nothing without a budget; give one")
         if self.budget_frechet is not None and self.measured_on < MIN_FRECHET_PICTURES:
             raise InputError(
                 f"--budget-pictures {self.measured_on} are too few to measure; use {MIN_FRECHET_PICTURES} or more"
