@@ -24,6 +24,7 @@ from lanternpp.evaluation.papers import PAPERS
 from lanternpp.evaluation.race import parse_methods
 from lanternpp.models import FAMILIES
 from lanternpp.models.transformers import CLASSES
+from lanternpp.serve.schemas import ImagesRequest
 
 __all__ = ["empty_dir", "run"]
 RUN = [ROOT / "README.md", DOCS / "quickstart.md", DOCS / "extending.md"]
@@ -143,6 +144,14 @@ def test_the_page_on_papers_has_a_command_for_each_and_figures_of_its_own_method
     for called, figures in re.findall(r"^\| `(\w[\w+-]*)` \| (.*) \|$", prose(page), re.M):
         methods = {entry.method for entry in parse_methods(PAPERS[called].methods)}
         assert set(re.findall(r"`([^`]+)`", figures)) == methods - {"ar"}
+
+
+def test_the_page_on_serving_names_every_field_of_a_request() -> None:
+    section = (DOCS / "serving.md").read_text().partition("## Requests")[2].partition("images/edits")[0]
+    named, rows = (
+        set(re.findall(r"`(\w+)`", text)) for text in (section, str(re.findall(r"\n\| (`.*?) \|", section)))
+    )
+    assert rows and rows <= ImagesRequest.model_fields.keys() <= named
 
 
 def test_every_option_that_a_page_names_exists(run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,9 +53,7 @@ class Unbuilt(Acceptance):
         return p
 
 class Unreturned(Half):
-    @classmethod
-    def build(cls, dials):
-        cls()
+    build = classmethod(lambda cls, dials: None)
 
 class Other:
     pass
@@ -114,10 +112,7 @@ def test_a_rule_that_replaces_the_methods_is_reported(verb: tuple[str, ...], own
         (OF_CODE + "p[..., :2]", "returns [9, 2] for a p of [9, 32]"),
         (OF_CODE + "p / self.delta", "fails on a distribution of 32 codes: AttributeError"),
         (OF_CODE + "0.5 * p + 0.5 / p.shape[-1]", "changes a distribution whose candidate has probability 1"),
-        (
-            OF_CODE + "(p.log() * 0 + 1).softmax(-1)",
-            "relax of acceptance rule 'my_rules:Broken' returns numbers",
-        ),
+        (OF_CODE + "(p.log() * 0 + 1).softmax(-1)", "relax of acceptance rule 'my_rules:Broken' returns"),
         (OF_DRAFT + "p + q", "relax_with_draft of acceptance rule 'my_rules:Broken' returns numbers"),
     ],
 )
