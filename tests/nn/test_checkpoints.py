@@ -238,6 +238,8 @@ def test_a_cache_folder_is_never_the_working_directory(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", given)
     assert files.user_cache() == Path.home() / ".cache" / "lanternpp"
+    monkeypatch.setattr(os.path, "expanduser", str)  # as of a user whom the system does not know
+    rejects("set HOME or XDG_CACHE_HOME", files.user_cache)
 
 
 def test_on_windows_a_folder_is_locked_without_its_holders_name_and_the_cache_is_the_users(

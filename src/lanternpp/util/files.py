@@ -89,8 +89,7 @@ def locked(folder: Path) -> Iterator[None]:
         with suppress(OSError):  # the other process may just have ended and removed the file
             holder = path.read_text(encoding="utf-8")
         raise InputError(
-            f"{folder} is being filled by another process ({holder or 'just started'}); wait for it to end, or choose "
-            "another folder"
+            f"{folder} is being filled by another process ({holder or 'just started'}); wait, or choose another folder"
         ) from None
     except OSError as error:
         raise InputError(f"{folder} cannot be written: {error.strerror}") from None
@@ -138,7 +137,10 @@ def _is_running(pid: int) -> bool:
 def user_cache() -> Path:
     """Return the folder for files that can be made again. An empty or relative XDG_CACHE_HOME is ignored."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (cache if cache.is_absolute() else Path.home() / ".cache") / "lanternpp"
+    try:
+        return (cache if cache.is_absolute() else Path.home() / ".cache") / "lanternpp"
+    except RuntimeError:
+        raise InputError("this user has no home folder; set HOME or XDG_CACHE_HOME to a folder") from None
 
 
 def code_cache() -> Path:
