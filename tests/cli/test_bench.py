@@ -142,6 +142,7 @@ def test_a_profile_of_each_method_has_the_phases_and_the_operations_of_its_steps
         ((*PROMPTS, "--equal-tv", "much"), "'much' must be numbers"),
         ((*PROMPTS, "--equal-tv", "0.1,1"), "above 0 and below 1"),
         ((*PROMPTS, "--equal-tv", "0.1", "--fit"), "leave out --fit"),
+        ((*PROMPTS, "--equal-tv", "0.1", "--batch-size", 3), "cannot be divided into batches of 3"),
         ((*PROMPTS, "--equal-tv", "0.1", "--methods", "eagle"), "has the rule 'exact'"),
         ((*PROMPTS, "--equal-tv", "0.1", "--methods", "lantern++ lambda=2"), "leave it out"),
         ((*PROMPTS, "--paper", "lantern++-anol"), "did you mean 'lantern++-anole'?"),
@@ -152,16 +153,14 @@ def test_a_profile_of_each_method_has_the_phases_and_the_operations_of_its_steps
         (("--pictures", "mine", "-n", 3, "--seed", 1, "-o", "b"), "leave out --n, --output, --seed"),
         (("--pictures", "mine", "--resume", "--no-plots"), "leave out --resume, --no-plots"),
         (("--pictures", "mine", "--no-quality", "--temperature", 0), "leave out --temperature, --no-quality"),
-        (
-            (*PROMPTS, "--no-quality", "--reference", "mine", "--clip", "absent"),
-            "leave out --reference, --clip",
-        ),
+        ((*PROMPTS, "--no-quality", "--reference", "mine", "--clip", "absent"), "leave out --reference, --c"),
     ],
 )
 def test_wrong_options_are_rejected_before_anything_is_drawn(run, model, prompts, options, named):
     Path("empty.txt").write_text("\n# nothing\n")
     saved(Path("mine"), noisy_pictures("red", 3))
     run("bench", "--model", model, *options).refused(named)
+    assert not Path("out/bench/strengths").exists()
 
 
 def test_relaxed_rules_of_codes_are_not_raced_on_latents(run, prompts, tmp_path):

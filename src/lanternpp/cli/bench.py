@@ -161,9 +161,7 @@ def bench(
         prompt_list = read_prompts(prompts, model_folder(options.model))
         pipe = opt.read(options)
         if limits and pipe.target.channels:
-            raise InputError(
-                f"--equal-tv is for models of codes, and {pipe.name} draws latents; leave it out"
-            )
+            raise InputError(f"--equal-tv is for models of codes: {pipe.name} draws latents; leave it out")
         shared = dict(options.overrides)
         if paper:
             entries = [paper.entry(entry) for entry in entries]
@@ -173,6 +171,8 @@ def bench(
         quality = open_quality(pipe, 2 * n * sizes[0] if sizes else n * len(prompt_list), quality_options)
         if limits:
             shared["fit"] = False
+            # The race checks -n now, before strengths are searched.
+            Race(pipe, entries[:1], prompt_list, n, seed, shared, measure_tv=False)
             num_pictures, folder = race_options.equal_pictures, output / "strengths"
             search = StrengthSearch(pipe, entries, prompt_list, num_pictures, seed, shared, folder)
             entries = at_equal_tv(search, entries, limits)

@@ -261,6 +261,5 @@ def check_run(folder: Path, run: Mapping[str, Any], remedy: str = FOLDER_REMEDY)
     content = read_object(folder / RUN, FOLDER_REMEDY)
     if differing := list(differences(content, json.loads(json.dumps(run)))):
         raise InputError(
-            f"{folder} holds a run with other settings ({'; '.join(differing)}); repeat them to go on with it, "
-            f"or {remedy}"
+            f"{folder} holds a run with other settings ({'; '.join(differing)}); repeat them to go on, or {remedy}"
         )
