@@ -185,10 +185,10 @@ def test_the_figures_of_a_job(job) -> None:
     [
         ([], "give either a PROMPT, or --prompts FILE -o FOLDER"),
         (["a tulip", "--prompts", "p.txt", "-o", "o"], "give either a PROMPT, or --prompts FILE -o FOLDER"),
-        (["--prompts", "p.txt"], "needs a folder to write to; give -o FOLDER"),
+        (["--prompts", "p.txt"], "needs a folder to write to; add -o FOLDER"),
         (["--prompts", "p.txt", "-o", "p.txt"], "p.txt is a file"),
         (["--prompts", "p.txt", "-o", "p.txt/o"], "p.txt is a file"),
-        (["--prompts", "p.txt", "-o", "x.png"], "x.png is one picture; give -o FOLDER"),
+        (["--prompts", "p.txt", "-o", "x.png"], "x.png is one picture; add -o FOLDER"),
         (["--prompts", "p.txt", "-o", "o", "--image", "x.png"], "--image goes with one PROMPT"),
         (["--prompts", "none.txt", "-o", "o"], "none.txt is missing"),
         (["--prompts", "empty.txt", "-o", "o"], "empty.txt holds none"),

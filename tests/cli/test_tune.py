@@ -111,7 +111,7 @@ def test_the_figures_are_shown_and_more_trials_go_on(run, own, monkeypatch):
         (("--budget-tv", -1), "--budget-tv -1"),
         (("--budget-tv", 1, "--budget-frechet", 1), "give one"),
         (("--budget-pictures", 9), "without a budget"),
-        (("--method", "eagle", "--budget-tv", 5), "'exact' has not"),
+        (("--method", "eagle", "--budget-tv", 5), "'exact' has none"),
         (("--budget-frechet", 5, "--budget-pictures", 2), "2 are too few"),
         (("--budget-frechet", 5), "classifier"),
         (("--drafter", "nowhere"), "nowhere"),

@@ -48,9 +48,7 @@ class JobOptions:
         if is_job:
             if self.output is None or self.output.suffix.lower() == ".png":
                 given = "" if self.output is None else f", and {self.output} is one picture"
-                raise InputError(
-                    f"--prompts {self.prompts} needs a folder to write to{given}; give -o FOLDER"
-                )
+                raise InputError(f"--prompts {self.prompts} needs a folder to write to{given}; add -o FOLDER")
             opt.writable_folder(self.output)
             opt.check_ray(self.ray, "--actors", self.actors)
         return is_job

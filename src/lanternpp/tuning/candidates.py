@@ -191,9 +191,7 @@ def window_nodes(dials: Mapping[str, Any]) -> int:
 def check(settings: Settings, limited: bool) -> None:
     """Raise InputError unless a method drafts on a static tree or in a window; limited: and its rule has a strength."""
     if limited and part("accept", settings.accept).strength is None:
-        raise InputError(
-            f"a budget picks the strength of a relaxed rule, which the rule {settings.accept!r} has not; use lantern++"
-        )
+        raise InputError(f"a budget picks a rule's strength, and {settings.accept!r} has none; use lantern++")
     if has_window(settings):
         return
     if "tree" not in dials_read(settings.proposer, settings.accept) or settings.tree is None:
