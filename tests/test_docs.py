@@ -148,9 +148,8 @@ def test_the_page_on_papers_has_a_command_for_each_and_figures_of_its_own_method
 
 def test_the_page_on_serving_names_every_field_of_a_request() -> None:
     section = (DOCS / "serving.md").read_text().partition("## Requests")[2].partition("images/edits")[0]
-    named, rows = (
-        set(re.findall(r"`(\w+)`", text)) for text in (section, str(re.findall(r"\n\| (`.*?) \|", section)))
-    )
+    named = set(re.findall(r"`(\w+)`", section))
+    rows = set(re.findall(r"`(\w+)`", str(re.findall(r"\n\| (`.*?) \|", section))))
     assert rows and rows <= ImagesRequest.model_fields.keys() <= named
 
 

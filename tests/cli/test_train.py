@@ -268,7 +268,7 @@ def test_files_of_latents_are_finite_and_alike(latents: torch.Tensor, tmp_path: 
         (("--cache-features",), "--cache-features is for drafters of --kind eagle"),
         (
             ("--rollouts", 2, "--drafter", "d"),
-            "--samples has no effect with --rollouts: leave one of the two out",
+            "--samples has no effect with --rollouts: leave one",
         ),
         (("--crops", 3), "--crops has no effect with --self"),
         (("--limit", 3), "--limit has no effect with --self"),

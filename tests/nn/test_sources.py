@@ -114,10 +114,7 @@ def test_a_config_beside_a_file_names_its_kinds(tmp_path: Path) -> None:
         (lambda t: t.pop("model.k_proj.weight"), "wqkv.weight is given 24 of 32 numbers"),
         (lambda t: t.update({"extra.weight": torch.ones(1)}), "unexpected extra.weight"),
         (lambda t: t.update({"norm.scale": torch.ones(7)}), "norm.scale is (7,) where (4,) is expected"),
-        (
-            lambda t: t.update({"book": torch.ones(2)}),
-            "book is (2,), which gives (0,) where (5, 2) is expected",
-        ),
+        (lambda t: t.update({"book": torch.ones(2)}), "book is (2,), which gives (0,) where (5, 2) is"),
         (lambda t: t.update({"book": torch.ones(8, 5, 2)}), "which gives (5, 5, 2) where (5, 2) is expected"),
         (lambda t: t.update({"book": torch.ones(8, 2).int()}), "book holds int32"),
         (lambda t: t.update({"norm.scale": torch.ones(4, dtype=torch.int64)}), "norm.scale holds int64"),
