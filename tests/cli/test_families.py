@@ -48,8 +48,7 @@ def test_a_converted_folder_draws_the_same_picture_and_is_converted_with_its_dra
     assert (done.code, done.err) == (0, "") and "target" in done.out
     small = ("models", "convert", models / name, tmp_path / "small", "--store", "int8", "--vq", "lamp/absent")
     run(*small).refused("float32 or bfloat16, not int8")
-    unused = ("--text", tmp_path)
-    run("models", "convert", models / name, tmp_path / "small", *unused).refused("no use for --text;")
+    run(*small[:4], "--text", tmp_path).refused("no use for --text;")
     one, other = (drawn(m, "--method", "ar", "--dtype", "float32") for m in (models / name, ours))
     assert one.size == (4 * PIXELS[name],) * 2 and one.tobytes() == other.tobytes()
     with_drafters(ours)

@@ -266,10 +266,7 @@ def test_files_of_latents_are_finite_and_alike(latents: torch.Tensor, tmp_path: 
         (("--levels", 1), "--levels 1 is out of range; use 2 to 64"),
         (("--rounds", 2), "--rounds is for drafters of --kind eagle: leave it out, or give that --kind"),
         (("--cache-features",), "--cache-features is for drafters of --kind eagle"),
-        (
-            ("--rollouts", 2, "--drafter", "d"),
-            "--samples has no effect with --rollouts: leave one",
-        ),
+        (("--rollouts", 2, "--drafter", "d"), "--samples has no effect with --rollouts: leave one"),
         (("--crops", 3), "--crops has no effect with --self"),
         (("--limit", 3), "--limit has no effect with --self"),
         (("--aux-layers", 2), "--aux-layers 2 is too many: the target has 1 layers below"),
