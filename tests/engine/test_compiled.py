@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import pytest
 import torch
+from helpers.cases import CASES as CALLS
+from helpers.fake_cuda import READS
 from helpers.families import with_drafters, write_emu3
 from helpers.models import write_model
 from helpers.refusals import rejects
@@ -18,11 +25,13 @@ from torch._dynamo import lookup_backend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import lanternpp
 from lanternpp.accept.exact import Exact
+from lanternpp.api import accelerate
 from lanternpp.api.options import METHODS
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.engine import compiled
-from lanternpp.engine.compiled import WARM_UP_STEPS, GraphedParts
+from lanternpp.engine.compiled import WARM_UP_STEPS, CudaGraphs, GraphedParts
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.observers import TimedEngine
 from lanternpp.trees.dynamic import DynamicTree
@@ -118,42 +127,56 @@ class Graphs:
         return self.backend(graph, inputs)
 
 
-class Operations(TorchDispatchMode):
-    """A recorder as that of CUDA graphs, on a CPU: a replay computes the same operations again, on tensors at the same addresses."""
+class Graph(TorchDispatchMode):
+    """In the place of `torch.cuda.CUDAGraph`, on a CPU: a replay computes the operations again, on tensors at the same addresses."""
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__()
-        self.engine, self.operations = engine, []
+    stream = threading.Lock()  # which records one graph at a time
+    pools: ClassVar = defaultdict[int, WeakSet[Any]](WeakSet)  # the graphs of each
+    new_pool = partial(next, iter(range(1 << 20)))
+
+    def capture_begin(self, pool: int, capture_error_mode: str) -> None:
+        if pool in self.pools and not self.pools[pool]:
+            raise RuntimeError("the pool was freed with its last graph")
+        assert self.stream.acquire(blocking=False)
+        self.pools[pool].add(self)
+        self.operations: list[Any] = []
+        self.before: dict[int, Any] = {}  # by address: memory that was written to, and its values
+        self.__enter__()
+
+    def capture_end(self) -> None:
+        self.__exit__(None, None, None)
+        self.stream.release()
+        for memory, values in self.before.values():
+            memory.copy_(values)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name == "aten::_local_scalar_dense":
+        if func._schema.name.removeprefix("aten::").startswith(READS):
             raise RuntimeError("operation not permitted when stream is capturing")
-        results = func(*args, **(kwargs or {}))
-        inputs = {
-            x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)
-        }
-        new = [x for x in tree_leaves(results) if x.untyped_storage().data_ptr() not in inputs]
+        given = [x.untyped_storage() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        for memory in given if func._schema.is_mutable else ():
+            self.before.setdefault(memory.data_ptr(), (memory, memory.clone()))
+        results, addresses = func(*args, **(kwargs or {})), {memory.data_ptr() for memory in given}
+        new = [x for x in tree_leaves(results) if x.untyped_storage().data_ptr() not in addresses]
         self.operations.append((func, args, kwargs or {}, new))
         return results
 
-    def __call__(self, part: Callable[..., Any], *args: Any) -> tuple[Callable[[], None], Any]:
-        state = compiled.tensors([self.engine, self.engine.proposer, args])
-        before = [(x, x.clone()) for x in state if 0 not in x.stride()]  # constants are expanded
-        self.operations = operations = []
-        try:
-            with self:
-                result = part(*args)
-        finally:
-            for x, values in before:
-                x.copy_(values)
-        return partial(self.replay, operations), result
-
-    @staticmethod
-    def replay(operations: list[Any]) -> None:
-        for func, args, kwargs, new in operations:
+    def replay(self) -> None:
+        for func, args, kwargs, new in self.operations:
             results = tree_leaves(func(*args, **kwargs))
             for old, result in zip(new, results, strict=bool(new)):
                 old.copy_(result)
+
+
+@pytest.fixture
+def cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], CudaGraphs]:
+    """Makes the recorder of an engine as if its CPU were a GPU."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", Graph.new_pool)
+    monkeypatch.setattr(compiled, "_recording_stream", lambda device: SimpleNamespace(device=device))
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, nullcontext)
+    return lambda engine: CudaGraphs(engine.codes.device)
 
 
 @pytest.fixture(autouse=True)
@@ -183,13 +206,12 @@ def test_every_part_of_a_step_is_one_graph_that_serves_all_steps(pipe: Pipeline,
 
 @pytest.mark.parametrize("case", CASES)
 def test_recorded_parts_draw_the_same_codes(
-    pipe: Pipeline, case: str, monkeypatch: pytest.MonkeyPatch
+    pipe: Pipeline, case: str, cuda_graphs: Callable[[Engine], CudaGraphs]
 ) -> None:
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # as on a GPU
     method, more = CASES[case]
     plain, recorded, timed = (idle_engine(pipe, method, **more) for _ in range(3))
     for each in (recorded, timed):
-        each.run = GraphedParts(each, False, Operations(each))
+        each.run = GraphedParts(each, False, cuda_graphs(each))
     TimedEngine(timed).engine.observers.clear()  # its parts are recorded before a sample is admitted
     for each in (plain, recorded, timed):
         admitted(each)
@@ -202,6 +224,42 @@ def test_recorded_parts_draw_the_same_codes(
             assert torch.equal(plain_codes, codes) and torch.equal(plain.count, each.count)
     for run in (recorded.run, timed.run):
         assert isinstance(run, GraphedParts) and run.failed == [] and set(run._recorded) == set(PARTS)
+
+
+def test_a_model_of_the_callers_is_recorded_again_at_every_call(
+    tmp_path: Path, cuda_graphs: Callable[[Engine], CudaGraphs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CALLS["emu3"](tmp_path)
+    model, given = case.model, case.inputs(2) | {"do_sample": False}
+    expected = [model.generate(**given)]
+    weight = model.get_output_embeddings().weight
+    weight.data = -weight.data
+    expected.append(model.generate(**given))
+    for module in (compiled, accelerate):
+        monkeypatch.setattr(module, "recorder_of", cuda_graphs)
+    lanternpp.accelerate(model, method="jacobi", window=5)
+    for sequences in reversed(expected):
+        drawn = model.generate(**given)
+        assert torch.equal(drawn, sequences) and model.generate.codes_per_pass > 1
+        weight.data = -weight.data
+    (engine,) = vars(model)[accelerate.HELD]._idle_engines.values()
+    assert engine.run.failed == [] and set(engine.run._recorded) == set(PARTS)
+
+
+def test_one_thread_records_at_a_time(cuda_graphs: Callable[[Engine], CudaGraphs], pipe: Pipeline) -> None:
+    records, recorded, x = [cuda_graphs(idle_engine(pipe, "ar")) for _ in range(2)], [], torch.ones(2)
+    other = threading.Thread(target=lambda: recorded.append(records[1](torch.neg, x)))
+
+    def meanwhile(x: Tensor) -> Tensor:
+        other.start()
+        other.join(0.2)
+        return x + 1
+
+    recorded.append(records[0](meanwhile, x))
+    other.join()
+    for replay, _ in recorded:
+        replay()
+    assert [result.tolist() for _, result in recorded] == [[2, 2], [-1, -1]]
 
 
 def test_a_step_is_compiled_again_for_another_number_of_threads(

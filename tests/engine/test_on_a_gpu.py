@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lanternpp.accept.exact import Cspd, Exact
 from lanternpp.api.options import METHODS
+from lanternpp.engine import compiled
 from lanternpp.engine.batching import ContinuousBatch
 from lanternpp.engine.decode import Engine, engine_class
 from lanternpp.engine.noise import MAX_STEPS
@@ -85,6 +86,21 @@ def test_a_step_has_no_host_read_and_no_tensor_on_the_host(
 )
 def test_joint_verification_has_no_host_read(on_gpu: MakeEngine, drafts: str, verify: str, rule: str) -> None:
     assert not watched(on_gpu(*parts(drafts, rule, "warped", measure_tv=True, verify=verify)))
+
+
+def test_parts_are_recorded_where_no_python_of_others_runs(
+    on_gpu: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "CudaGraphs", lambda device: device)
+    made = on_gpu(*parts("tree"))
+    assert compiled.recorder_of(made) == DEVICE
+    with made.target.decoder.register_forward_hook(print):
+        assert compiled.recorder_of(made) is None
+    with monkeypatch.context() as patched:
+        patched.setenv(compiled.GRAPHS_VARIABLE, "0")
+        assert compiled.recorder_of(made) is None
+    made.proposer.__class__ = type("Own", (type(made.proposer),), {"__module__": "my_proposers"})
+    assert compiled.recorder_of(made) is None
 
 
 @pytest.mark.parametrize("drafts", ["none", "parallel"])

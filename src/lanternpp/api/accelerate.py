@@ -27,7 +27,7 @@ from lanternpp.api.options import AUTO, MethodDials, Settings, listing
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.api.results import Partial, Result
 from lanternpp.api.settings import for_target, network_needed
-from lanternpp.engine.compiled import GraphedParts
+from lanternpp.engine.compiled import GraphedParts, recorder_of
 from lanternpp.engine.sampling import Guidance
 from lanternpp.errors import InputError
 from lanternpp.models.transformers import CLASSES
@@ -129,7 +129,7 @@ class Held(Pipeline):
                 request = Request([str(row) for row in range(len(seeds))], seeds, self.fit(settings))
                 with self._engine_in_use(request.settings) as engine:
                     if isinstance(engine.run, GraphedParts):
-                        engine.run.forget()
+                        engine.run.forget(recorder_of(engine))
                     return self.draw(engine, request, callback=callback, output_type="codes"), format
             finally:
                 target.calls = ()

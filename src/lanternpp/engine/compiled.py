@@ -10,9 +10,11 @@ import dataclasses
 import os
 import shutil
 import sys
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import MethodType
@@ -23,7 +25,7 @@ from torch import Tensor, nn
 
 from lanternpp.engine.decode import Engine
 from lanternpp.errors import InputError
-from lanternpp.nn.decoder import Block
+from lanternpp.nn.decoder import Block, is_hooked
 from lanternpp.util.files import code_cache
 
 FOLDER_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # of torch
@@ -50,16 +52,18 @@ def check_compiler(device: torch.device) -> None:
         )
 
 
-def can_record(engine: Engine) -> bool:
-    """Return whether the parts of an engine's steps can be CUDA graphs: all weights are on one GPU, and the drafts are the library's.
+def recorder_of(engine: Engine) -> Recorder | None:
+    """Return a recorder of the parts of an engine's steps; None unless all weights are on one GPU and all code is the library's.
 
-    A caller's own proposer may keep state of its own in Python, or replace tensors.
+    A caller's own proposer or tree, and hooks on modules of the model, may keep state in Python or replace tensors.
     """
+    device, target = engine.codes.device, engine.target
     parts = engine.proposer, getattr(engine.proposer, "builder", engine.proposer)
     own = all(type(part).__module__.startswith("lanternpp.") for part in parts)
-    devices = {weight.device for weight in engine.target.parameters()}
-    one_gpu = engine.codes.device.type == "cuda" and devices == {engine.codes.device}
-    return own and one_gpu and engine.target.decoder.ranks == 1 and os.environ.get(GRAPHS_VARIABLE) != "0"
+    own = own and not any(map(is_hooked, target.modules()))
+    one_gpu = device.type == "cuda" and {weight.device for weight in target.parameters()} == {device}
+    enabled = target.decoder.ranks == 1 and os.environ.get(GRAPHS_VARIABLE) != "0"
+    return CudaGraphs(device) if own and one_gpu and enabled else None
 
 
 class GraphedParts:
@@ -84,8 +88,9 @@ class GraphedParts:
                     for name, method in _block_methods().items():
                         setattr(block, name, MethodType(method, block))
 
-    def forget(self) -> None:
-        """Record the parts again, as the caller may have replaced weights of the model, or hooks on its modules."""
+    def forget(self, record: Recorder | None) -> None:
+        """Record the parts again, by another recorder, as the caller may have replaced weights of the model."""
+        self.record = None if self.failed else record
         self._recorded.clear()
         self._num_calls.clear()
 
@@ -123,8 +128,13 @@ Recorder = Callable[..., tuple[Callable[[], None], Any]]
 """record(part, *args) -> replay, result: the operations of part(*args) are recorded, and each replay() computes the result."""
 
 
+_recording_stream = cache(torch.cuda.Stream)  # one a device, as cuBLAS keeps a workspace for each stream
+
+
 class CudaGraphs:
     """The `Recorder` of an engine on a GPU. All its graphs share one pool of memory, as they are replayed in the order of a step."""
+
+    _lock = threading.Lock()  # a stream records for one thread at a time
 
     def __init__(self, device: torch.device) -> None:
         self._stream = _recording_stream(device)
@@ -133,19 +143,16 @@ class CudaGraphs:
     def __call__(self, part: Callable[..., Any], *args: Any) -> tuple[Callable[[], None], Any]:
         """Record part(*args), without computing it. Other threads may use the GPU meanwhile."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
+        with self._lock, torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
                 result = part(*args)
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # the error of the part says more
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return graph.replay, result
-
-
-@cache
-def _recording_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return one stream for all graphs on a device, as cuBLAS keeps a workspace for each stream."""
-    return torch.cuda.Stream(device)
 
 
 def graph_steps(engine: Engine, compile: bool) -> None:
@@ -153,7 +160,7 @@ def graph_steps(engine: Engine, compile: bool) -> None:
     if compile:
         os.environ[FOLDER_VARIABLE] = str(compiled_folder())
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_VARIANTS)
-    record = CudaGraphs(engine.codes.device) if can_record(engine) else None
+    record = recorder_of(engine)
     if compile or record:
         engine.run = GraphedParts(engine, compile, record)
 

@@ -33,6 +33,13 @@ class AttentionCache(Protocol):
         ...
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Return whether a caller has put hooks on a module or replaced its `forward`. transformers' own hooks record outputs."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    others = [hook for hook in hooks if not hook.__module__.startswith("transformers.utils.")]
+    return bool(others) or "forward" in vars(module)
+
+
 @dataclass(frozen=True)
 class DecoderConfig:
     """The hyperparameters of a decoder. Raises ValueError where heads or channels do not divide."""

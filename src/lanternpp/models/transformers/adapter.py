@@ -24,6 +24,7 @@ from lanternpp.models.vq.layouts import save_tokenizer
 from lanternpp.models.vq.vqgan import VQGAN
 from lanternpp.nn.backend import backend
 from lanternpp.nn.checkpoints import Store
+from lanternpp.nn.decoder import is_hooked
 from lanternpp.nn.files import input_errors
 from lanternpp.nn.sources import Source
 from lanternpp.types import Prompt
@@ -264,8 +265,7 @@ class TransformersTarget(Target):
         if self._code_head is not None:
             return self._code_head[0](features)
         head, ids, span = self.model.lm_head, self._code_ids, self._id_span
-        replaced = "forward" in vars(head) or head._forward_hooks or head._forward_pre_hooks
-        if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter or replaced:
+        if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter or is_hooked(head):
             return head(features)[..., ids]
         # Of a linear layer that nothing adapts or quantises, the rows from the first code to the last are enough.
         bias = None if head.bias is None else head.bias[span]

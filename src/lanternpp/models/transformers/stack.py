@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.activations import GELUTanh, SiLUActivation
 
 from lanternpp.errors import InputError
-from lanternpp.nn.decoder import HeadScale, Stack, StackLayer
+from lanternpp.nn.decoder import HeadScale, Stack, StackLayer, is_hooked
 from lanternpp.nn.sources import blank
 
 BEFORE = {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
@@ -140,10 +140,7 @@ def _check_module(name: str, module: nn.Module) -> None:
     """Reject a module whose computation differs from its class's, or whose weights are no plain tensors on the CPU."""
     if module.training:
         _reject("it is in training mode; call model.eval()")
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    # Hooks of transformers itself only record outputs for callers that ask for them.
-    hooked = any(not hook.__module__.startswith("transformers.utils.") for hook in hooks)
-    if hooked or "forward" in vars(module):
+    if is_hooked(module):
         _reject(f"{name} has hooks or another forward, as of offloaded or distributed weights")
     for weight in module.parameters(recurse=False):
         if type(weight) is not nn.Parameter or type(weight.data) is not Tensor or weight.element_size() < 2:
