@@ -45,9 +45,10 @@ def test_a_draft_is_a_tree_of_codes_drawn_at_each_node_in_trial_order(shape):
 
 
 def test_one_tree_serves_batches_of_any_size_in_any_precision():
-    tree = StaticTree(UNEVEN)
-    for batch, dtype in ((1, torch.float32), (4, torch.float64), (2, torch.float32)):
+    tree, drafts = StaticTree(UNEVEN), {}
+    for batch, dtype in ((1, torch.float32), (4, torch.float64), (2, torch.float32), (1, torch.float32)):
         draft = grown(tree, batch, dtype)
+        assert drafts.setdefault((batch, dtype), draft).probs is draft.probs  # where a graph reads it
         assert draft.probs.dtype == dtype and draft.probs.shape[0] == batch
         assert draft.codes.shape == (batch, 8) and draft.tree.mask.shape == (batch, 8, 8)
 

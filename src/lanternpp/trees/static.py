@@ -101,14 +101,14 @@ class StaticTree(TreeBuilder):
         num_children = Counter(path[:-1] for path in self.shape)
         parents_by_depth = Counter(len(path) for path in num_children)
         self.draws = max(parents_by_depth.values()), max(num_children.values())
-        self._constants: tuple[Tree, list[_Level], Tensor] | None = None
+        self._constants: dict[Any, tuple[Tree, list[_Level], Tensor]] = {}  # of all engines, for their graphs
 
     def grow(self, root: Tensor, q: Tensor, extend: Extend, children: Children) -> Draft:
         """Grow a draft from root [B], or [B, C] of latents, and q [B, V]; the drafter expands a level's inner nodes in one pass."""
-        buffer = self._constants[2] if self._constants else q  # [B, N, V]
-        if self._constants is None or (*buffer.shape[::2], buffer.dtype) != (len(root), q.shape[-1], q.dtype):
-            self._constants = self._build(len(root), q)
-        tree, levels, probs = self._constants
+        key = len(root), q.shape[-1], q.dtype, q.device
+        if key not in self._constants:
+            self._constants[key] = self._build(len(root), q)
+        tree, levels, probs = self._constants[key]
         codes = root[:, None].repeat(1, self.size, *[1] * (root.dim() - 1))  # [B, N] or [B, N, C]
         level_q = q[:, None]  # [B, W, V]
         for depth, level in enumerate(levels):
