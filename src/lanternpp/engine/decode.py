@@ -44,7 +44,7 @@ class FinishedSample:
 
 
 class Observer:
-    """Base class of an engine's `observers`. Their methods are called by the engine, and must not change their arguments."""
+    """Base class of an engine's `observers`. Methods must not change their arguments, whose memory the next step overwrites."""
 
     def entered(self, phase: Phase) -> None:
         """Called when a phase of a step or of an admission begins, which ends the previous phase."""
