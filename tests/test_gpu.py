@@ -11,8 +11,8 @@ from shutil import copytree
 
 import pytest
 import torch
+from helpers.toys import HostReader
 
-from lanternpp.accept.exact import Exact
 from lanternpp.api.options import METHODS
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.engine import compiled
@@ -61,15 +61,6 @@ def test_a_step_does_not_wait_for_the_device(pipe, no_synchronisation, method):
     made.step()
     torch.cuda.set_sync_debug_mode("default")
     assert isinstance(made.run, GraphedParts) and made.run.failed == []
-
-
-class HostReader(Exact):
-    """A custom rule that reads a value on the host."""
-
-    lossless = False
-
-    def relax(self, p: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
-        return p / p.sum() if float(p.sum()) == 0 else p
 
 
 def test_a_part_that_reads_on_the_host_is_not_recorded(pipe):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -19,14 +20,13 @@ from helpers.fake_cuda import READS
 from helpers.families import with_drafters, write_emu3
 from helpers.models import write_model
 from helpers.refusals import rejects
-from helpers.toys import ToyTarget
+from helpers.toys import HostReader, ToyTarget
 from torch import Tensor
 from torch._dynamo import lookup_backend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import lanternpp
-from lanternpp.accept.exact import Exact
 from lanternpp.api import accelerate
 from lanternpp.api.options import METHODS
 from lanternpp.api.pipeline import Pipeline
@@ -82,13 +82,8 @@ def emu3(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
 def trace(engine: Engine, backend: Graphs, parts: Sequence[str] = PARTS) -> GraphedParts:
     """Trace these parts of an engine's steps."""
     traced = GraphedParts(engine, True, None, backend=backend)
-    engine.run = lambda part, *args: (traced if part.__name__ in parts else call)(part, *args)
+    engine.run = lambda part, *args: (traced if part.__name__ in parts else operator.call)(part, *args)
     return traced
-
-
-def call(part: Callable[..., Any], *args: Any) -> Any:
-    """The part as it is."""
-    return part(*args)
 
 
 def idle_engine(pipe: Pipeline, method: str, **more: Any) -> Engine:
@@ -288,33 +283,6 @@ def test_the_passes_of_a_model_of_transformers_are_one_graph(emu3: Pipeline, met
     assert torch.equal(plain.codes, traced.codes)
 
 
-def test_engines_that_differ_do_not_share_graphs_once_guards_are_off(pipe: Pipeline) -> None:
-    scales, graphs = (3.0, 5.0, 1.0), Graphs()
-    pairs = [(engine(pipe, "ar", cfg=cfg), engine(pipe, "ar", cfg=cfg)) for cfg in scales]
-    for plain, traced in pairs:
-        traced.run = GraphedParts(traced, True, None, backend=graphs)
-        for _ in range(WARM_UP_STEPS + 2):
-            plain.step()
-            traced.step()
-    before = graphs.count
-    for _ in range(3):
-        for plain, traced in pairs:
-            plain.step()
-            traced.step()
-    assert graphs.count == before
-    for plain, traced in pairs:
-        assert torch.equal(plain.codes, traced.codes) and int(plain.count.min()) == WARM_UP_STEPS + 6
-
-
-class HostReader(Exact):
-    """A custom rule that reads a value on the host."""
-
-    lossless = False
-
-    def relax(self, p: Tensor, code: Tensor) -> Tensor:
-        return p / p.sum() if float(p.sum()) == 0 else p
-
-
 def test_a_part_that_cannot_be_traced_is_not_compiled(pipe: Pipeline) -> None:
     plain, traced = (engine(pipe, "lantern-static", accept=HostReader()) for _ in range(2))
     traced.run = run = GraphedParts(traced, True, None, backend=Graphs())
@@ -328,16 +296,10 @@ def test_a_part_that_cannot_be_traced_is_not_compiled(pipe: Pipeline) -> None:
     assert torch.equal(plain.codes, traced.codes)
 
 
-@pytest.fixture
-def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.compile without Inductor."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-
-
-@pytest.mark.usefixtures("traced_only")
 def test_warm_settings_are_remembered_and_are_the_default_on_a_gpu(
     pipe: Pipeline, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # without Inductor
     settings = pipe.settings("parallel", tree="chain-2")
     assert not pipe._mark(settings).exists() and pipe.warm(settings) == []
     assert pipe._mark(settings).exists() and not pipe._mark(pipe.settings("ar")).exists()

@@ -74,11 +74,9 @@ class Cache:
         kv = torch.stack((k, v))
         if num_padding := self.kv.shape[-1] - self._channels:
             kv = F.pad(kv, (0, num_padding))
-        self._put([self._layers[layer], self._keys_values, rows, None, slots], kv)
-
-    def _put(self, indices: list[Tensor | None], kv: Tensor) -> None:
-        """Write keys and values. torch.compile copies a tensor that is written to through a view, and here that is all layers."""
-        torch.ops.aten.index_put_(self.kv, indices, kv)
+        # torch.compile copies a tensor that is written to through a view, and here that is all layers.
+        index = [self._layers[layer], self._keys_values, rows, None, slots]
+        torch.ops.aten.index_put_(self.kv, index, kv)
 
     def commit(self, path: Tensor | None, kept: Tensor) -> None:
         """Move the accepted nodes, path [R, P], to the slots after `used`, which grows by kept [R].
@@ -89,7 +87,8 @@ class Cache:
             path = path[:, 1 : int(kept.max()) if on_host(kept) else None]
             source = self.used[:, None] + path
             target = self.used[:, None] + torch.arange(1, path.shape[1] + 1, device=path.device)
-            self._put([None, None, self._row, None, target], self.kv[:, :, self._row, :, source])
+            moved = self.kv[:, :, self._row, :, source]
+            torch.ops.aten.index_put_(self.kv, [None, None, self._row, None, target], moved)
         self.used += kept
 
     def rows(self, rows: Tensor, start: Tensor, count: int) -> RowCache:

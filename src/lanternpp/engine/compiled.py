@@ -13,8 +13,7 @@ import sys
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import MethodType
@@ -129,12 +128,11 @@ Recorder = Callable[..., tuple[Callable[[], None], Any]]
 
 
 _recording_stream = cache(torch.cuda.Stream)  # one a device, as cuBLAS keeps a workspace for each stream
+_recording = threading.Lock()  # as a stream records for one thread at a time
 
 
 class CudaGraphs:
     """The `Recorder` of an engine on a GPU. All its graphs share one pool of memory, as they are replayed in the order of a step."""
-
-    _lock = threading.Lock()  # a stream records for one thread at a time
 
     def __init__(self, device: torch.device) -> None:
         self._stream = _recording_stream(device)
@@ -143,15 +141,12 @@ class CudaGraphs:
     def __call__(self, part: Callable[..., Any], *args: Any) -> tuple[Callable[[], None], Any]:
         """Record part(*args), without computing it. Other threads may use the GPU meanwhile."""
         graph = torch.cuda.CUDAGraph()
-        with self._lock, torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
+        with _recording, torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
                 result = part(*args)
-            except BaseException:
-                with suppress(RuntimeError):  # the error of the part says more
-                    graph.capture_end()
-                raise
-            graph.capture_end()
+            finally:
+                graph.capture_end()
         return graph.replay, result
 
 
@@ -195,22 +190,16 @@ def _block_methods() -> dict[str, Callable[..., Any]]:
 
 
 def tensor_bytes(root: object) -> int:
-    """Return the bytes of the tensors below an object, as `tensors` finds them; shared memory counts once."""
-    storages = (tensor.untyped_storage() for tensor in tensors(root))
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def tensors(root: object) -> Iterator[Tensor]:
-    """Yield the tensors below an object: in its attributes, containers, and so on. Networks are left out."""
-    visited: set[int] = set()
-    stack = [root]
+    """Return the bytes of the tensors below an object: in its attributes, containers, and so on. Networks are left out."""
+    sizes, visited, stack = dict[int, int](), set[int](), [root]  # sizes by address, as tensors share memory
     while stack:
         item = stack.pop()
         if id(item) in visited or isinstance(item, nn.Module | nn.Parameter | type):
             continue
         visited.add(id(item))
         if isinstance(item, Tensor):
-            yield item
+            storage = item.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
         elif isinstance(item, dict):
             stack += item.values()
         elif isinstance(item, list | tuple):
@@ -219,3 +208,4 @@ def tensors(root: object) -> Iterator[Tensor]:
             stack += [getattr(item, field.name) for field in dataclasses.fields(item)]
         elif hasattr(item, "__dict__"):
             stack += vars(item).values()
+    return sum(sizes.values())

@@ -36,8 +36,7 @@ class AttentionCache(Protocol):
 def is_hooked(module: nn.Module) -> bool:
     """Return whether a caller has put hooks on a module or replaced its `forward`. transformers' own hooks record outputs."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    others = [hook for hook in hooks if not hook.__module__.startswith("transformers.utils.")]
-    return bool(others) or "forward" in vars(module)
+    return "forward" in vars(module) or any(not x.__module__.startswith("transformers.utils.") for x in hooks)
 
 
 @dataclass(frozen=True)
