@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import operator
 import threading
 from collections import defaultdict
@@ -11,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import pytest
 import torch
@@ -281,6 +282,17 @@ def test_the_passes_of_a_model_of_transformers_are_one_graph(emu3: Pipeline, met
         traced.step()
     assert run.failed == graphs.faults == [] and graphs.count == len(parts)
     assert torch.equal(plain.codes, traced.codes)
+
+
+def test_a_compiled_engine_is_freed_with_its_last_reference(pipe: Pipeline) -> None:
+    made = engine(pipe, "parallel")
+    made.run = GraphedParts(made, True, None, backend="eager")
+    for _ in range(WARM_UP_STEPS):
+        made.step()
+    gc.collect()  # what the compiler leaves
+    reference = ref(made)
+    del made
+    assert reference() is None
 
 
 def test_a_part_that_cannot_be_traced_is_not_compiled(pipe: Pipeline) -> None:

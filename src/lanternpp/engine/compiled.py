@@ -14,7 +14,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -88,12 +88,12 @@ class GraphedParts:
                         setattr(block, name, MethodType(method, block))
 
     def forget(self, record: Recorder | None) -> None:
-        """Record the parts again, by another recorder, as the caller may have replaced weights of the model."""
+        """Record the parts again by another recorder, as weights may have been replaced; None: record no part from now on."""
         self.record = None if self.failed else record
         self._recorded.clear()
         self._num_calls.clear()
 
-    def __call__(self, part: Callable[..., Any], *args: Any) -> Any:
+    def __call__(self, part: MethodType, *args: Any) -> Any:
         """Call part(*args), a method of the engine or of its proposer."""
         name = part.__name__
         if name in self._recorded:
@@ -103,11 +103,12 @@ class GraphedParts:
         self._num_calls[name] += 1
         if self._num_calls[name] == 1 or name in self.failed:
             return part(*args)
-        run = part
+        run: Callable[..., Any] = part
         if self.compile:
             if name not in self._compiled:
-                self._compiled[name] = torch.compile(part, fullgraph=True, dynamic=False, **self.options)
-            run = self._compiled[name]
+                function = part.__func__  # as a compiled method would keep the engine in memory
+                self._compiled[name] = torch.compile(function, fullgraph=True, dynamic=False, **self.options)
+            run = partial(self._compiled[name], part.__self__)
         try:
             if self.record is None or (self.compile and self._num_calls[name] == 2):
                 return run(*args)
