@@ -97,20 +97,21 @@ def test_the_table_has_every_figure_the_draft_and_what_bounds_the_machine(
 
 
 @pytest.mark.parametrize(
-    ("device", "compiled", "options", "said"),
+    ("device", "drawn", "options", "said"),
     [
-        ("cuda", False, (), True),
-        ("cuda", True, (), False),
-        ("cuda", False, ("--no-compile",), False),
-        ("cpu", False, (), False),
+        ("cuda", {}, (), True),
+        ("cuda", {"compile": True}, (), False),
+        ("cuda", {"min_survival": 0.5}, (), False),
+        ("cuda", {}, ("--no-compile",), False),
+        ("cpu", {}, (), False),
     ],
 )
 def test_a_gpu_without_compiled_steps_gets_a_hint(
-    device: str, compiled: bool, options: tuple[str, ...], said: bool, compare, monkeypatch
+    device: str, drawn: dict[str, object], options: tuple[str, ...], said: bool, compare, monkeypatch
 ) -> None:
     describe = Pipeline.describe
     monkeypatch.setattr(Pipeline, "device", SimpleNamespace(type=device))
-    monkeypatch.setattr(Pipeline, "describe", lambda *given: describe(*given) | {"compile": compiled})
+    monkeypatch.setattr(Pipeline, "describe", lambda *given: describe(*given) | drawn)
     assert ("`lanternpp models warm`" in compare(*options).err) is said
 
 

@@ -219,12 +219,10 @@ def read(options: DrawOptions, pictures: bool = True) -> Pipeline:
 
 
 def advise(pipe: Pipeline, settings: Mapping[str, Any], options: DrawOptions) -> None:
-    """Say how to compile steps, if a GPU drew pictures with steps that are not compiled and --no-compile was not given."""
-    if pipe.device.type == "cuda" and not settings["compile"] and "compile" not in options.overrides:
-        say(
-            "note",
-            "`lanternpp models warm` compiles steps once; pictures then took 0.6 to 0.7 of the time on an H200",
-        )
+    """Say how to compile steps, if a GPU drew pictures with steps that could be compiled, and --no-compile was not given."""
+    possible = not (settings["compile"] or settings["min_survival"] or pipe.target.channels)
+    if possible and pipe.device.type == "cuda" and "compile" not in options.overrides:
+        say("note", "`lanternpp models warm` compiles steps once, for 0.6 to 0.7 of the time on an H200")
 
 
 def defaults_of(options: DrawOptions) -> Defaults:
