@@ -20,7 +20,7 @@ from lanternpp.api.pipeline import Pipeline
 from lanternpp.engine import compiled
 from lanternpp.evaluation.classifier import read_classifier
 from lanternpp.evaluation.quality import read_reference
-from lanternpp.models.hub import PUBLISHED, quiet
+from lanternpp.models.hub import quiet
 from lanternpp.nn import checkpoints
 from lanternpp.trees import TREES
 
@@ -201,9 +201,9 @@ def test_models_truncates_no_name_on_a_narrow_terminal(run, monkeypatch) -> None
         assert outcome.code == 0 and outcome.err == "" and "…" not in outcome.out
         words = set(outcome.out.split())
         assert {"nature-128", *METHODS, *TREES} <= words
-        for each in PUBLISHED:
-            assert each.model in words and each.download in outcome.out
-            assert (each.drafter or "--drafter") in words
+        for each in run("models", "--json").json["published"]:
+            assert each["model"] in words and each["download"] in outcome.out
+            assert (each["drafter"] or "--drafter") in words
 
 
 def test_models_lists_the_draft_of_each_method_on_a_model(run, broken: Path) -> None:

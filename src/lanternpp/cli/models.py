@@ -32,7 +32,7 @@ from lanternpp.cli import options as opt
 from lanternpp.errors import InputError
 from lanternpp.training.options import Stored
 from lanternpp.util import files
-from lanternpp.util.jsonfile import read_object, write_json
+from lanternpp.util.jsonfile import read_json, read_object, write_json
 from lanternpp.util.options import Option
 from lanternpp.util.terminal import say, show_table
 
@@ -61,7 +61,6 @@ def list_models(
     Nothing is downloaded: --model and --drafter must be on this machine.
     """
     from lanternpp.api.model import ASSETS, MODELS, dtype_name, pick_placement
-    from lanternpp.models.hub import PUBLISHED
     from lanternpp.models.vq.codes import cache_folder
     from lanternpp.trees import SHAPES, TREES, build_tree
 
@@ -79,7 +78,7 @@ def list_models(
             {"name": name, "about": about, "folder": str(ASSETS / name), "bytes": files.size(ASSETS / name)}
             for name, about in MODELS.items()
         ],
-        "published": [asdict(published) for published in PUBLISHED],
+        "published": read_json(ASSETS / "published.json"),
         "model": model,
         "auto": {"method": chosen.method, "why": reason},
         "methods": [describe_method(name, defaults, machine) for name in METHODS],

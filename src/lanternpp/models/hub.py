@@ -6,7 +6,6 @@ proxies (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE).
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -195,18 +194,3 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if shows_bars:
             logging.enable_progress_bar()
-
-
-@dataclass(frozen=True)
-class Published:
-    """A supported model of the hub. Sizes are estimates for 2 bytes per parameter, 2 to 4 in a .pt."""
-
-    name: str
-    model: str  # the value of --model
-    download: str
-    drafter: str | None = None  # the value of --drafter; None: no drafter is published
-    needs: str = ""  # further arguments that the model needs
-
-
-PUBLISHED_FILE = Path(__file__).parent.parent / "assets" / "published.json"
-PUBLISHED = tuple(Published(**row) for row in json.loads(PUBLISHED_FILE.read_text(encoding="utf-8")))
