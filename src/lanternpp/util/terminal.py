@@ -8,6 +8,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Literal
 
 MIN_PROSE_WIDTH = 24  # of a last column with prose
@@ -15,7 +16,6 @@ MIN_PROSE_WIDTH = 24  # of a last column with prose
 NOISY_LOGGERS = ("torchao", "torch.utils._pytree")
 Progress = Callable[[int, int], None]
 """A function of (done, total)."""
-_displays: list[Any] = []  # the rich.Progress on the screen, if there is one
 
 
 def say(kind: str, message: object) -> None:
@@ -50,26 +50,21 @@ def progress_bar(label: str) -> Iterator[Progress | None]:
     if sys.stderr is None or not sys.stderr.isatty():
         yield None
         return
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
-    starts_display = not _displays
-    if starts_display:
-        share = (BarColumn(), "{task.percentage:>3.0f} %")
-        times = (TimeElapsedColumn(), "elapsed,", TimeRemainingColumn(), "left")
-        console = Console(stderr=True)
-        _displays.append(Progress("{task.description}", *share, *times, console=console, transient=True))
-        _displays[0].start()
-    display = _displays[0]
-    task = display.add_task(label, total=None)
-    try:
+    share = (BarColumn(), "{task.percentage:>3.0f} %")
+    times = (TimeElapsedColumn(), "elapsed,", TimeRemainingColumn(), "left")
+    with Progress("{task.description}", *share, *times, console=_stderr(), transient=True) as display:
+        task = display.add_task(label, total=None)
         yield lambda done, total: display.update(task, completed=done, total=total)
-    finally:
-        if starts_display:
-            _displays.remove(display)
-            display.stop()
-        else:
-            display.remove_task(task)
+
+
+@cache
+def _stderr() -> Any:
+    """Return the console on stderr: bars are shown together if they have one console."""
+    from rich.console import Console
+
+    return Console(stderr=True)
 
 
 def show_table(
