@@ -49,6 +49,7 @@ from lanternpp.models.base import Target
 from lanternpp.models.vq.codes import cache_folder
 from lanternpp.nn.sources import Source
 from lanternpp.trees import build_tree
+from lanternpp.util.files import user_cache
 from lanternpp.util.jsonfile import read_object, validated, write_json
 from lanternpp.util.registry import unknown
 
@@ -203,7 +204,7 @@ def tuned_path(model: Path) -> Path:
     """Return the tuned file's path: in a model folder of the user's, else in the cache under a hash of the weights."""
     # Folders that the hub's client fetched are not the user's.
     fetched = any(part.startswith("models--") for part in model.absolute().parts)
-    folder = cache_folder(Path(__file__)) if fetched or not model.is_dir() else cache_folder(model)
+    folder = user_cache() if fetched or not model.is_dir() else cache_folder(model)
     return folder / (FILE if folder == model else f"tuned-{fingerprint(model)}.json")
 
 

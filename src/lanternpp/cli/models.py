@@ -61,7 +61,6 @@ def list_models(
     Nothing is downloaded: --model and --drafter must be on this machine.
     """
     from lanternpp.api.model import ASSETS, MODELS, dtype_name, pick_placement
-    from lanternpp.models.vq.codes import cache_folder
     from lanternpp.trees import SHAPES, TREES, build_tree
 
     model = local_name(options.model)
@@ -72,7 +71,7 @@ def list_models(
     chosen = defaults.chosen()
     reason = chosen.reason(defaults.settings(chosen.method, {}, machine))
     trees = {name: build_tree(name) for name in TREES}
-    cache = cache_folder(Path(__file__))
+    cache = files.user_cache()
     listing: dict[str, Any] = {
         "models": [
             {"name": name, "about": about, "folder": str(ASSETS / name), "bytes": files.size(ASSETS / name)}

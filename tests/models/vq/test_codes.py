@@ -58,3 +58,9 @@ def test_a_large_table_has_a_second_progress_bar(monkeypatch, capsys) -> None:
         neighbours(BOOK, 7)
     shown = capsys.readouterr().err
     assert "drawing" in shown and "codebook neighbours" in shown
+
+
+def test_a_package_behind_a_link_keeps_no_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "link").symlink_to(Path(module.__file__).parents[2])
+    monkeypatch.setattr(module, "__file__", str(tmp_path / "link/models/vq/codes.py"))
+    assert module.cache_folder(tmp_path / "link/assets/nature-128").name == "lanternpp"

@@ -166,7 +166,7 @@ def _read_table(path: Path, shape: tuple[int, int]) -> Tensor | None:
 
 def cache_folder(model: Path) -> Path:
     """Return the folder for derived tables: a model's, or the user's cache if that is read-only or part of this package."""
-    package = Path(__file__).parents[2]
+    package = Path(__file__).resolve().parents[2]
     if os.access(model, os.W_OK) and package not in model.resolve().parents:
         return model
     return user_cache()
