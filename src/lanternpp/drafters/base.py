@@ -110,13 +110,6 @@ class TargetEntry:
     probe: Annotated[tuple[float, ...], Len(0, 64)] = ()
 
 
-@dataclass(frozen=True)
-class TrainedFor:
-    """The target that a drafter was trained for; None: its config does not say."""
-
-    target: TargetEntry | None = None
-
-
 def mark(target: Target) -> dict[str, Any]:
     """Return the target's entry in a drafter's config: its sizes, and a fingerprint of its embeddings."""
     return {"vocab": target.vocab, "dim": target.decoder.config.dim, "probe": probe(target).tolist()}
@@ -139,9 +132,9 @@ def check_fit(source: Source, dim: int, target: Target) -> None:
             f"drafter {source.path} is {dim} wide and the target {target.decoder.config.dim}; "
             "use a drafter trained for this target"
         )
-    trained_for = config_as(TrainedFor, source.config, source.path).target
-    if trained_for is None:
+    if source.config.get("target") is None:
         return
+    trained_for = config_as(TargetEntry, source.config["target"], source.path)
     if trained_for.vocab != target.vocab:
         raise InputError(
             f"drafter {source.path} was trained for a target of {trained_for.vocab} codes and this one has "
