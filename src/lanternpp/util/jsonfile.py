@@ -145,8 +145,6 @@ def validated(name: str, value: Any, hint: type[T]) -> T:
         return converted
     except ValidationError as error:
         fault = error.errors(include_url=False)[-1]
-    except (RecursionError, ValueError):  # raised for Python objects that no JSON file has
-        raise InputError(f"{name} nests too deep, or has a number of too many digits") from None
     for part in fault["loc"][1:]:
         name += f"[{part}]" if isinstance(part, int) else f".{part}"
     name = name.strip(".")
