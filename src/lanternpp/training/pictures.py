@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lanternpp.errors import InputError
 from lanternpp.evaluation.pictures import LAYOUT, METADATA, list_pictures, open_image, to_pixels
-from lanternpp.models.vq.codes import Reader
+from lanternpp.models.vq.codes import Reader, storage_dtype
 from lanternpp.nn.files import join_names
 from lanternpp.training.codes import Codes, Done, Shard, Split, build_shards, generator, read_file
 from lanternpp.util.files import digest
@@ -171,9 +171,8 @@ class PictureCodes:
         reader, num_done = self.reader, 0
         for part in parts:
             images = rows.decode(part, reader.size)
-            codes = torch.empty(
-                len(images), variants, reader.length, *reader.item_shape, dtype=reader.storage_dtype
-            )
+            shape = len(images), variants, reader.length, *reader.item_shape
+            codes = torch.empty(shape, dtype=storage_dtype(reader.codes))
             for variant in range(variants):
                 crops = self._crops(list(images.values()), variant, part.start)
                 for first in range(0, len(crops), BATCH_SIZE):

@@ -41,11 +41,6 @@ class Reader:
     device: torch.device
     item_shape: tuple[int, ...] = ()  # () for codes, (2 C,) for moments
 
-    @property
-    def storage_dtype(self) -> torch.dtype:
-        """The dtype of the codes or moments in a cache on disk."""
-        return storage_dtype(self.codes)
-
     @classmethod
     def of(
         cls,
