@@ -270,7 +270,7 @@ def write_janus(folder: Path, **language: int) -> Any:
             "channel_multiplier": [1, 1, 1, 1, 2],
             "num_res_blocks": 1,
             "projection_dim": language.get("hidden_size", 32),
-            "image_token_embed_dim": 32,
+            "image_token_embed_dim": language.get("hidden_size", 32),
         },
     )
     model.save_pretrained(folder)

@@ -16,6 +16,7 @@ from helpers.families import (
     CODES,
     EVERY,
     PIXELS,
+    image_token,
     rename_tensors,
     update_config,
     with_drafters,
@@ -183,7 +184,7 @@ def test_greedy_codes_of_an_edit_by_glm_image_are_those_of_transformers(
     assert grids == inputs["image_grid_thw"][:-1, 1:].tolist()
     rejects("differ in length, so each edits in a call of its own", pipe, PROMPTS, **greedy)
     narrow = Image.new("RGB", (300, 30))
-    rejects("cannot be shown: absolute aspect ratio", pipe, PROMPT, output_type="codes", image=narrow)
+    rejects("encoded .absolute aspect ratio", pipe, PROMPT, output_type="codes", image=narrow)
 
 
 # A family with row ends meets every method; the others have drafts with neighbours, and drafters in tests/training/test_samples.py.
@@ -375,6 +376,7 @@ def edited(folder: Path, to: Path, *removed: str, **changes: Any) -> Path:
         ({"quantization_config": {"quant_method": "own"}}, "knows no quantization_config.*own"),
         ({"vocabulary_map": {"IMGIMGAZ": 4, "IMGIMGBZ": 5}}, "has 2 codes and the tokenizer"),
         ({"vocabulary_map": [4, 5]}, "correct its config"),
+        ({"vocabulary_map": {image_token(n): 900 + n for n in range(CODES)}}, "correct its config"),
     ],
 )
 def test_a_config_that_does_not_fit_is_rejected(
@@ -658,6 +660,14 @@ def test_unsupported_calls_of_glm_image_are_rejected(glm_pipe: Pipeline, tmp_pat
     rejects("output_type", glm_pipe.stream, "red sea")
     rejects("without guidance", glm_pipe, "red sea", cfg=2.0, output_type="codes")
     rejects("cannot be converted", glm_pipe.target.save, tmp_path, "float32")
+    folder = Path(shutil.copytree(glm_pipe.folder, tmp_path / "glm"))
+    (folder / "processor/chat_template.jinja").unlink()
+    bare = Pipeline.from_pretrained(folder, size="64x32")
+    rejects("chat template.*fetch .*processor again", bare, "red sea", output_type="codes")
+    config = json.loads((path := folder / "vision_language_encoder/config.json").read_text())
+    config["text_config"]["rope_parameters"]["mrope_section"] = [2, 1]
+    path.write_text(json.dumps(config))
+    rejects("split_sizes.*correct its config", Pipeline.from_pretrained, folder, size="64x32")
     rejects("use --self", glm_pipe.target.reader)
     write_glm_image(tmp_path / "narrow", positions=256)
     said = "16x16 and 1x1 codes do not fit the model's 256 positions"

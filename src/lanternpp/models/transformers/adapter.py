@@ -19,6 +19,7 @@ from lanternpp.models.transformers.call import MODE, Call, padded, set_length, t
 from lanternpp.models.transformers.decoder import TransformersDecoder, replica
 from lanternpp.models.transformers.format import Format, Raster
 from lanternpp.models.transformers.opening import CORRECT, GENERATION, Text, adapted, opened
+from lanternpp.models.transformers.stack import rotary_table
 from lanternpp.models.vq.codes import Reader
 from lanternpp.models.vq.layouts import save_tokenizer
 from lanternpp.models.vq.vqgan import VQGAN
@@ -92,7 +93,12 @@ class TransformersTarget(Target):
         target.fixed_size = "size" in source.given
         size = source.given.pop("size", None) or source.config.get("size")
         raster = target.raster_of(source, None if size is None else str(size))
-        target._lay_out(raster, target.prompt_slots(raster))
+        with input_errors(f"{source.path} cannot be opened", CORRECT):
+            target._lay_out(raster, target.prompt_slots(raster))
+            # A config may name tokens that the model lacks, or rotations of another width than its heads'.
+            decoder, first = target.decoder, target._code_ids.new_zeros(1, 1)
+            target.head(target.embed(first))
+            rotary_table(decoder.body, decoder.config.head_dim, decoder.position_ids(first))
         target.packing = source.packing
         return target.eval().requires_grad_(False)
 
@@ -134,11 +140,11 @@ class TransformersTarget(Target):
         if not self.sides:
             ends = self.row_end is not None
             return Raster.of(size or self.default_size, self.pixels_per_code, ends, self.max_codes, self.step)
-        pixels = [side * self.pixels_per_code for side in self.sides]
-        for side, width in zip(self.sides, pixels, strict=True):
+        sides = {side * self.pixels_per_code: side for side in self.sides}
+        for width, side in sides.items():
             if size in (None, f"{width}", f"{width}x{width}"):
                 return Raster(side, side)
-        drawn = ", ".join(map(str, dict.fromkeys(pixels)))
+        drawn = ", ".join(map(str, sides))
         raise InputError(f"size {size} cannot be drawn; this model draws squares of {drawn} pixels")
 
     @abstractmethod

@@ -66,11 +66,9 @@ class Processors:
             elif kind not in IGNORED:
                 again = (
                     " a second time, with min_tokens_to_keep, or out of the order temperature, top-k, top-p,"
-                    if name
-                    else ""
                 )
                 raise InputError(
-                    f"the logits processor {kind.__name__}{again} is not supported with drafts; the call or "
+                    f"the logits processor {kind.__name__}{again if name else ''} is not supported with drafts; the call or "
                     f"model.generation_config asks for it: {RESTORE}"
                 )
         return cls(**settings | ({"temperature": 0.0, "top_k": 0, "top_p": 1.0} if greedy else {}))

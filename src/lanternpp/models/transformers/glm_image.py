@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lanternpp.errors import InputError, one_line
+from lanternpp.errors import InputError
 from lanternpp.models.hub import quiet
 from lanternpp.models.transformers.adapter import TransformersTarget
 from lanternpp.models.transformers.call import Call, reject_arguments
 from lanternpp.models.transformers.format import Format, Raster, TwoPictures, grid_positions
+from lanternpp.nn.files import input_errors
 from lanternpp.nn.sources import Source
 from lanternpp.types import Depicted
 
@@ -58,20 +59,18 @@ class GlmImage(TransformersTarget):
         return self.text.processor("GlmImageProcessor")
 
     def _inputs(self, text: str, pictures: Sequence[Any] = ()) -> Any:
-        """Encode a prompt that shows pictures (PIL images, RGB) before its text."""
+        """Encode a prompt that shows pictures (PIL images, RGB) before its text; InputError where the processor cannot."""
         content = [{"type": "image", "image": picture} for picture in pictures]
         messages = [{"role": "user", "content": [*content, {"type": "text", "text": text}]}]
         options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
         height, width = (count * self.pixels_per_code for count in (self.raster.rows, self.raster.columns))
-        with quiet():
+        given, remedy = "pictures" if pictures else "prompt", f"or fetch {self.text.path.parent} again"
+        with quiet(), input_errors(f"the {given} cannot be encoded", f"change the {given}, {remedy}"):
             return self._processor.apply_chat_template(messages, **options, target_h=height, target_w=width)
 
     def depicted(self, prompt: str, pictures: Sequence[Any], own_shape: bool = True) -> Depicted:
         """Encode pictures of the sizes that the processor gives them; the large picture is drawn without a small one."""
-        try:
-            inputs = self._inputs(prompt, pictures).to(self.device)
-        except ValueError as error:
-            raise InputError(f"the pictures cannot be shown: {one_line(str(error), 200)}") from None
+        inputs = self._inputs(prompt, pictures).to(self.device)
         ids, grids = inputs["input_ids"], inputs["image_grid_thw"]
         model, depicted = self.model, Depicted(prompt)
         with torch.no_grad():

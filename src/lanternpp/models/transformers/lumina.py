@@ -30,6 +30,7 @@ class Lumina(Chameleon):
     recommended = {"cfg": 4.0, "top_k": 2000}  # noqa: RUF012
     dialect = "lumina"
     default_size, max_codes, step = "768", 4096, 2
+    begin = BEGIN  # the first token of a prompt
 
     def __init__(self, model: Any):
         words = model.model.vocabulary_mapping.vocab_map
@@ -67,11 +68,6 @@ class Lumina(Chameleon):
         """Return the raster of a size, by default of the size in the checkpoint's name, as its config has none."""
         match = re.search(r"Lumina-mGPT-\d+B-(\d+)", str(source.path.resolve()))
         return super().raster_of(source, size or (match and match[1]))
-
-    @property
-    def begin(self) -> str:
-        """The first token of a prompt."""
-        return BEGIN
 
     def conditional(self, text: str) -> list[int]:
         """Return the first token, the request, <reserved08706> and the unconditional tokens."""

@@ -44,7 +44,7 @@ class Lumina2(Lumina):
         return self.vqgan
 
     @property
-    def begin(self) -> str:
+    def begin(self) -> str:  # type: ignore[override]
         """The first token of the tokenizer."""
         return self.text.begin
 
