@@ -146,7 +146,7 @@ def test_a_drafter_is_trained_on_recorded_runs_into_another_folder(run, workdir:
     run(*base, *eagle).refused("mm/drafter: train one first")
     run(*base, *runs[2:], "--rollouts", 0).refused("--rollouts 0 is out of range")
     run(*base, "--rollouts", 5).refused("there is none in --drafter DIR: train one first")
-    run(*base, "--method", "lantern++").refused("--method has no effect with --self")
+    run(*base, "--method", "lantern++").refused("--method has no effect with --self: add --rollouts")
     assert run(*base, "--samples", 6).code == 0
     first = weights(workdir / "t2i/parallel")
     run(*base, *runs[:4]).refused("t2i/parallel holds the drafter that it begins with", "-o DIR")
@@ -267,10 +267,10 @@ def test_files_of_latents_are_finite_and_alike(latents: torch.Tensor, tmp_path: 
         (("--rounds", 2), "--rounds is for drafters of --kind eagle: leave it out, or give that --kind"),
         (("--cache-features",), "--cache-features is for drafters of --kind eagle"),
         (("--rollouts", 2, "--drafter", "d"), "--samples has no effect with --rollouts: leave one"),
-        (("--crops", 3), "--crops has no effect with --self"),
+        (("--crops", 3), "--crops has no effect with --self: leave one of the two out"),
         (("--limit", 3), "--limit has no effect with --self"),
         (("--aux-layers", 2), "--aux-layers 2 is too many: the target has 1 layers below"),
-        (("--kind", "eagle", "--inherit"), "--inherit needs 1 blocks of the target"),
+        (("--kind", "eagle", "--inherit"), "--inherit needs 1 block of the target"),
     ],
 )
 def test_wrong_options_are_rejected(options: tuple[object, ...], said: str, run, workdir: Path) -> None:

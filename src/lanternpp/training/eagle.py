@@ -12,7 +12,7 @@ from torch import Tensor
 from lanternpp.drafters.eagle import DIFFUSION_DRAFTER, DiffusionDrafter, EagleDrafter
 from lanternpp.engine.latents import GaussianMixture, MixtureGuidance
 from lanternpp.engine.sampling import Guidance
-from lanternpp.errors import InputError
+from lanternpp.errors import InputError, counted
 from lanternpp.models.base import Target
 from lanternpp.models.latents import DiffusionTarget, noisy
 from lanternpp.training.codes import Codes, CodesTask
@@ -183,7 +183,7 @@ class EagleTask(CodesTask, DrafterTask):
         num_blocks = len(getattr(target.decoder, "blocks", ()))
         if settings.inherit and settings.layers > num_blocks:
             raise InputError(
-                f"--inherit needs {settings.layers} blocks of the target, as --layers says, and it has {num_blocks} of a "
+                f"--inherit needs {counted(settings.layers, 'block')} of the target, as --layers says, and it has {num_blocks} of a "
                 "drafter's form: leave it out or use fewer --layers."
             )
         if target.length == 1:

@@ -172,8 +172,8 @@ class TrainingData:
             )
         for name in given:
             if name not in (source, "cache_features", *USED[source]):
-                owner = next((other for other in USED if name in USED[other]), name)
-                hint = f"add {flag(owner)}" if owner not in given else "leave one of the two out"
+                owners = [other for other, used in USED.items() if {name, source} <= set(used)]
+                hint = f"add {flag(owners[-1])}" if owners else "leave one of the two out"
                 raise InputError(f"{flag(name)} has no effect with {flag(source)}: {hint}.")
         if source != "rollouts":
             return
