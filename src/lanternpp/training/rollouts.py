@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lanternpp.api.options import RuleDials, names
-from lanternpp.drafters.parallel import ParallelDrafter
+from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
 from lanternpp.engine.batching import draw_samples
 from lanternpp.engine.decode import Engine, Observer
 from lanternpp.engine.sampling import Guidance
@@ -24,7 +24,7 @@ from lanternpp.models.base import Target
 from lanternpp.nn.sources import Source
 from lanternpp.training.codes import MAX_HELD_OUT, Codes, Split, build_shards, read_file
 from lanternpp.training.features import CaptionPrompts, drafter_inputs, slot_inputs, spread_aux_layers
-from lanternpp.training.options import DrafterSettings, TrainingData
+from lanternpp.training.options import DrafterSettings, TrainingData, flag
 from lanternpp.training.parallel import DraftBatch, ParallelTask
 from lanternpp.training.teacher import DRAWN_SHARD_SIZE, OwnCodes, Teacher, choose_prompts, key_of, warping
 from lanternpp.types import Admission, TargetOutput
@@ -118,13 +118,7 @@ class Runs(OwnCodes):
         torch.manual_seed(settings.seed)  # of the weights of added blocks
         self.drafter = grown(drafter, settings, teacher.target)
         config = self.drafter.config
-        self.settings = replace(
-            settings,
-            layers=config.decoder.layers,
-            levels=config.queries + 1,
-            aux_layers=len(config.aux_layers),
-            condition_width=config.turn,
-        )
+        self.settings = replace(settings, **shape_of(config))
         chains: dict[str, Any] = {"proposer": "parallel", "tree": f"chain-{self.settings.levels}"}
         chains |= {"min_survival": 0.0, "cfg": teacher.cfg, "batch_size": self.batch}
         self.draw_settings = teacher.pipeline().settings(source.method, **chains)
@@ -226,22 +220,28 @@ class RolloutTask(ParallelTask):
         return DraftBatch(prompts, start, codes, next_inputs, features, anchors, hints, unguided)
 
 
+def shape_of(config: ParallelConfig) -> dict[str, Any]:
+    """Return the settings that a drafter of this shape is trained with."""
+    shape = {"layers": config.decoder.layers, "levels": config.queries + 1, "condition_width": config.turn}
+    return {**shape, "aux_layers": len(config.aux_layers)}
+
+
 def grown(drafter: ParallelDrafter, settings: DrafterSettings, target: Target) -> ParallelDrafter:
     """Return the drafter in float32, with at least the settings' layers and levels; added ones change nothing until they are trained.
 
-    A drafter without auxiliary layers gets the settings'. Raise InputError where it has another number of them than the settings.
+    A drafter without auxiliary layers gets the settings'. Raise InputError where settings ask for a shape that cannot be had.
     """
     config, shape = drafter.config, drafter.config.decoder
-    old_aux, new_aux = len(config.aux_layers), settings.aux_layers
-    if old_aux and new_aux not in (0, old_aux):
-        raise InputError(f"--aux-layers {new_aux}: the drafter reads {old_aux} layers already; leave it out.")
     larger_config = replace(
         config,
         decoder=replace(shape, layers=max(settings.layers, shape.layers)),
         queries=max(settings.levels - 1, config.queries),
-        aux_layers=config.aux_layers or spread_aux_layers(new_aux, target.decoder.config.layers),
+        aux_layers=config.aux_layers or spread_aux_layers(settings.aux_layers, target.decoder.config.layers),
         confidence=True,
     )
+    for name, number in shape_of(larger_config).items():
+        if (given := getattr(settings, name)) not in (number, getattr(DrafterSettings, name)):
+            raise InputError(f"{flag(name)} {given}: the drafter has {number} already; leave it out.")
     larger = ParallelDrafter(larger_config, target.decoder.rotary_table).float()
     for name, parameter in larger.decoder.blocks[shape.layers :].named_parameters():
         if name.endswith(("wo.weight", "w2.weight")):
