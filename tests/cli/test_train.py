@@ -262,6 +262,7 @@ def test_files_of_latents_are_finite_and_alike(latents: torch.Tensor, tmp_path: 
         (("--kind", "eagle", "--muon-lr", 0.1), "--muon-lr is for drafters of --kind parallel"),
         (("--kind", "eagle", "--rollouts", 2), "--rollouts is for drafters of --kind parallel"),
         (("--kind", "eagle", "--loss", "block"), "loss 'block' is none of eagle's"),
+        (("--kind", "eagle", "--drop-captions", 0.5), "with --loss guided: add --loss paper"),
         (("--loss", "paper"), "loss 'paper' is none of parallel's: choose guided, lk, both, block"),
         (("--levels", 1), "--levels 1 is out of range; use 2 to 64"),
         (("--rounds", 2), "--rounds is for drafters of --kind eagle: leave it out, or give that --kind"),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
 from lanternpp.api.options import AUTO, MAX_SECONDS, DraftDials, PartDials, RuleDials, check_method, names
-from lanternpp.errors import InputError
+from lanternpp.errors import InputError, counted
 from lanternpp.util.options import Option
 
 if TYPE_CHECKING:
@@ -138,6 +138,6 @@ def gather_keys(options: Sequence[str], file: Path | None) -> tuple[str, ...]:
     for key in keys:
         if len(key) < MIN_KEY_CHARS or not key.isascii() or any(c.isspace() for c in key):
             raise InputError(
-                f"an API key of {len(key)} characters cannot be used; take {MIN_KEY_CHARS} or more ASCII characters without blanks"
+                f"an API key of {counted(len(key), 'character')} cannot be used; take {MIN_KEY_CHARS} or more ASCII characters without blanks"
             )
     return tuple(dict.fromkeys(keys))

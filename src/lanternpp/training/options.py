@@ -121,12 +121,14 @@ class DrafterSettings:
     condition_width: Annotated[int, Parallel("Width of the layers that condition on a code.", ge=1)] = 256
 
     def of(self, kind: Kind) -> DrafterSettings:
-        """Return the settings with the defaults of a kind of drafter; raise InputError where one is of the other kind."""
+        """Return the settings with the defaults of a kind of drafter; raise InputError where one is of the other kind or has no effect."""
         check_kind(self, kind)
         defaults = {name: x for name, x in DEFAULTS[kind].items() if getattr(self, name) is None}
         settings = replace(self, **defaults)
         if settings.loss not in LOSSES[kind]:
             raise InputError(f"loss {settings.loss!r} is none of {kind}'s: choose {', '.join(LOSSES[kind])}.")
+        if settings.loss != "paper" and settings.drop_captions != DrafterSettings.drop_captions:
+            raise InputError(f"--drop-captions has no effect with --loss {settings.loss}: add --loss paper.")
         return settings
 
 

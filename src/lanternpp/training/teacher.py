@@ -67,13 +67,12 @@ class Teacher:
             )
         self.folder, device = model_folder(str(model)), team().device(device_name)
         self.device, self.dtype = device, compute_dtype(device)
+        on_cpu = device.type == "cpu"
         # Drawing may be faster in another dtype than training.
-        self.drawing_dtype = (
-            pick_placement(device, "auto", self.folder)[1] if device.type == "cpu" else self.dtype
-        )
+        self.drawing_dtype = pick_placement(device, "auto", self.folder)[1] if on_cpu else self.dtype
         self.target = self._read(self.drawing_dtype if draws else self.dtype)
         # Drawing packs the weights, and autograd cannot run through packed weights.
-        self._packed = draws and device.type == "cpu" and self.drawing_dtype == torch.bfloat16
+        self._packed = draws and on_cpu and self.drawing_dtype == torch.bfloat16
         settings = self.pipeline().settings(BASELINE, cfg=cfg)
         self.cfg: float = settings.cfg
         self.sampling = Sampling(settings.temperature, settings.top_k, settings.top_p)
