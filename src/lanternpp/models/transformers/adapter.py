@@ -19,7 +19,6 @@ from lanternpp.models.transformers.call import MODE, Call, padded, set_length, t
 from lanternpp.models.transformers.decoder import TransformersDecoder, replica
 from lanternpp.models.transformers.format import Format, Raster
 from lanternpp.models.transformers.opening import CORRECT, GENERATION, Text, adapted, opened
-from lanternpp.models.transformers.stack import rotary_table
 from lanternpp.models.vq.codes import Reader
 from lanternpp.models.vq.layouts import save_tokenizer
 from lanternpp.models.vq.vqgan import VQGAN
@@ -96,9 +95,9 @@ class TransformersTarget(Target):
         with input_errors(f"{source.path} cannot be opened", CORRECT):
             target._lay_out(raster, target.prompt_slots(raster))
             # A config may name tokens that the model lacks, or rotations of another width than its heads'.
-            decoder, first = target.decoder, target._code_ids.new_zeros(1, 1)
+            first = target._code_ids.new_zeros(1, 1)
             target.head(target.embed(first))
-            rotary_table(decoder.body, decoder.config.head_dim, decoder.position_ids(first))
+            target.decoder.rotations(first)
         target.packing = source.packing
         return target.eval().requires_grad_(False)
 
@@ -144,8 +143,7 @@ class TransformersTarget(Target):
         for width, side in sides.items():
             if size in (None, f"{width}", f"{width}x{width}"):
                 return Raster(side, side)
-        drawn = ", ".join(map(str, sides))
-        raise InputError(f"size {size} cannot be drawn; this model draws squares of {drawn} pixels")
+        raise InputError(f"size {size} cannot be drawn; squares of {', '.join(map(str, sides))} pixels can")
 
     @abstractmethod
     def conditional(self, text: str) -> list[int]:
@@ -210,9 +208,8 @@ class TransformersTarget(Target):
         self._id_span = slice(min(ids), max(ids) + 1)
         self._allowed_codes = self._kinds = None
         if format.kinds:
-            sets = [torch.tensor(sorted(tokens), device=self.device) for tokens in format.sets]
-            masks = [torch.isin(self._code_ids, tokens) for tokens in sets]
-            self._allowed_codes = torch.stack(masks)  # [sets, V]
+            masks = [[token in tokens for token in ids] for tokens in format.sets]
+            self._allowed_codes = torch.tensor(masks, device=self.device)  # [sets, V]
             self._kinds = torch.tensor(format.kinds, device=self.device)  # [length]
         self.decoder.position_table = None
         if format.positions:

@@ -193,13 +193,16 @@ class TransformersDecoder(Decoder):
         table = self.position_table.to(slot.device)
         return table[slot.clamp(max=len(table) - 1)].permute(2, 0, 1)
 
+    def rotations(self, slot: Tensor) -> Tensor:
+        """Return the rotations of slots [1, N], by `rotary_table`."""
+        return rotary_table(self.body, self.config.head_dim, self.position_ids(slot))
+
     def prepare(self, num_positions: int) -> None:
         """Compute the rotations of slots 0 to `num_positions` - 1."""
         self._num_prepared = num_positions
         if self.native is None:
             return
-        position_ids = self.position_ids(torch.arange(num_positions)[None])
-        table = rotary_table(self.body, self.config.head_dim, position_ids)
+        table = self.rotations(torch.arange(num_positions)[None])
         if table.shape == self.native.rotary_table.shape:
             self.native.rotary_table.copy_(table)
         else:
