@@ -101,9 +101,7 @@ class Engines:
             parts = (target, proposer, rule, sampling, Guidance(settings.cfg))
             engine = engine_class(target)(*parts, settings.batch_size, settings.measure_tv, VERIFIERS[verify])
             engine.drafts_to_check = 0 if timed else 2
-            # Chains that end early and latents are drawn with host reads.
-            if settings.compile or not (settings.min_survival or target.channels):
-                graph_steps(engine, bool(settings.compile))
+            graph_steps(engine, bool(settings.compile))
             if not (settings.compile or target.channels):
                 engine.fused = device_backend.step(engine, verify)
             if "_fit" in vars(self) and shape is None and not timed:

@@ -54,13 +54,16 @@ def check_compiler(device: torch.device) -> None:
 def recorder_of(engine: Engine) -> Recorder | None:
     """Return a recorder of the parts of an engine's steps; None unless all weights are on one GPU and all code is the library's.
 
-    A caller's own proposer or tree, and hooks on modules of the model, may keep state in Python or replace tensors.
+    A caller's own proposer or tree, and hooks on modules of the model, may keep state in Python or replace tensors. Chains that end
+    early and latents are drawn with host reads.
     """
     device, target = engine.codes.device, engine.target
+    if device.type != "cuda" or target.channels or getattr(engine.proposer, "min_survival", 0):
+        return None
     parts = engine.proposer, getattr(engine.proposer, "builder", engine.proposer)
     own = all(type(part).__module__.startswith("lanternpp.") for part in parts)
     own = own and not any(map(is_hooked, target.modules()))
-    one_gpu = device.type == "cuda" and {weight.device for weight in target.parameters()} == {device}
+    one_gpu = {weight.device for weight in target.parameters()} == {device}
     enabled = target.decoder.ranks == 1 and os.environ.get(GRAPHS_VARIABLE) != "0"
     return CudaGraphs(device) if own and one_gpu and enabled else None
 
@@ -162,12 +165,12 @@ def graph_steps(engine: Engine, compile: bool) -> None:
 
 
 def warm_up(engine: Engine) -> list[str]:
-    """Take steps of a new engine until all parts are compiled; return the names of parts that cannot be compiled."""
-    for slot in range(engine.batch):
-        engine.admit(slot, None, slot)
+    """Take steps of a new engine until its parts are compiled and recorded; return the names of parts for which this fails."""
+    if not isinstance(engine.run, GraphedParts):
+        return []
     for _ in range(WARM_UP_STEPS):
-        engine.step()
-    return engine.run.failed if isinstance(engine.run, GraphedParts) else []
+        engine.step()  # of no sample
+    return engine.run.failed
 
 
 @cache

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lanternpp.engine.compiled import WARM_UP_STEPS, GraphedParts
+from lanternpp.engine.compiled import warm_up
 from lanternpp.engine.decode import PHASES, Engine, Observer, Phase
 from lanternpp.types import TargetOutput
 
@@ -93,8 +93,7 @@ class TimedEngine:
     """A new engine whose steps are timed."""
 
     def __init__(self, engine: Engine):
-        for _ in range(WARM_UP_STEPS if isinstance(engine.run, GraphedParts) else 0):
-            engine.step()  # of no sample; a part is recorded in its second or third call
+        warm_up(engine)
         self.engine, self.watch = engine, Stopwatch(engine)
         self.rows = engine.guidance.branches * engine.batch * engine.proposer.size  # of the target's pass
 
