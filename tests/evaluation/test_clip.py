@@ -54,7 +54,7 @@ PROMPTS = ["a rose", "the sea", "forest", "a tulip and a very long line of words
 
 
 def test_the_score_is_the_mean_cosine_of_pictures_and_their_prompts(folder: Path) -> None:
-    clip = Clip.open(str(folder), CPU)
+    clip = Clip(str(folder), CPU)
     cosines = []
     for image, prompt in zip(pictures(), PROMPTS, strict=True):
         ids = clip.processor.tokenizer(prompt, truncation=True, return_tensors="pt")
@@ -71,7 +71,7 @@ def test_the_score_is_the_mean_cosine_of_pictures_and_their_prompts(folder: Path
 
 
 def test_pictures_without_a_prompt_are_left_out(folder: Path) -> None:
-    clip, images = Clip.open(str(folder), CPU), pictures()
+    clip, images = Clip(str(folder), CPU), pictures()
     some = clip.score(images, [None, PROMPTS[1], None, PROMPTS[3], "", PROMPTS[5]])
     assert some == pytest.approx(clip.score(images[1::2], PROMPTS[1::2]), rel=1e-5)
     assert clip.score(images, [None] * 6) is None
@@ -80,9 +80,9 @@ def test_pictures_without_a_prompt_are_left_out(folder: Path) -> None:
 def test_other_models_are_rejected(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
-    rejects("a model of type t5; give a CLIP", Clip.open, str(tmp_path), CPU)
+    rejects("a model of type t5; give a CLIP", Clip, str(tmp_path), CPU)
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     for name in (str(tmp_path), str(tmp_path / "none"), "no-such-person/no-such-clip"):
         with pytest.raises(InputError, match=r"cannot be had .*hub id such as openai/clip") as error:
-            Clip.open(name, CPU)
+            Clip(name, CPU)
         assert "\n" not in str(error.value) and len(str(error.value)) < 500

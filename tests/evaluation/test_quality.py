@@ -39,10 +39,6 @@ class Colours(Extractor):
 
     side = 8
 
-    @classmethod
-    def open(cls, folder: Path, device: torch.device) -> Colours:
-        return cls()
-
     def __call__(self, images: Tensor) -> Tensor:
         return images.float().mean((2, 3))
 
@@ -158,7 +154,7 @@ def test_inception_needs_torch_fidelity_and_weights(
 
 
 def test_features_do_not_depend_on_the_batch(tmp_path: Path) -> None:
-    classifier = ClassifierFeatures.open(write_classifier(tmp_path), CPU)
+    classifier = ClassifierFeatures(write_classifier(tmp_path), CPU)
     images = noisy_pictures("red", 5) + noisy_pictures("blue", 4, side=40)  # any size
     one, many = (extract(classifier, images, batch=batch) for batch in (1, 64))
     assert one.shape == (9, 16)

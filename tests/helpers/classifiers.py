@@ -39,7 +39,7 @@ def write_classifier(folder: Path, side: int = 16, captions: tuple[str, ...] = (
         classifier.labels.weight.copy_(torch.cat((difference, -difference)))
         classifier.labels.bias.copy_(-classifier.labels.weight @ middle[0])
     checkpoints.save(folder / CLASSIFIER, {"kind": CLASSIFIER, **asdict(config)}, classifier.state_dict())
-    stored = ClassifierFeatures.open(folder, CPU)
+    stored = ClassifierFeatures(folder, CPU)
     features = extract(stored, noisy_pictures("red", 24))
     write_reference(folder, read_classifier(folder), features, captions * (24 // len(captions)))
     return folder

@@ -26,7 +26,7 @@ def test_it_learns_red_and_blue_squares_and_writes_its_reference(data: Path, mod
     assert found["validation"]["accuracy_of_each_label"] == {"blue": 1, "red": 1}
     assert found["data"]["train"] == 12 and found["store"] == "int8"
     assert list((model / "classifier" / "samples").glob("*.png"))
-    features, photos = ClassifierFeatures.open(model, torch.device("cpu")), Gallery.read(data / "val")
+    features, photos = ClassifierFeatures(model, torch.device("cpu")), Gallery.read(data / "val")
     seen = extract(features, photos)
     taken = [features.classifier.config.labels[i] for i in features.labels(seen).tolist()]
     assert taken == [str(prompt).split()[4] for prompt in photos.prompts]  # a photo of a RED square

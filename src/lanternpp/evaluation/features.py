@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,10 +28,9 @@ class Extractor(ABC):
 
     side: int  # pixels of the square pictures it takes
 
-    @classmethod
-    @abstractmethod
-    def open(cls, folder: Path, device: torch.device) -> Self:
-        """Return the extractor for a model folder, on a device; raise InputError if it cannot be had."""
+    def __init__(self, folder: Path, device: torch.device):
+        """Make the extractor for a model folder, on a device; raise InputError if it cannot be had."""
+        self.device = device
 
     @abstractmethod
     def __call__(self, images: Tensor) -> Tensor:
@@ -42,18 +41,15 @@ class ClassifierFeatures(Extractor):
     """The features of the model's own classifier, and the labels it predicts."""
 
     def __init__(self, folder: Path, device: torch.device):
-        self.classifier, self.device = read_classifier(folder, device), device
-        self.side = self.classifier.config.size
-
-    @classmethod
-    def open(cls, folder: Path, device: torch.device) -> Self:
-        """Return the classifier of a model folder; raise InputError if there is none."""
+        """Read the classifier of a model folder; raise InputError if there is none."""
+        super().__init__(folder, device)
         if not has_classifier(folder):
             raise InputError(
                 f"model {folder.name} has no classifier; make one with `python recipes/nature/classifier.py`, "
                 "or use --features inception with --reference DIR"
             )
-        return cls(folder, device)
+        self.classifier = read_classifier(folder, device)
+        self.side = self.classifier.config.size
 
     @torch.inference_mode()
     def __call__(self, images: Tensor) -> Tensor:
@@ -74,12 +70,9 @@ class Inception(Extractor):
 
     side = 299
 
-    def __init__(self, network: Any, device: torch.device):
-        self.network, self.device = network, device
-
-    @classmethod
-    def open(cls, folder: Path, device: torch.device) -> Self:
-        """Return the network, which is the same for every model folder; its weights are fetched once. Raise InputError."""
+    def __init__(self, folder: Path, device: torch.device):
+        """Read the network, which is the same for every model folder; its weights are fetched once. Raise InputError."""
+        super().__init__(folder, device)
         try:
             package = import_module("torch_fidelity.feature_extractor_inceptionv3")
         except ImportError as error:
@@ -93,12 +86,13 @@ class Inception(Extractor):
         )
         with input_errors("the weights of features inception cannot be had", remedy):
             network = package.FeatureExtractorInceptionV3("inception-v3-compat", ["2048"])
-        return cls(network.eval().requires_grad_(False).to(device), device)
+        self.network = network.eval().requires_grad_(False).to(device)
 
     @torch.inference_mode()
     def __call__(self, images: Tensor) -> Tensor:
         """Compute the features [B, 2048] of images [B, 3, 299, 299] uint8."""
-        return self.network(images.to(self.device))[0]
+        features: Tensor = self.network(images.to(self.device))[0]
+        return features
 
 
 EXTRACTORS: dict[str, type[Extractor]] = {"classifier": ClassifierFeatures, "inception": Inception}
@@ -124,11 +118,7 @@ def extract(
 class Clip:
     """A CLIP from a folder or a hub id, and its score (arXiv 2104.08718): how well pictures agree with their prompts."""
 
-    def __init__(self, model: Any, processor: Any, device: torch.device):
-        self.model, self.processor, self.device = model, processor, device
-
-    @classmethod
-    def open(cls, name: str, device: torch.device) -> Clip:
+    def __init__(self, name: str, device: torch.device):
         """Read or fetch the model and its processor; raise InputError if `name` is no CLIP or cannot be had."""
         from transformers import AutoConfig, CLIPModel, CLIPProcessor
 
@@ -140,8 +130,9 @@ class Clip:
                     f"--clip {name} holds a model of type {kind}; give a CLIP, such as {CLIP_EXAMPLE}"
                 )
             model = CLIPModel.from_pretrained(name, dtype=torch.float32, trust_remote_code=False)
-            processor = CLIPProcessor.from_pretrained(name, trust_remote_code=False)
-        return cls(model.eval().requires_grad_(False).to(device), processor, device)
+            self.processor = CLIPProcessor.from_pretrained(name, trust_remote_code=False)
+        self.model: Any = model.eval().requires_grad_(False).to(device)
+        self.device = device
 
     @torch.inference_mode()
     def score(

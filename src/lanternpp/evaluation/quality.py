@@ -66,15 +66,15 @@ class Quality:
         """
         if reference is not None and not reference.is_dir():
             raise InputError(f"reference {reference} is no folder; name one that holds pictures")
-        device = pick_device(device) if isinstance(device, str) else device
+        device = pick_device(str(device))
         classifier = ClassifierFeatures(folder, device) if has_classifier(folder) else None
-        scorer = Clip.open(clip, device) if clip else None
+        scorer = Clip(clip, device) if clip else None
         if classifier is None and features is None and reference is None and scorer is not None:
             return cls(None, None, None, None, None, scorer)
         name = features or "classifier"
         kind = find("features", importable(name), EXTRACTORS)
         check_class("features", name, kind, Extractor)
-        extractor = classifier if classifier and kind is ClassifierFeatures else kind.open(folder, device)
+        extractor = classifier if classifier and kind is ClassifierFeatures else kind(folder, device)
         if kind not in EXTRACTORS.values():
             check_instance("features", name, extractor, Extractor, "side")
             check_features(name, extractor)
