@@ -11,11 +11,11 @@ from typing import Any
 
 from lanternpp.api.calls import Request, batch_size
 from lanternpp.api.options import BASELINE, DIALS, Settings
-from lanternpp.api.pipeline import Pipeline, versions
+from lanternpp.api.pipeline import Pipeline
 from lanternpp.api.settings import part
 from lanternpp.errors import InputError
 from lanternpp.evaluation.prompts import spread
-from lanternpp.evaluation.race import FOLDER_REMEDY, Entry, check_run, machine
+from lanternpp.evaluation.race import FOLDER_REMEDY, Entry, check_run, facts
 from lanternpp.util.jsonfile import Journal
 
 STEPS = 400  # values of a dial that are tried: their distances from the exact value are a geometric sequence
@@ -47,8 +47,7 @@ class StrengthSearch:
                 self.strength_dial(entry)
         self.prompts = spread(prompts, num_pictures)
         self.seeds = [seed + 2000 + i for i in range(num_pictures)]
-        facts = {"model": pipe.name, "weights": pipe.model.weights, "prompts": self.prompts, "seed": seed}
-        check_run(folder, facts | machine(pipe) | {"versions": versions(), "shared": self.shared})
+        check_run(folder, facts(pipe, self.prompts, seed, shared=self.shared))
         self.journal = Journal(folder / "tv.jsonl", FOLDER_REMEDY)
 
     def strength_dial(self, entry: Entry) -> tuple[str, float, float]:

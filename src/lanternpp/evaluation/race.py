@@ -138,16 +138,7 @@ class Race:
         defaults = {"batch_size": 1, "compile": False, **shared}
         self.requested = {e.label: pipe.settings(e.method, **(defaults | e.overrides)) for e in entries}
         self.settings: dict[str, Settings] = {}  # fitted to the machine when the race begins
-        self.facts = {
-            "model": pipe.name,
-            "weights": pipe.model.weights,
-            "prompts": self.prompts,
-            "n": n,
-            "seed": seed,
-            "measure_tv": measure_tv,
-            **machine(pipe),
-            "versions": versions(),
-        }
+        self.facts = facts(pipe, self.prompts, seed, n=n, measure_tv=measure_tv)
         self.batch_size = self.requested[BASELINE].batch_size
         self.turn_size = turn_size or self.batch_size
         if n % self.turn_size:
@@ -251,6 +242,12 @@ class Race:
 def machine(pipe: Pipeline) -> dict[str, Any]:
     """Return the device, dtype and number of threads that decide seconds."""
     return {"device": device_name(pipe.device), "dtype": pipe.dtype, "threads": torch.get_num_threads()}
+
+
+def facts(pipe: Pipeline, prompts: Sequence[str], seed: int, **others: Any) -> dict[str, Any]:
+    """Return the facts that must be unchanged for a run to be resumed."""
+    drawn = {"model": pipe.name, "weights": pipe.model.weights, "prompts": list(prompts), "seed": seed}
+    return drawn | others | machine(pipe) | {"versions": versions()}
 
 
 def check_run(folder: Path, run: Mapping[str, Any], remedy: str = FOLDER_REMEDY) -> None:

@@ -29,7 +29,7 @@ from lanternpp.evaluation import report
 from lanternpp.evaluation.equal import variation
 from lanternpp.evaluation.prompts import spread
 from lanternpp.evaluation.quality import Quality
-from lanternpp.evaluation.race import FOLDER_REMEDY, RUN, Entry, Race, check_run, machine
+from lanternpp.evaluation.race import FOLDER_REMEDY, RUN, Entry, Race, check_run, facts, machine
 from lanternpp.trees import static_shape
 from lanternpp.tuning.candidates import PlainEngine, Space, draw, has_window
 from lanternpp.tuning.options import TuningOptions
@@ -107,10 +107,9 @@ class Tuner:
 
     def describe(self) -> dict[str, Any]:
         """Return the facts that must be unchanged for a tuning to be resumed, which may then have more trials."""
-        facts = {k: v for k, v in asdict(self.options).items() if k not in ("n", "trials")}
-        facts |= {"tuned": self.method, "prompts": self.prompts, "seed": self.seed, "model": self.pipe.name}
-        facts |= {"weights": self.pipe.model.weights}
-        return facts | {"settings": asdict(self.settings)} | machine(self.pipe) | {"versions": versions()}
+        options = {k: v for k, v in asdict(self.options).items() if k not in ("n", "trials")}
+        options |= {"tuned": self.method, "settings": asdict(self.settings)}
+        return facts(self.pipe, self.prompts, self.seed, **options)
 
     def tune(self, progress: Progress | None = None) -> Candidate:
         """Try as many candidates as the options say, and return the fastest within the limit; raise InputError if there is none."""
