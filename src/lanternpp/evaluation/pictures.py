@@ -8,9 +8,10 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -55,22 +56,18 @@ class Gallery(Sequence[Image.Image]):
             raise InputError(f"{folder} is no folder; name one that holds pictures")
         captions = read_captions(folder)
         paths = [folder / name for name in captions] if captions else list_pictures(folder)
+        names = [path.relative_to(folder).as_posix() for path in paths]
         with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
-            contents = list(pool.map(read_items, paths))
-        items, faults, sizes = list[Item](), list[str](), dict[str, tuple[int, int]]()
-        for path, content in zip(paths, contents, strict=True):
-            name = path.relative_to(folder).as_posix()
-            if isinstance(content, str):
-                faults.append(f"{name} ({content})")
-                continue
-            items += [replace(item, prompt=captions.get(name) or item.prompt) for item in content]
-            sizes[name] = content[0].size
-        if faults:
+            contents = list(pool.map(read_items, paths, map(captions.get, names)))
+        pairs = zip(names, contents, strict=True)
+        if faults := [f"{name} ({content})" for name, content in pairs if isinstance(content, str)]:
             raise InputError(f"{folder} has pictures that cannot be read: {join_names(faults)}")
+        items = [item for content in contents for item in content if isinstance(item, Item)]
         if len(items) < min_pictures:
             raise InputError(
                 f"{folder} holds {counted(len(items), 'picture')}; at least {min_pictures} are needed"
             )
+        sizes = {item.path.relative_to(folder).as_posix(): item.size for item in items}
         (width, height), _ = Counter(sizes.values()).most_common(1)[0]
         different = [f"{name} ({w} x {h})" for name, (w, h) in sizes.items() if (w, h) != (width, height)]
         if one_size and different:
@@ -97,12 +94,12 @@ class Gallery(Sequence[Image.Image]):
         return image.crop(item.box) if item.box else image
 
 
-def read_items(path: Path) -> list[Item] | str:
-    """Return the pictures in a file, or the reason why the file cannot be read."""
+def read_items(path: Path, caption: str | None) -> list[Item] | str:
+    """Return the pictures in a file, or the reason why the file cannot be read. caption: None: the prompt is in the file's notes."""
     image = open_image(path)
     if isinstance(image, str):
         return image
-    count, prompt = str(image.info.get("images", 1)), image.info.get("prompt")
+    count, prompt = str(image.info.get("images", 1)), caption or image.info.get("prompt")
     if not count.isdecimal() or int(count) < 2:
         return [Item(path, prompt, None, image.size)]
     boxes = grid_boxes(image.size, int(count))
@@ -170,5 +167,4 @@ def square(image: Image.Image, side: int) -> Image.Image:
 
 def to_pixels(image: Image.Image) -> Tensor:
     """Convert a PIL image to [3, H, W] uint8."""
-    flat = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
-    return flat.view(image.height, image.width, 3).permute(2, 0, 1)
+    return torch.tensor(np.asarray(image)).permute(2, 0, 1)
