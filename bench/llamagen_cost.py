@@ -4,7 +4,7 @@
 
 A tree named chain-N is drafted by a parallel drafter, other trees by EAGLE's. LANTERNPP_KERNELS=0 takes PyTorch's operations. Stage 1
 draws 256 codes and stage 2 draws 1,024, after a text of 120 slots. The script prints medians of interleaved steps of the engine at
-an eighth, a half and seven eighths of the picture.
+an eighth, a half and seven eighths of the picture, and the milliseconds of verification in them.
 
 The cost of a drafted step grows with the number of accepted codes, and random weights accept none, so two kinds of drafted steps are
 timed: "nothing accepted", and "all accepted" with a head of zeros, where drafter and target agree. (If the drafter runs in C, top-k keeps
@@ -17,8 +17,7 @@ from __future__ import annotations
 import argparse
 import resource
 import statistics
-import time
-from dataclasses import dataclass, field
+from collections import defaultdict
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from lanternpp.accept.neighbours import LanternPlusPlus
 from lanternpp.drafters.eagle import EagleConfig, EagleDrafter
 from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
 from lanternpp.engine.decode import Engine
+from lanternpp.engine.observers import TimedEngine
 from lanternpp.engine.proposer import Proposer
 from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.models.llamagen import LlamaGenConfig, LlamaGenTarget
@@ -64,28 +64,28 @@ class RandomTarget(LlamaGenTarget):
         backend().pack(self.eval(), int8)
 
 
-@dataclass
-class Case:
-    """An engine with one sample, the seconds of its steps by their place in the picture, and the codes that each step decided."""
+class Case(TimedEngine):
+    """A timed engine under LANTERN++ with one sample, the seconds of its steps by place in the picture, and their decided codes."""
 
-    name: str
-    engine: Engine
-    seconds: dict[float, list[float]] = field(default_factory=dict)
-    num_codes: list[float] = field(default_factory=list)
+    def __init__(self, name: str, target: LlamaGenTarget, proposer: Proposer, cfg: float):
+        rule = LanternPlusPlus(random_neighbours(target.vocab, target.codes_in.weight.device), 2.0)
+        super().__init__(Engine(target, proposer, rule, Sampling(top_k=1000), Guidance(cfg), 1))
+        self.name, self.seconds, self.num_codes = name, defaultdict[float, list[float]](list), list[float]()
+        self.verify_seconds: list[float] = []
+        self.admit([""], [0])
 
-    def step(self, place: float, timed: bool) -> None:
-        """Run a step with the share `place` of the picture decided; record its seconds if `timed`."""
+    def step_at(self, place: float, record: bool) -> None:
+        """Run a step with the share `place` of the picture decided; record its seconds and codes if asked to."""
         engine = self.engine
         decided = int(place * engine.target.length)
         engine.count.fill_(decided)
         engine.passes.fill_(1)
-        engine.cache.used.fill_(SLOTS + decided - 1)
-        if isinstance(engine.proposer, TreeProposer | Parallel):
-            engine.proposer.cache.used.fill_(SLOTS + decided - 1)
-        start = now()
-        engine.step()
-        if timed:
-            self.seconds.setdefault(place, []).append(now() - start)
+        for cache in (engine.cache, getattr(engine.proposer, "cache", engine.cache)):
+            cache.used.fill_(SLOTS + decided - 1)
+        seconds = self.step()
+        if record:
+            self.seconds[place].append(sum(seconds.values()))
+            self.verify_seconds.append(seconds["verify"])
             self.num_codes.append(float(engine.count[0]) - decided)
 
 
@@ -111,17 +111,14 @@ def main() -> None:
     with blank():
         target = RandomTarget(config)
     target.draw_weights(device, dtype, options.dtype == "int8")
-    cases = [build_case("plain step", target, NoDraft(), options.cfg)]
-    cases.append(build_case("nothing accepted", target, build_proposer(target, options.tree), options.cfg))
-    flat_target = with_flat_head(target)
-    cases.append(
-        build_case("all accepted", flat_target, build_proposer(flat_target, options.tree), options.cfg)
-    )
+    cases = [Case("plain step", target, NoDraft(), options.cfg)]
+    for name, drafted in (("nothing accepted", target), ("all accepted", with_flat_head(target))):
+        cases.append(Case(name, drafted, build_proposer(drafted, options.tree), options.cfg))
     places = (1 / 8, 1 / 2, 7 / 8)
     for run in range(WARM_UP_STEPS + options.runs):
         for place in places:
             for case in cases:
-                case.step(place, run >= WARM_UP_STEPS)
+                case.step_at(place, run >= WARM_UP_STEPS)
     threads = torch.get_num_threads()
     print(
         f"LlamaGen-{options.size}, stage {options.stage}: {target.length} codes, cfg {options.cfg}, {options.tree}"
@@ -134,10 +131,10 @@ def main() -> None:
         plain = statistics.median(cases[0].seconds[place])
         for case in cases:
             seconds = statistics.median(case.seconds[place])
-            codes = statistics.mean(case.num_codes)
+            verify = statistics.median(case.verify_seconds)
             print(
                 f"{place:5.3f} of the picture, {case.name:17} {1e3 * seconds:8.1f} ms = {seconds / plain:4.2f} plain steps, "
-                f"{codes:.1f} codes"
+                f"verification {1e3 * verify:.1f} ms, {statistics.mean(case.num_codes):.1f} codes"
             )
     plain, *drafted_steps = (statistics.mean(map(statistics.median, case.seconds.values())) for case in cases)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
@@ -176,25 +173,10 @@ def build_proposer(target: LlamaGenTarget, tree: str) -> TreeProposer | Parallel
     return (Parallel if builder.chain else TreeProposer)(drafter, builder)
 
 
-def build_case(name: str, target: LlamaGenTarget, proposer: Proposer, cfg: float) -> Case:
-    """Build an engine under LANTERN++, and admit one sample."""
-    rule = LanternPlusPlus(random_neighbours(target.vocab, target.codes_in.weight.device), 2.0)
-    engine = Engine(target, proposer, rule, Sampling(top_k=1000), Guidance(cfg), 1)
-    engine.admit(0, "", 0)
-    return Case(name, engine)
-
-
 def random_neighbours(vocab: int, device: torch.device) -> Tensor:
     """Return a table of 1,000 random neighbours per code, [V, 1000]."""
     rows = torch.stack([torch.randperm(vocab)[:1000] for _ in range(64)])
     return rows.repeat(vocab // 64, 1).int().to(device)
-
-
-def now() -> float:
-    """Return the time in seconds, after the device has finished its work."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 if __name__ == "__main__":
