@@ -18,7 +18,7 @@ from lanternpp.evaluation.papers import PAPERS, find_paper
 from lanternpp.util.files import locked, write_text
 from lanternpp.util.jsonfile import write_json
 from lanternpp.util.options import Option
-from lanternpp.util.terminal import progress_bar, say, show_table
+from lanternpp.util.terminal import say, show_table, track
 
 if TYPE_CHECKING:
     from lanternpp import Pipeline
@@ -190,8 +190,7 @@ def bench(
             rows = run(race, quality, folder, with_plots, geneval)
             table += rows
             if race_options.profile:
-                with progress_bar("profiling") as progress:
-                    profiles += profile_race(race, rows, folder, progress)
+                profiles += profile_race(race, rows, folder)
         result = write_results(race, table, n, output, with_plots, paper.source if paper else None)
     if as_json:
         print(json.dumps(result))
@@ -215,15 +214,13 @@ def check_folder(folder: Path, by_size: bool, resume: bool) -> None:
     """Raise InputError if a folder holds a run that is not to be resumed, or whose batch sizes do not go with `by_size`."""
     from lanternpp.evaluation.race import FOLDER_REMEDY, RUN
 
-    runs = [path.parent for path in sorted(folder.glob(RUN))]
-    runs_by_size = [path.parent for path in sorted(folder.glob(f"batch-*/{RUN}"))]
-    if runs if by_size else runs_by_size:
+    own, other, word = (f"batch-*/{RUN}", RUN, "without") if by_size else (RUN, f"batch-*/{RUN}", "with")
+    if any(folder.glob(other)):
+        raise InputError(f"{folder} holds a run {word} --batch-sizes; {FOLDER_REMEDY}")
+    if not resume and (runs := sorted(folder.glob(own))):
         raise InputError(
-            f"{folder} holds a run {'without' if by_size else 'with'} --batch-sizes; {FOLDER_REMEDY}"
+            f"{runs[0].parent} holds a run already; go on with it by --resume, or {FOLDER_REMEDY}"
         )
-    runs += runs_by_size
-    if runs and not resume:
-        raise InputError(f"{runs[0]} holds a run already; go on with it by --resume, or {FOLDER_REMEDY}")
 
 
 def relaxed_methods(pipe: Pipeline) -> list[str]:
@@ -244,15 +241,12 @@ def at_equal_tv(search: StrengthSearch, entries: Sequence[Entry], limits: Sequen
     """Return plain decoding, and the entries at the strengths that cost each limit; say on stderr which cost more at any strength."""
     relaxed = [entry for entry in entries if entry.method != BASELINE]
     by_label = {BASELINE: entries[0]}
-    with progress_bar("finding strengths") as progress:
-        for i, (limit, entry) in enumerate(product(limits, relaxed)):
-            if progress:
-                progress(i, len(limits) * len(relaxed))
-            if strongest := search.find(entry, limit):
-                by_label.setdefault(strongest.label, strongest)
-            else:
-                reason = f"{entry.label} costs more than {limit:g} a code at any strength"
-                say("bench", f"{reason}: left out there")
+    for limit, entry in track("finding strengths", list(product(limits, relaxed))):
+        if strongest := search.find(entry, limit):
+            by_label.setdefault(strongest.label, strongest)
+        else:
+            reason = f"{entry.label} costs more than {limit:g} a code at any strength"
+            say("bench", f"{reason}: left out there")
     return list(by_label.values())
 
 
@@ -298,8 +292,7 @@ def run(
     from lanternpp.evaluation.race import PICTURES, RUN
 
     is_resumed = (folder / RUN).exists()
-    with progress_bar("racing") as progress:
-        turns = race.run(folder, progress)
+    turns = race.run(folder)
     for name in report.PLOTS if is_resumed else ():  # they are drawn again, or no longer wanted
         (folder / f"{name}.png").unlink(missing_ok=True)
     figures = {entry.label: dict(entry.figures or {}) for entry in race.entries}
@@ -312,8 +305,7 @@ def run(
             write_geneval(geneval, pictures, folder / "geneval" / entry.slug)
         if quality:
             gallery = Gallery.read(picture_folder)
-            with progress_bar(f"measuring {entry.label}") as progress:
-                figures[entry.label] |= quality.measure(gallery, gallery.prompts, progress)
+            figures[entry.label] |= quality.measure(gallery, gallery.prompts, f"measuring {entry.label}")
     table = report.rows(turns, race.describe(), figures)
     if plots:
         report.plot(table, report.by_row(turns, race.pipe.target.width), folder)
@@ -366,10 +358,8 @@ def show_folder(folder: Path, quality_options: QualityOptions, options: DrawOpti
     if quality_options.clip and not any(images.prompts):
         raise InputError(f"no picture in {folder} has a prompt; --clip compares pictures with their prompts")
     values = (quality_options.reference, quality_options.features, quality_options.clip)
-    with progress_bar("reading the reference") as progress:
-        quality = Quality.for_model(model_folder(options.model), *values, options.device, progress)
-    with progress_bar("measuring") as progress:
-        figures = quality.measure(images, images.prompts, progress)
+    quality = Quality.for_model(model_folder(options.model), *values, options.device)
+    figures = quality.measure(images, images.prompts)
     row = {"folder": str(folder), "images": len(images), "versions": versions(), **figures}
     row |= {"features": quality.features, "reference": quality.reference_name}
     row["reference_images"] = None if quality.reference is None else len(quality.reference)

@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,12 +23,11 @@ from lanternpp.api.options import (
 )
 from lanternpp.cli import options as opt
 from lanternpp.util.options import Option
-from lanternpp.util.terminal import Progress, progress_bar, say, show_table
+from lanternpp.util.terminal import say, show_table, track
 
 if TYPE_CHECKING:
     from lanternpp.api.calls import Request
     from lanternpp.api.pipeline import Pipeline, Result, Stats
-    from lanternpp.engine.decode import Engine
 
 OUTPUT = Path("out/compare.png")
 
@@ -64,8 +62,7 @@ def compare(
     drafted = request(method=options.method, **overrides)
     shared = {name: getattr(drafted.settings, name) for name in names(EngineDials, SamplingDials)}
     plain = request(method=BASELINE, **shared)
-    with progress_bar("comparing") as progress:
-        pairs, tv_stats = race(pipe, (plain, drafted), runs, measure_tv, progress)
+    pairs, tv_stats = race(pipe, (plain, drafted), runs, measure_tv)
     plain_results, results = zip(*pairs, strict=True)
     if tv_stats and tv_stats.tv_cost is None:
         say("compare", f"the total variation of the rule {tv_stats.settings['accept']} cannot be measured")
@@ -85,27 +82,25 @@ def compare(
 
 
 def race(
-    pipe: Pipeline, requests: tuple[Request, Request], runs: int, measure_tv: bool, progress: Progress | None
-) -> tuple[list[tuple[Result, ...]], Stats | None]:
+    pipe: Pipeline, requests: tuple[Request, Request], runs: int, measure_tv: bool
+) -> tuple[list[tuple[Result, Result]], Stats | None]:
     """Time plain decoding and the method in turn, and return the pairs of their results.
 
     With `measure_tv`, also return the statistics of a further, untimed run that measures tv_cost. All runs have the settings of
-    their request, also if another draft would be fitted by now. Progress is reported between runs only, so that it is not timed.
+    their request, also if another draft would be fitted by now.
     """
-    finished, num_runs = count(), 2 * (runs + 1) + measure_tv
-    engines = [pipe.new_engine(request.settings, timed=True) for request in requests]
-
-    def run(engine: Engine, request: Request) -> Result:
-        if progress:
-            progress(next(finished), num_runs)
-        return pipe.draw(engine, replace(request, samples={}))
-
-    _, *pairs = [tuple(map(run, engines, requests)) for _ in range(1 + runs)]  # the first pair is the warm-up
+    # The first turn of each is the warm-up.
+    turns = [(pipe.new_engine(request.settings, timed=True), request) for request in requests] * (1 + runs)
+    results = [
+        pipe.draw(engine, replace(request, samples={})) for engine, request in track("comparing", turns)
+    ]
+    pairs = list(zip(results[2::2], results[3::2], strict=True))
     if not measure_tv:
         return pairs, None
-    engines.clear()
+    turns.clear()  # to free their engines
     settings = replace(requests[1].settings, measure_tv=True)
-    return pairs, run(pipe.new_engine(settings), replace(requests[1], settings=settings)).stats
+    request = replace(requests[1], settings=settings, samples={})
+    return pairs, pipe.draw(pipe.new_engine(settings), request).stats
 
 
 def figures_of(results: Sequence[Result], tv_stats: Stats | None = None) -> dict[str, Any]:

@@ -69,10 +69,7 @@ def tune(
         tuner = Tuner(pipe, method, options.overrides, prompt_list, output, search, seed, quality, restart)
         with progress_bar("trying drafts") as progress:
             candidate = tuner.tune(progress)
-        rows: list[dict[str, Any]] = []
-        if race:
-            with progress_bar("racing") as progress:
-                rows = tuner.race(candidate, progress)
+        rows = tuner.race(candidate) if race else []
         result = tuner.report(candidate, rows) | {"folder": str(output)}
         result |= {"auto": chosen.reason(tuner.settings), "slower": slower_reason(result)}
         if save and not result["slower"]:

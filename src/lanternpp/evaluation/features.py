@@ -18,7 +18,7 @@ from lanternpp.evaluation.classifier import has_classifier, read_classifier
 from lanternpp.evaluation.pictures import square, to_pixels
 from lanternpp.models.hub import quiet
 from lanternpp.nn.files import input_errors
-from lanternpp.util.terminal import Progress
+from lanternpp.util.terminal import track
 
 CLIP_EXAMPLE = "openai/clip-vit-base-patch32"
 
@@ -99,19 +99,14 @@ EXTRACTORS: dict[str, type[Extractor]] = {"classifier": ClassifierFeatures, "inc
 
 
 def extract(
-    extractor: Extractor,
-    images: Sequence[Image.Image],
-    progress: Progress | None = None,
-    batch: int = 32,
+    extractor: Extractor, images: Sequence[Image.Image], label: str = "measuring", batch: int = 32
 ) -> Tensor:
-    """Compute the features [M, F] float32, on the CPU, of pictures of any size."""
+    """Compute the features [M, F] float32, on the CPU, of pictures of any size. label: of the progress bar."""
     features = []
-    for start in range(0, len(images), batch):
-        indices = range(start, min(start + batch, len(images)))
+    for start in track(label, range(0, len(images), batch)):
+        indices = range(len(images))[start : start + batch]
         squares = torch.stack([to_pixels(square(images[i], extractor.side)) for i in indices])
         features.append(extractor(squares).float().cpu())
-        if progress:
-            progress(indices.stop, len(images))
     return torch.cat(features)
 
 
@@ -139,7 +134,7 @@ class Clip:
         self,
         images: Sequence[Image.Image],
         prompts: Sequence[str | None],
-        progress: Progress | None = None,
+        label: str = "measuring",
         batch: int = 32,
     ) -> float | None:
         """Return 100 x the mean cosine between a picture and its prompt, a negative cosine counted as 0 (equation 1, w = 100).
@@ -148,7 +143,7 @@ class Clip:
         """
         with_prompt = [i for i, prompt in enumerate(prompts) if prompt]
         total = 0.0
-        for start in range(0, len(with_prompt), batch):
+        for start in track(label, range(0, len(with_prompt), batch)):
             indices = with_prompt[start : start + batch]
             inputs = self.processor(
                 text=[prompts[i] for i in indices],
@@ -159,6 +154,4 @@ class Clip:
             ).to(self.device)
             outputs = self.model(**inputs)
             total += F.cosine_similarity(outputs.image_embeds, outputs.text_embeds).clamp_min(0).sum().item()
-            if progress:
-                progress(start + len(indices), len(with_prompt))
         return 100 * total / len(with_prompt) if with_prompt else None

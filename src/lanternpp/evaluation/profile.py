@@ -21,7 +21,7 @@ from lanternpp.engine.threads import AdaptiveThreads
 from lanternpp.evaluation.race import Race
 from lanternpp.evaluation.report import HEADINGS, cell
 from lanternpp.util.files import replacing, write_text
-from lanternpp.util.terminal import Progress
+from lanternpp.util.terminal import track
 
 STEPS = 32  # profiled at the start of a picture; a whole picture may have a million operations
 ROWS = 30  # of a table of operations
@@ -82,12 +82,7 @@ def pass_costs(pipe: Pipeline, engine: Engine) -> tuple[float, float]:
     return weights * weight_bytes + keys_values * cache_bytes, rows * (2 * weights + attention)
 
 
-def profile_race(
-    race: Race,
-    table: Sequence[Mapping[str, Any]],
-    folder: Path,
-    progress: Progress | None = None,
-) -> list[list[str]]:
+def profile_race(race: Race, table: Sequence[Mapping[str, Any]], folder: Path) -> list[list[str]]:
     """Write profile-METHOD.txt and profile-METHOD.json for every method; return rows of COLUMNS.
 
     table: the rows of `report.rows`. Their phases were timed without the profiler, which slows small operations down.
@@ -96,9 +91,7 @@ def profile_race(
     time_key = f"self_{'device' if cuda else 'cpu'}_time_total"
     bandwidth, arithmetic = machine_rates(race.pipe.device, next(race.pipe.target.parameters()).dtype)
     profile_rows = []
-    for i, (entry, row) in enumerate(zip(race.entries, table, strict=True)):
-        if progress:
-            progress(i, len(race.entries))
+    for entry, row in track("profiling", list(zip(race.entries, table, strict=True))):
         engine = race.engines[entry.label]
         # Parts that are built on first use are not profiled.
         race.draw(entry, 0, race.seed)

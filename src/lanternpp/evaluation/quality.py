@@ -20,7 +20,6 @@ from lanternpp.evaluation.pictures import Gallery, reference_folder
 from lanternpp.nn.files import check_finite, input_errors
 from lanternpp.util.devices import pick_device
 from lanternpp.util.registry import check_class, check_instance, find, importable
-from lanternpp.util.terminal import Progress
 
 NUM_NEIGHBOURS = 3  # k of precision and recall
 MIN_PICTURES = NUM_NEIGHBOURS + 1  # precision and recall compare a picture with its neighbours
@@ -55,7 +54,6 @@ class Quality:
         features: str | None = None,
         clip: str | None = None,
         device: torch.device | str = "auto",
-        progress: Progress | None = None,
     ) -> Quality:
         """Open the networks and read the reference for the pictures of a model.
 
@@ -80,7 +78,7 @@ class Quality:
             check_features(name, extractor)
         if reference is not None:
             gallery = Gallery.read(reference_folder(reference), MIN_PICTURES)
-            reference_features = extract(extractor, gallery, progress)
+            reference_features = extract(extractor, gallery, "reading the reference")
             reference_name = str(gallery.folder)
         elif classifier is not None and extractor is classifier:
             reference_features = read_reference(folder, classifier.classifier)
@@ -93,11 +91,11 @@ class Quality:
         self,
         images: Sequence[Image.Image],
         prompts: Sequence[str | None] = (),
-        progress: Progress | None = None,
+        label: str = "measuring",
     ) -> dict[str, float]:
         """Return the figures of pictures by the names that the class lists; prompts: of the pictures, or none.
 
-        A figure that needs prompts is left out if no prompt can be used. Raise InputError for fewer than `MIN_PICTURES` pictures.
+        label: of the progress bar. A figure that needs prompts is left out if no prompt can be used. Raise InputError for fewer than `MIN_PICTURES` pictures.
         """
         if len(images) < MIN_PICTURES:
             raise InputError(
@@ -106,7 +104,7 @@ class Quality:
         figures: dict[str, float] = {}
         features: Tensor | None = None
         if self.extractor and self.reference is not None:
-            features = extract(self.extractor, images, progress)
+            features = extract(self.extractor, images, label)
             reference = gaussian(self.reference)
             figures["frechet"] = frechet(gaussian(features), reference)
             figures["frechet_spread"] = standard_error(features, reference)
@@ -117,11 +115,11 @@ class Quality:
             labels = {i: label for i, label in labels.items() if label is not None}
             if labels:
                 if features is None or self.extractor is not self.classifier:
-                    features = extract(self.classifier, images, progress)
+                    features = extract(self.classifier, images, label)
                 predicted = self.classifier.labels(features[list(labels)])
                 correct = predicted == torch.tensor(list(labels.values()))
                 figures["prompt_accuracy"] = correct.double().mean().item()
-        score = self.clip.score(images, prompts, progress) if self.clip else None
+        score = self.clip.score(images, prompts, label) if self.clip else None
         return figures if score is None else figures | {"clip": score}
 
 

@@ -27,7 +27,7 @@ from lanternpp.errors import InputError, counted
 from lanternpp.util.devices import device_name
 from lanternpp.util.files import digest
 from lanternpp.util.jsonfile import Journal, differences, key_of, read_object, validated, write_json
-from lanternpp.util.terminal import Progress
+from lanternpp.util.terminal import track
 
 RUN, TURNS, PICTURES = "run.json", "turns.jsonl", "pictures"
 FOLDER_REMEDY = "choose another folder with -o"
@@ -173,10 +173,10 @@ class Race:
         request = Request([self.prompts[prompt]] * self.turn_size, seeds, settings)
         return request, self.pipe.draw(engine, request)
 
-    def run(self, folder: Path, progress: Progress | None = None) -> list[Turn]:
+    def run(self, folder: Path) -> list[Turn]:
         """Draw every turn that the folder lacks, and every picture that was removed from the folder; return all turns.
 
-        `progress` is called between turns only, so that no turn is timed with the call. Raise InputError if the folder holds another run.
+        Raise InputError if the folder holds another run.
         """
         journal = Journal(folder / TURNS, FOLDER_REMEDY)
         fits = {label: self._fit(label, journal) for label in self.requested}
@@ -188,11 +188,8 @@ class Race:
         for label, changes in fits.items():
             journal.once({"fit": label}, partial(dict, changes))
         turns: list[Turn] = []
-        num_turns = len(self.prompts) * self.n // self.turn_size * len(self.entries)
-        for entry, prompt, seed in self.turns():
+        for entry, prompt, seed in track("racing", list(self.turns())):
             key = {"label": entry.label, "prompt": prompt, "seed": seed}
-            if progress and key_of(key) not in journal:
-                progress(len(turns), num_turns)
             figures = journal.once(key, partial(self._measure_turn, folder, entry, prompt, seed))
             turns.append(validated("its turn", key | figures, Turn))
         # Removed pictures are drawn again after all turns, as a stopwatch would time them with the next turn.

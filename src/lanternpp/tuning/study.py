@@ -191,7 +191,7 @@ class Tuner:
         """Return whether there is no limit, or a candidate was measured to be within the limit."""
         return not self.options.limited or (candidate.cost is not None and candidate.cost <= self.max_cost)
 
-    def race(self, candidate: Candidate, progress: Progress | None = None) -> list[dict[str, Any]]:
+    def race(self, candidate: Candidate) -> list[dict[str, Any]]:
         """Race plain decoding, the method's own draft and the candidate, and return a row of figures for each."""
         batch_size, options = self.settings.batch_size, self.options
         num_batches = -(-options.n // batch_size)
@@ -202,7 +202,7 @@ class Tuner:
         entries = [Entry(BASELINE, BASELINE, {}), *own, tuned]
         race = Race(self.pipe, entries, prompts, n, self.seed + 1000, self.shared, options.limited)
         folder = self.folder / RACE / digest([str(sorted(candidate.overrides.items())), str(n), *prompts])
-        return report.rows(race.run(folder, progress), race.describe(), {})
+        return report.rows(race.run(folder), race.describe(), {})
 
     def is_own_draft(self, candidate: Candidate) -> bool:
         """Return whether a candidate draws as the method does without a tuning, whose tree may have another name."""

@@ -9,8 +9,9 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+T = TypeVar("T")
 MIN_PROSE_WIDTH = 24  # of a last column with prose
 # Of torchao, which transformers imports where it is installed: notes on kernels for other machines.
 NOISY_LOGGERS = ("torchao", "torch.utils._pytree")
@@ -57,6 +58,15 @@ def progress_bar(label: str) -> Iterator[Progress | None]:
     with Progress("{task.description}", *share, *times, console=_stderr(), transient=True) as display:
         task = display.add_task(label, total=None)
         yield lambda done, total: display.update(task, completed=done, total=total)
+
+
+def track(label: str, items: Sequence[T]) -> Iterator[T]:
+    """Yield the items, and show a bar of how many the loop has done."""
+    with progress_bar(label) as progress:
+        for i, item in enumerate(items):
+            if progress:
+                progress(i, len(items))
+            yield item
 
 
 @cache

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -21,7 +20,7 @@ from lanternpp.errors import InputError
 from lanternpp.nn.checkpoints import checksum, write_safetensors
 from lanternpp.nn.files import NEIGHBOURS
 from lanternpp.util.files import user_cache
-from lanternpp.util.terminal import progress_bar
+from lanternpp.util.terminal import track
 
 CHUNK_ROWS = 64  # codes whose distances are computed at once and stay in the L2 cache
 MAX_UINT16_CODES = 1 << 16  # the largest vocabulary whose codes fit in 16 bits
@@ -132,13 +131,11 @@ def neighbours(codebook: Tensor, k: int, folder: Path | None = None) -> Tensor:
         return saved
     book = codebook.detach().float()
     table = torch.empty(vocab, k, dtype=torch.int32, device=book.device)
-    with progress_bar("codebook neighbours") if vocab >= MIN_PROGRESS_CODES else nullcontext() as progress:
-        for codes in torch.arange(vocab, device=book.device).split(CHUNK_ROWS):
-            distance = torch.cdist(book[codes], book, compute_mode=PAIRWISE)  # [CHUNK_ROWS, V]
-            distance.scatter_(1, codes[:, None], float("inf"))
-            table[codes] = distance.topk(k, 1, largest=False).indices.int()
-            if progress:
-                progress(int(codes[-1]) + 1, vocab)
+    chunks = torch.arange(vocab, device=book.device).split(CHUNK_ROWS)
+    for codes in track("codebook neighbours", chunks) if vocab >= MIN_PROGRESS_CODES else chunks:
+        distance = torch.cdist(book[codes], book, compute_mode=PAIRWISE)  # [CHUNK_ROWS, V]
+        distance.scatter_(1, codes[:, None], float("inf"))
+        table[codes] = distance.topk(k, 1, largest=False).indices.int()
     if path:
         try:
             write_safetensors(path, {"neighbours": table.cpu()})
