@@ -168,7 +168,7 @@ def test_without_optuna_the_error_says_what_to_install(pipe, tmp_path, monkeypat
 
 
 def test_rates_seen_often_are_kept_and_others_follow_their_rank() -> None:
-    seen = [([[1000.0, 100.0], [500.0, 0.0]], [[900.0, 20.0], [100.0, 0.0]])] * 2
+    seen = [{"tried": [[1000.0, 100.0], [500.0, 0.0]], "kept": [[900.0, 20.0], [100.0, 0.0]]}] * 2
     table = acceptance_table(seen, 3, 4)
     assert table[0, 0] == pytest.approx(0.9, abs=0.01) and table[1, 0] == pytest.approx(0.2, abs=0.02)
     assert table[2, 0] == pytest.approx(2000 / 3000, abs=0.01), "a depth that was not seen"

@@ -39,10 +39,8 @@ MAX_RANKS = 16  # children of a node that the search for a tree considers
 STEPS_PER_PLAIN_STEP = 5  # timed steps of a candidate for one timed step of plain decoding
 PRIOR_COUNT = 20.0  # verified children of a depth that weigh as much as the acceptance over all depths
 
-Counts = tuple[Sequence[Sequence[float]], Sequence[Sequence[float]]]
-"""Children verified and accepted, [depth][rank] each."""
-Observations = Sequence[tuple[Mapping[str, Any], Counts]]
-"""The overrides of drafts that were drawn, and the counts of their children."""
+Observations = Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
+"""The overrides of drafts, and the rows that `draw` returned for batches of them."""
 
 
 class Space:
@@ -115,8 +113,8 @@ class Space:
         if not shape or overrides.get("min_survival"):
             return None
         kind = self._kind(overrides)
-        counts = [counts for tried, counts in observations if self._kind(tried) == kind]
-        return expected_codes(acceptance_table(counts, max(map(len, shape)), 1 + max(map(max, shape))), shape)
+        rows = [row for tried, row in observations if self._kind(tried) == kind]
+        return expected_codes(acceptance_table(rows, max(map(len, shape)), 1 + max(map(max, shape))), shape)
 
     def _kind(self, overrides: Mapping[str, Any]) -> tuple[Any, ...]:
         """Return what acceptance depends on besides depth and rank: the rule's strength, and if a draft is a chain and ends early."""
@@ -144,8 +142,8 @@ class Space:
         elif kind == SEARCHED:
             nodes = trial.suggest_int("nodes", 1, self.nodes, log=True)
             levels = trial.suggest_int("levels", 1, self.depth)
-            counts = [counts for _, counts in observations]
-            table = acceptance_table(counts, self.depth, min(MAX_RANKS, self.pipe.target.vocab))
+            rows = [row for _, row in observations]
+            table = acceptance_table(rows, self.depth, min(MAX_RANKS, self.pipe.target.vocab))
             shape = best_tree(table, nodes, levels)
         else:
             return overrides | {"tree": kind}
@@ -165,11 +163,11 @@ class Space:
         return overrides if window_nodes(overrides) <= self.nodes else None
 
 
-def acceptance_table(observed: Sequence[Counts], depth: int, ranks: int) -> Tensor:
-    """Return acceptance [depth, ranks] from counts; where few children were verified, the acceptance of their rank at all depths."""
+def acceptance_table(rows: Sequence[Mapping[str, Any]], depth: int, ranks: int) -> Tensor:
+    """Return acceptance [depth, ranks] from rows of `draw`; where few children were verified, that of their rank at all depths."""
     total = torch.zeros(2, depth, ranks, dtype=torch.float64)
-    for counts in observed:
-        table = torch.tensor(counts, dtype=torch.float64)
+    for row in rows:
+        table = torch.tensor([row["tried"], row["kept"]], dtype=torch.float64)
         # A negative width removes the depths and ranks beyond the table.
         total += F.pad(table, (0, ranks - table.shape[2], 0, depth - table.shape[1]))
     verified, accepted = total

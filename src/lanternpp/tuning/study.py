@@ -160,9 +160,9 @@ class Tuner:
         return sorted(candidates, key=lambda candidate: (not candidate.complete, -candidate.speedup))
 
     def _observations(self) -> list[Any]:
-        """Return the overrides of each batch drawn, and the counts of its children."""
+        """Return the overrides and the row of each batch drawn."""
         attrs = [trial.user_attrs for trial in self._drawn_trials()]
-        return [(a["overrides"], (batch["tried"], batch["kept"])) for a in attrs for batch in a["drawn"]]
+        return [(a["overrides"], batch) for a in attrs for batch in a["drawn"]]
 
     def _relative_seconds(
         self, overrides: Mapping[str, Any], batches: Sequence[Mapping[str, Any]], observations: Sequence[Any]
@@ -275,8 +275,8 @@ class Tuner:
             key = {"overrides": overrides, "round": i}
             batches.append(self.journal.once(key, partial(self._draw, settings, first + i)))
             trial.set_user_attr("drawn", batches)
-            counted = [(overrides, (batch["tried"], batch["kept"])) for batch in batches]
-            seconds = self._relative_seconds(overrides, batches, observations + counted)
+            observed = observations + [(overrides, batch) for batch in batches]
+            seconds = self._relative_seconds(overrides, batches, observed)
             trial.report(seconds, i)
             if i + 1 < options.rounds and trial.should_prune():
                 return None
