@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 
@@ -94,38 +95,15 @@ def main() -> None:
             prompts_file = Path(parent) / "prompts.txt"
             write_text(prompts_file, "\n".join(conditions))
             folder = Path(parent) / Path(model).name
-            arguments = [
-                "--model",
-                model,
-                "--device",
-                options.device,
-                "--dtype",
-                options.dtype,
-                "--methods",
-                METHODS,
-                "-n",
-                options.n,
-                "--prompts",
-                prompts_file,
-                "-o",
-                folder,
-            ]
-            arguments += ["--compile"] if options.compile else []
-            status, output, errors = run(
-                "lanternpp",
-                "bench",
-                *arguments,
-                "--batch-sizes",
-                options.batch_sizes,
-                "--profile",
-                "--no-plots",
-                "--no-quality",
-            )
-            table = (
-                (folder / "table.md").read_text(encoding="utf-8")
-                if status == 0
-                else f"Failed, status {status}\n"
-            )
+            settings = {"--model": model, "--device": options.device, "--dtype": options.dtype}
+            settings |= {"--methods": METHODS, "-n": options.n, "--prompts": prompts_file, "-o": folder}
+            settings["--batch-sizes"] = options.batch_sizes
+            switches = ["--profile", "--no-plots", "--no-quality"]
+            switches += ["--compile"] if options.compile else []
+            status, output, errors = run("lanternpp", "bench", *chain(*settings.items()), *switches)
+            table = f"Failed, status {status}\n"
+            if status == 0:
+                table = (folder / "table.md").read_text(encoding="utf-8")
             failed |= status != 0
             write_part(f"## {Path(model).name}\n\n{table}\n```\n{output}{errors if status else ''}```\n")
     print(f"{options.out}: one file to send")
