@@ -88,7 +88,7 @@ def generate(
     from lanternpp.api.results import UnfinishedError
 
     images = pictures(job.image) if job.image else None
-    pipe = opt.read(options, pictures=False)  # drawing checks the output
+    pipe = opt.read(options)
     finished: list[int] | None = None
     try:
         with progress_bar("drawing") as progress:

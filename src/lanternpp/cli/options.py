@@ -205,14 +205,13 @@ def plots_enabled(plots: bool | None) -> bool:
     return has_matplotlib and plots is not False
 
 
-def read(options: DrawOptions, pictures: bool = True) -> Pipeline:
-    """Read the model, and print the effect of weights in 8 bits; raise InputError. pictures: also if codes cannot become pictures here."""
+def read(options: DrawOptions) -> Pipeline:
+    """Read the model, and print the effect of weights in 8 bits; raise InputError, also if codes cannot become pictures here."""
     from lanternpp import Pipeline
     from lanternpp.api.results import check_output
 
     pipe = Pipeline.from_pretrained(**options.pretrained)
-    if pictures:
-        check_output(pipe.target)
+    check_output(pipe.target)
     if pipe.model.effect:
         say("int8", pipe.model.effect)
     return pipe
