@@ -45,7 +45,6 @@ class JobInfo:
     settings: Settings
     described: dict[str, Any]  # the settings as `Pipeline.describe` returns them
     versions: Mapping[str, str]
-    length: int  # codes of a picture
     auto: str | None = None  # as `Stats.auto`
     effect: str | None = None  # a sentence on weights in 8 bits; None: they are not in 8 bits
 
@@ -67,7 +66,7 @@ class Drawer(Protocol):
     ) -> Iterator[tuple[int, bytes, FinishedSample]]:
         """Draw pictures; yield (index in `images`, PNG, sample without its codes) as they finish, each once.
 
-        Warnings, which `check` returns, are ignored. progress: called with (decided codes, all codes).
+        Warnings, which `check` returns, are ignored. progress: called with (done, all).
         """
 
 

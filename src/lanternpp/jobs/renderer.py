@@ -55,7 +55,7 @@ class Renderer:
         described = pipe.describe(settings)
         auto = pipe.chosen(options.method).reason(settings)
         effect = str(pipe.model.effect) if pipe.model.effect else None
-        self.info = JobInfo(pipe.name, settings, described, versions(), pipe.target.length, auto, effect)
+        self.info = JobInfo(pipe.name, settings, described, versions(), auto, effect)
         self._make_engine(DEFAULT_BATCH_SIZE)  # so that a wrong part is found before a picture is drawn
 
     def _make_engine(self, num_pictures: int) -> None:

@@ -51,7 +51,7 @@ class WorkerPool:
     ) -> Iterator[tuple[int, bytes, FinishedSample]]:
         """As `Drawer.render`. Towards the end workers get fewer pictures at a time, so that they finish at about the same time."""
         waiting = deque(range(len(images)))
-        num_finished, length = 0, self.info.length
+        num_finished = 0
         # Each task has its worker and the pictures still to come: position in the task -> index; None: it reads its model.
         tasks: dict[Any, tuple[Any, dict[int, int] | None]] = {
             worker.report.remote(): (worker, None) for worker in self._workers
@@ -71,7 +71,7 @@ class WorkerPool:
                         num_finished += 1
                         yield unfinished.pop(position), png, sample
                         if progress:
-                            progress(num_finished * length, len(images) * length)
+                            progress(num_finished, len(images))
                     continue
             del tasks[task]
             # A worker gets whole batches, fewer towards the end.
