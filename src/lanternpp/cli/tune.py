@@ -13,7 +13,7 @@ from lanternpp.errors import counted
 from lanternpp.tuning.options import TuningOptions
 from lanternpp.util.files import locked
 from lanternpp.util.jsonfile import write_json
-from lanternpp.util.terminal import progress_bar, say, show_table
+from lanternpp.util.terminal import say, show_table
 
 MAX_ROWS = 12  # candidates in the table
 
@@ -49,7 +49,6 @@ def tune(
 
     from lanternpp import Pipeline
     from lanternpp.evaluation.prompts import read_prompts
-    from lanternpp.evaluation.quality import Quality
     from lanternpp.tuning.candidates import check
     from lanternpp.tuning.study import Tuner
 
@@ -64,11 +63,9 @@ def tune(
     limits = {"tv": search.budget_tv, "frechet": search.budget_frechet}
     budget = "".join(f"-{name}-{limit:g}" for name, limit in limits.items() if limit is not None)
     output = output or Path("out/tune") / f"{pipe.name}-{method}{budget}"
-    quality = None if search.budget_frechet is None else Quality.for_model(folder, device=pipe.device)
     with locked(output):
-        tuner = Tuner(pipe, method, options.overrides, prompt_list, output, search, seed, quality, restart)
-        with progress_bar("trying drafts") as progress:
-            candidate = tuner.tune(progress)
+        tuner = Tuner(pipe, method, options.overrides, prompt_list, output, search, seed, restart)
+        candidate = tuner.tune()
         rows = tuner.race(candidate) if race else []
         result = tuner.report(candidate, rows) | {"folder": str(output)}
         result |= {"auto": chosen.reason(tuner.settings), "slower": slower_reason(result)}

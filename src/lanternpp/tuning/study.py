@@ -35,7 +35,7 @@ from lanternpp.tuning.candidates import PlainEngine, Space, draw, has_window
 from lanternpp.tuning.options import TuningOptions
 from lanternpp.util.files import digest
 from lanternpp.util.jsonfile import Journal, read_object
-from lanternpp.util.terminal import Progress
+from lanternpp.util.terminal import progress_bar
 
 SHARED = names(EngineDials, SamplingDials)  # dials that all engines of a tuning share, the plain one too
 TUNED, OWN_DRAFT = "tuned", "default"  # labels of the race: the best draft, and the method's own draft
@@ -74,13 +74,14 @@ class Tuner:
         folder: Path,
         options: TuningOptions,
         seed: int = 0,
-        quality: Quality | None = None,
         restart: bool = False,
     ):
-        """overrides: of the user. options: checked. quality: measures the Fréchet distance, for a budget of it."""
+        """overrides: of the user. options: checked."""
         self.optuna = import_optuna()
         self.pipe, self.method, self.prompts, self.folder = pipe, method, list(prompts), folder
-        self.options, self.seed, self.quality = options, seed, quality
+        self.options, self.seed = options, seed
+        limited = options.budget_frechet is not None
+        self.quality = Quality.for_model(pipe.folder, device=pipe.device) if limited else None
         self.untuned: dict[str, Any] = {"batch_size": 1, "fit": None, **overrides}
         self.settings = pipe.settings(method, **self.untuned | {"fit": False})
         self.shared = {name: getattr(self.settings, name) for name in SHARED}
@@ -111,18 +112,18 @@ class Tuner:
         options |= {"tuned": self.method, "settings": asdict(self.settings)}
         return facts(self.pipe, self.prompts, self.seed, **options)
 
-    def tune(self, progress: Progress | None = None) -> Candidate:
+    def tune(self) -> Candidate:
         """Try as many candidates as the options say, and return the fastest within the limit; raise InputError if there is none."""
         for params in self.space.initial_params():
             self.study.enqueue_trial(params, skip_if_exists=True)
         max_trials, state = self.options.trials, self.optuna.trial.TrialState
-        for _ in range(MAX_PROPOSALS * max_trials):
-            drawn_trials = self._drawn_trials()
-            if len(drawn_trials) == max_trials:
-                break
-            if progress:
-                progress(len(drawn_trials), max_trials)
-            with warnings.catch_warnings(action="ignore"):
+        with progress_bar("trying drafts") as progress, warnings.catch_warnings(action="ignore"):
+            for _ in range(MAX_PROPOSALS * max_trials):
+                drawn_trials = self._drawn_trials()
+                if len(drawn_trials) == max_trials:
+                    break
+                if progress:
+                    progress(len(drawn_trials), max_trials)
                 trial = self.study.ask()
                 overrides = self.space.overrides(trial, self._observations())
                 tried = [drawn_trial.user_attrs["overrides"] for drawn_trial in drawn_trials]
