@@ -71,8 +71,7 @@ class Renderer:
         """As `Drawer.check`."""
         rejected = {}
         self.pipe.target.cache_prompts(min(len(prompts), MAX_CACHED_PROMPTS))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             for prompt in prompts:
                 try:
                     self.pipe.target.check(prompt)
@@ -95,8 +94,7 @@ class Renderer:
         prompts, seeds = [image.prompt for image in images], [image.seed for image in images]
         samples = draw_samples(self.engine, prompts, seeds, progress)
         while True:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with warnings.catch_warnings(action="ignore"):
                 index, sample = next(samples, (0, None))
             if sample is None:
                 return
