@@ -142,8 +142,7 @@ def test_a_strength_is_found_and_raced_with_one_draft_and_measured_again_with_an
 
     monkeypatch.setattr(Pipeline, "settings", tuned)
     for own in (1, 1, 2):
-        raced = Race(pipe, field, PROMPTS, 1, 5, shared, measure_tv=False).requested["lantern++ k=5"]
-        search = equal.StrengthSearch(pipe, field, PROMPTS, 4, 5, shared, tmp_path)
-        search.tv_per_code(field[1])
-        assert drawn[-1].tree == raced.tree == f"chain-{1 + own}"
+        race = Race(pipe, field, PROMPTS, 1, 5, shared, measure_tv=False)
+        equal.StrengthSearch(race, field, 4, tmp_path).tv_per_code(field[1])
+        assert drawn[-1].tree == race.requested["lantern++ k=5"].tree == f"chain-{1 + own}"
     assert len(drawn) == 2

@@ -7,37 +7,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from lanternpp.api.options import BASELINE, DIALS, DrawOptions, MeasureDials, MethodDials, names
+from lanternpp.api.options import DIALS, DrawOptions, MeasureDials, MethodDials, names
 from lanternpp.cli import options as opt
 from lanternpp.errors import InputError, counted
 from lanternpp.evaluation.papers import PAPERS, find_paper
-from lanternpp.util.files import locked, write_text
-from lanternpp.util.jsonfile import write_json
+from lanternpp.util.files import locked
 from lanternpp.util.options import Option
-from lanternpp.util.terminal import say, show_table, track
+from lanternpp.util.terminal import say, show_table
 
 if TYPE_CHECKING:
     from lanternpp import Pipeline
-    from lanternpp.evaluation.equal import StrengthSearch
     from lanternpp.evaluation.quality import Quality
-    from lanternpp.evaluation.race import Entry, Race
+    from lanternpp.evaluation.race import Race
 
 OUTPUT = Path("out/bench")
-DEFAULT_METHODS = (
-    "ar",
-    "eagle",
-    "eagle2",
-    "parallel",
-    "lantern",
-    "lantern++",
-    "jacobi-coupled",
-    "lantern-jacobi",
-)
-DEFAULT = f"Default: those of {', '.join(DEFAULT_METHODS)} that the model has a drafter for."
+DEFAULT_METHODS = "ar, eagle, eagle2, parallel, lantern, lantern++, jacobi-coupled, lantern-jacobi"
+DEFAULT = f"Default: those of {DEFAULT_METHODS} that the model has a drafter for."
 
 
 @dataclass(frozen=True)
@@ -146,10 +134,11 @@ def bench(
     limits, sizes = race_options.checked(options.overrides)
 
     from lanternpp.api.model import model_folder
-    from lanternpp.evaluation.equal import StrengthSearch
+    from lanternpp.evaluation import report
+    from lanternpp.evaluation.equal import StrengthSearch, relaxed_methods
     from lanternpp.evaluation.profile import COLUMNS, profile_race
     from lanternpp.evaluation.prompts import GENEVAL, fetch, read_prompts, read_rows, spread
-    from lanternpp.evaluation.race import Race, parse_methods
+    from lanternpp.evaluation.race import Race, check_folder, parse_methods
 
     with locked(output):
         check_folder(output, bool(sizes), resume)
@@ -171,11 +160,10 @@ def bench(
         quality = open_quality(pipe, 2 * n * sizes[0] if sizes else n * len(prompt_list), quality_options)
         if limits:
             shared["fit"] = False
-            # The race checks -n now, before strengths are searched.
-            Race(pipe, entries[:1], prompt_list, n, seed, shared, measure_tv=False)
+            # The race checks -n and the prompts now, before strengths are searched.
+            plain_race = Race(pipe, entries[:1], prompt_list, n, seed, shared, measure_tv=False)
             num_pictures, folder = race_options.equal_pictures, output / "strengths"
-            search = StrengthSearch(pipe, entries, prompt_list, num_pictures, seed, shared, folder)
-            entries = at_equal_tv(search, entries, limits)
+            entries = StrengthSearch(plain_race, entries, num_pictures, folder).entries_at(limits)
         lines = read_rows(prompts) if prompts and prompts.suffix.lower() == ".jsonl" and not sizes else []
         geneval = lines if all(line.keys() >= GENEVAL for line in lines) else []
         table: list[dict[str, Any]] = []
@@ -191,11 +179,13 @@ def bench(
             table += rows
             if race_options.profile:
                 profiles += profile_race(race, rows, folder)
-        result = write_results(race, table, n, output, with_plots, paper.source if paper else None)
+        # The n of a race depends on its batch size.
+        facts = race.describe() | {"n": n}
+        result = report.write(table, facts, output, with_plots, paper.source if paper else None)
     if as_json:
         print(json.dumps(result))
         return
-    show(table, paper is not None)
+    report.show(table, report.PAPER if paper else report.HEADINGS)
     if race_options.profile:
         traces = output / "batch-*" if sizes else output
         show_table(COLUMNS, profiles, prose=True, caption=f"operations and traces: {traces}/profile-*")
@@ -210,50 +200,11 @@ def reject_options(reason: str, values: Mapping[str, Any], defaults: Mapping[str
         raise InputError(f"{reason}: leave out {', '.join(options)}")
 
 
-def check_folder(folder: Path, by_size: bool, resume: bool) -> None:
-    """Raise InputError if a folder holds a run that is not to be resumed, or whose batch sizes do not go with `by_size`."""
-    from lanternpp.evaluation.race import FOLDER_REMEDY, RUN
-
-    own, other, word = (f"batch-*/{RUN}", RUN, "without") if by_size else (RUN, f"batch-*/{RUN}", "with")
-    if any(folder.glob(other)):
-        raise InputError(f"{folder} holds a run {word} --batch-sizes; {FOLDER_REMEDY}")
-    if not resume and (runs := sorted(folder.glob(own))):
-        raise InputError(
-            f"{runs[0].parent} holds a run already; go on with it by --resume, or {FOLDER_REMEDY}"
-        )
-
-
-def relaxed_methods(pipe: Pipeline) -> list[str]:
-    """Return every relaxed rule that suits the model on one drafter, without a strength, as `--methods` takes them."""
-    from lanternpp.accept import RULES
-    from lanternpp.api.settings import dials_read
-
-    drafter = "parallel" if pipe.can_draft(pipe.settings("parallel")) else "eagle"
-    relaxed = [name for name, rule in RULES.items() if rule.strength]
-    with_neighbours = [rule for rule in relaxed if "neighbours" in dials_read("none", rule)]
-    suffixes = dict.fromkeys(with_neighbours, f" k={pipe.settings('lantern++').neighbours}")
-    has_codebook = pipe.target.codebook is not None
-    rules = [rule for rule in relaxed if has_codebook or rule not in suffixes]
-    return [f"{drafter} accept={rule}{suffixes.get(rule, '')}" for rule in rules]
-
-
-def at_equal_tv(search: StrengthSearch, entries: Sequence[Entry], limits: Sequence[float]) -> list[Entry]:
-    """Return plain decoding, and the entries at the strengths that cost each limit; say on stderr which cost more at any strength."""
-    relaxed = [entry for entry in entries if entry.method != BASELINE]
-    by_label = {BASELINE: entries[0]}
-    for limit, entry in track("finding strengths", list(product(limits, relaxed))):
-        if strongest := search.find(entry, limit):
-            by_label.setdefault(strongest.label, strongest)
-        else:
-            reason = f"{entry.label} costs more than {limit:g} a code at any strength"
-            say("bench", f"{reason}: left out there")
-    return list(by_label.values())
-
-
 def default_methods(pipe: Pipeline) -> list[str]:
     """Return the methods that are compared by default; say on stderr which methods do not suit the model."""
-    methods = [name for name in DEFAULT_METHODS if pipe.can_draft(pipe.settings(name))]
-    if missing := ", ".join(name for name in DEFAULT_METHODS if name not in methods):
+    candidates = DEFAULT_METHODS.split(", ")
+    methods = [name for name in candidates if pipe.can_draft(pipe.settings(name))]
+    if missing := ", ".join(name for name in candidates if name not in methods):
         latents = "draws latents, or " if pipe.target.channels else ""
         say("bench", f"left out, since {pipe.name} {latents}lacks a network or codebook for them: {missing}")
     return methods
@@ -310,40 +261,6 @@ def run(
     if plots:
         report.plot(table, report.by_row(turns, race.pipe.target.width), folder)
     return table
-
-
-def write_results(
-    race: Race, table: Sequence[Mapping[str, Any]], n: int, folder: Path, plots: bool, source: str | None
-) -> dict[str, Any]:
-    """Write the tables and bench.json, and throughput.png of several batch sizes; return the content of bench.json.
-
-    n: of the options, as the n of a race depends on its batch size. source: the publication of the settings.
-    """
-    from lanternpp.evaluation import report
-
-    run = race.describe() | {"n": n}
-    result = {k: v for k, v in run.items() if k != "methods"} | {"folder": str(folder), "methods": table}
-    result |= {"paper": source} if source else {}
-    settings = f"\nSettings of {source}.\n" if source else ""
-    if (folder / "bench.json").exists():
-        (folder / "throughput.png").unlink(missing_ok=True)
-    write_json(folder / "bench.json", result)
-    write_text(folder / "table.md", report.markdown(table, run) + settings)
-    write_text(folder / "paper.md", report.markdown(table, run, report.PAPER) + settings)
-    write_text(folder / "paper.csv", report.comma_separated(table, report.PAPER))
-    if plots and len({row["batch_size"] for row in table}) > 1:
-        report.save_figure(report.throughput(table), folder / "throughput.png")
-    return result
-
-
-def show(table: Sequence[Mapping[str, Any]], paper: bool) -> None:
-    """Print the figures as a table, with a paper's columns or with our own."""
-    from lanternpp.evaluation import report
-
-    headings = report.PAPER if paper else report.HEADINGS
-    names = [name for name in report.columns(table, headings) if paper or name not in report.WIDE]
-    rows = [[report.cell(row, name, brief=True).strip("`") for name in names] for row in table]
-    show_table([headings[n] for n in names], rows, caption="quartiles, and where the time goes: table.md")
 
 
 def show_folder(folder: Path, quality_options: QualityOptions, options: DrawOptions, as_json: bool) -> None:

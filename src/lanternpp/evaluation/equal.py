@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
+from lanternpp.accept import RULES
 from lanternpp.api.calls import Request, batch_size
 from lanternpp.api.options import BASELINE, DIALS, Settings
 from lanternpp.api.pipeline import Pipeline
-from lanternpp.api.settings import part
+from lanternpp.api.settings import dials_read, part
 from lanternpp.errors import InputError
 from lanternpp.evaluation.prompts import spread
-from lanternpp.evaluation.race import FOLDER_REMEDY, Entry, check_run, facts
+from lanternpp.evaluation.race import FOLDER_REMEDY, Entry, Race, check_run, facts
 from lanternpp.util.jsonfile import Journal
+from lanternpp.util.terminal import say, track
 
 STEPS = 400  # values of a dial that are tried: their distances from the exact value are a geometric sequence
 RANGE = 1e7  # the greatest of these distances over the least
@@ -25,29 +27,19 @@ RANGE = 1e7  # the greatest of these distances over the least
 class StrengthSearch:
     """A search for the strengths at which entries of a race cost a given total variation, by bisection.
 
-    shared: dials of all entries. Total variation is measured on `num_pictures` pictures, once for each strength, and logged in the
-    folder. Raises InputError if an entry other than plain decoding has no strength to find, or the folder holds another run.
+    race: of plain decoding, with the prompts, the seed and the dials that the entries share. Total variation is measured on
+    `num_pictures` pictures, once for each strength, and logged in the folder. Raises InputError if an entry other than plain decoding
+    has no strength to find, or the folder holds another run.
     """
 
-    def __init__(
-        self,
-        pipe: Pipeline,
-        entries: Sequence[Entry],
-        prompts: Sequence[str],
-        num_pictures: int,
-        seed: int,
-        shared: Mapping[str, Any],
-        folder: Path,
-    ):
-        for prompt in prompts:
-            pipe.target.check(prompt)
-        self.pipe, self.shared = pipe, dict(shared)
-        for entry in entries:
-            if entry.method != BASELINE:
-                self.strength_dial(entry)
-        self.prompts = spread(prompts, num_pictures)
-        self.seeds = [seed + 2000 + i for i in range(num_pictures)]
-        check_run(folder, facts(pipe, self.prompts, seed, shared=self.shared))
+    def __init__(self, race: Race, entries: Sequence[Entry], num_pictures: int, folder: Path):
+        self.pipe, self.shared = race.pipe, race.shared
+        self.plain, self.relaxed = entries[0], [entry for entry in entries if entry.method != BASELINE]
+        for entry in self.relaxed:
+            self.strength_dial(entry)
+        self.prompts = spread(race.prompts, num_pictures)
+        self.seeds = [race.seed + 2000 + i for i in range(num_pictures)]
+        check_run(folder, facts(self.pipe, self.prompts, race.seed, shared=self.shared))
         self.journal = Journal(folder / "tv.jsonl", FOLDER_REMEDY)
 
     def strength_dial(self, entry: Entry) -> tuple[str, float, float]:
@@ -61,6 +53,17 @@ class StrengthSearch:
                 f"{entry.label!r} gives {DIALS[strength[0]].spoken}, which is what equal variation finds; leave it out"
             )
         return strength
+
+    def entries_at(self, limits: Sequence[float]) -> list[Entry]:
+        """Return plain decoding, and the entries at the strengths that cost each limit; say on stderr which cost more at any strength."""
+        by_label = {self.plain.label: self.plain}
+        for limit, entry in track("finding strengths", list(product(limits, self.relaxed))):
+            if strongest := self.find(entry, limit):
+                by_label.setdefault(strongest.label, strongest)
+            else:
+                reason = f"{entry.label} costs more than {limit:g} a code at any strength"
+                say("bench", f"{reason}: left out there")
+        return list(by_label.values())
 
     def find(self, entry: Entry, limit: float) -> Entry | None:
         """Return the entry at the greatest strength that costs at most `limit` per code, with its figures; None if all cost more."""
@@ -87,6 +90,17 @@ class StrengthSearch:
             return variation(self.pipe, self.prompts, self.seeds, batched) / self.pipe.target.length
 
         return float(self.journal.once({"label": entry.label, "settings": asdict(settings)}, measure))
+
+
+def relaxed_methods(pipe: Pipeline) -> list[str]:
+    """Return every relaxed rule that suits the model on one drafter, without a strength, as `--methods` takes them."""
+    drafter = "parallel" if pipe.can_draft(pipe.settings("parallel")) else "eagle"
+    relaxed = [name for name, rule in RULES.items() if rule.strength]
+    with_neighbours = [rule for rule in relaxed if "neighbours" in dials_read("none", rule)]
+    suffixes = dict.fromkeys(with_neighbours, f" k={pipe.settings('lantern++').neighbours}")
+    has_codebook = pipe.target.codebook is not None
+    rules = [rule for rule in relaxed if has_codebook or rule not in suffixes]
+    return [f"{drafter} accept={rule}{suffixes.get(rule, '')}" for rule in rules]
 
 
 def variation(pipe: Pipeline, prompts: Sequence[str], seeds: Sequence[int], settings: Settings) -> float:

@@ -134,7 +134,7 @@ class Race:
         turn_size: int | None = None,
     ):
         self.pipe, self.entries, self.prompts = pipe, list(entries), list(prompts)
-        self.n, self.seed, self.measure_tv = n, seed, measure_tv
+        self.n, self.seed, self.shared, self.measure_tv = n, seed, dict(shared), measure_tv
         defaults = {"batch_size": 1, "compile": False, **shared}
         self.requested = {e.label: pipe.settings(e.method, **(defaults | e.overrides)) for e in entries}
         self.settings: dict[str, Settings] = {}  # fitted to the machine when the race begins
@@ -256,4 +256,15 @@ def check_run(folder: Path, run: Mapping[str, Any], remedy: str = FOLDER_REMEDY)
     if differing := list(differences(content, json.loads(json.dumps(run)))):
         raise InputError(
             f"{folder} holds a run with other settings ({'; '.join(differing)}); repeat them to go on, or {remedy}"
+        )
+
+
+def check_folder(folder: Path, by_size: bool, resume: bool) -> None:
+    """Raise InputError if a folder holds a run that is not to be resumed, or whose batch sizes do not go with `by_size`."""
+    own, other, word = (f"batch-*/{RUN}", RUN, "without") if by_size else (RUN, f"batch-*/{RUN}", "with")
+    if any(folder.glob(other)):
+        raise InputError(f"{folder} holds a run {word} --batch-sizes; {FOLDER_REMEDY}")
+    if not resume and (runs := sorted(folder.glob(own))):
+        raise InputError(
+            f"{runs[0].parent} holds a run already; go on with it by --resume, or {FOLDER_REMEDY}"
         )

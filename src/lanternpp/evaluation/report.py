@@ -19,7 +19,9 @@ from lanternpp.api.options import BASELINE, draft_of
 from lanternpp.engine.decode import PHASES
 from lanternpp.errors import counted
 from lanternpp.evaluation.race import Turn
-from lanternpp.util.files import replacing
+from lanternpp.util.files import replacing, write_text
+from lanternpp.util.jsonfile import write_json
+from lanternpp.util.terminal import show_table
 
 QUALITY = {
     "frechet": "Fréchet",
@@ -214,6 +216,34 @@ def settings_line(
         f"{counted(run['threads'], 'thread')}, torch {run['versions']['torch']}."
         + (f" TV cost: mean of {counted(tv_images, 'picture')}." if tv_images else "")
     )
+
+
+def show(table: Sequence[Mapping[str, Any]], headings: Mapping[str, str]) -> None:
+    """Print the figures as a table, without `WIDE` columns of our own."""
+    names = [name for name in columns(table, headings) if headings is PAPER or name not in WIDE]
+    lines = [[cell(row, name, brief=True).strip("`") for name in names] for row in table]
+    caption = "quartiles, and where the time goes: table.md"
+    show_table([headings[name] for name in names], lines, caption=caption)
+
+
+def write(
+    table: Sequence[dict[str, Any]], run: Mapping[str, Any], folder: Path, plots: bool, source: str | None
+) -> dict[str, Any]:
+    """Write the tables and bench.json, and throughput.png of several batch sizes; return the content of bench.json.
+
+    source: the publication of the settings.
+    """
+    result = {**run, "folder": str(folder), "methods": table} | ({"paper": source} if source else {})
+    settings = f"\nSettings of {source}.\n" if source else ""
+    if (folder / "bench.json").exists():
+        (folder / "throughput.png").unlink(missing_ok=True)
+    write_json(folder / "bench.json", result)
+    write_text(folder / "table.md", markdown(table, run) + settings)
+    write_text(folder / "paper.md", markdown(table, run, PAPER) + settings)
+    write_text(folder / "paper.csv", comma_separated(table, PAPER))
+    if plots and len({row["batch_size"] for row in table}) > 1:
+        save_figure(throughput(table), folder / "throughput.png")
+    return result
 
 
 def plot(table: Sequence[Mapping[str, Any]], row_means: Mapping[str, Sequence[float]], folder: Path) -> None:
