@@ -20,6 +20,7 @@ import statistics
 from collections import defaultdict
 
 import torch
+from random_model import SIZES
 from torch import Tensor
 
 from lanternpp.accept.neighbours import LanternPlusPlus
@@ -40,7 +41,6 @@ from lanternpp.trees import build_tree
 from lanternpp.types import Prompt
 from lanternpp.util.devices import pick_device, pick_dtype
 
-SIZES = {"B": (768, 12, 12, 2048), "L": (1024, 24, 16, 2816), "XL": (1280, 36, 20, 3584)}
 SLOTS, TEXT_SLOTS, WARM_UP_STEPS = 120, 20, 3
 
 
@@ -105,7 +105,7 @@ def main() -> None:
     device = pick_device()
     dtype = pick_dtype("auto", device)
     torch.manual_seed(0)
-    dim, layers, heads, hidden = SIZES[options.size]
+    dim, layers, heads, hidden, *_ = SIZES[options.size]
     grid = 16 * options.stage
     config = LlamaGenConfig(dim, layers, heads, hidden, grid=grid, caption_dim=2048, slots=SLOTS)
     with blank():
