@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lanternpp.nn.decoder import HeadScale, Stack, StackLayer, additive_mask, rotate
+from lanternpp.nn.decoder import Stack, StackLayer, additive_mask, rotate
 from lanternpp.types import Nodes
 
 
@@ -15,7 +15,7 @@ class StackPasses:
 
     def __init__(self, stack: Stack, rotary_table: Tensor):
         self.stack, self.rotary_table = stack, rotary_table
-        self.passes = 0
+        self.passes, self.eps = 0, stack.config.norm_eps
 
     def __call__(self, x: Tensor, nodes: Nodes, kv: Tensor, aux_layers: tuple[int, ...] = ()) -> Tensor:
         """As `Decoder.forward`."""
@@ -25,43 +25,45 @@ class StackPasses:
         )
         aux = []
         for number, layer in enumerate(self.stack.layers):
-            inner = _normed(x, layer.attention_norm, self.stack.eps)
+            inner = _normed(x, layer.attention_norm, self.eps)
             inner = self._attention(layer, inner, rotation, nodes, kv[number])
-            x = x + _normed(inner, layer.attention_out_norm, self.stack.eps)
-            inner = _normed(x, layer.ffn_norm, self.stack.eps)
+            x = x + _normed(inner, layer.attention_out_norm, self.eps)
+            inner = _normed(x, layer.ffn_norm, self.eps)
             gate, up = _linear(inner, layer.gate_up).chunk(2, -1)
             gate = F.silu(gate) if self.stack.gate == "silu" else F.gelu(gate, approximate="tanh")
             inner = _linear(gate * up, [layer.down])
-            x = x + _normed(inner, layer.ffn_out_norm, self.stack.eps)
+            x = x + _normed(inner, layer.ffn_out_norm, self.eps)
             if number in aux_layers:
                 aux.append(x)
-        return torch.cat((_normed(x, self.stack.norm, self.stack.eps), *aux), -1)
+        return torch.cat((_normed(x, self.stack.norm, self.eps), *aux), -1)
 
     def _attention(self, layer: StackLayer, x: Tensor, rotation: Tensor, nodes: Nodes, kv: Tensor) -> Tensor:
-        stack = self.stack
-        heads = _linear(x, layer.qkv).unflatten(-1, (-1, stack.head_dim))
-        q, k, v = heads.split((stack.heads, stack.kv_heads, stack.kv_heads), 2)
-        q, k = self._turned(q, layer.q_norm, rotation), self._turned(k, layer.k_norm, rotation)
+        config = self.stack.config
+        rotated = config.heads + config.num_kv_heads
+        heads = _linear(x, layer.qkv).unflatten(-1, (-1, config.head_dim))
+        q, k = self._turned(heads[:, :, :rotated], layer, rotation).tensor_split([config.heads], 2)
+        v = heads[:, :, rotated:]
         row = torch.arange(len(x))[:, None]
-        kv = kv[..., : stack.head_dim]  # a cache has more channels where heads are narrow
+        kv = kv[..., : config.head_dim]  # a cache has more channels where heads are narrow
         for stored, new in zip(kv, (k, v), strict=True):
-            stored[..., : stack.head_dim].transpose(1, 2)[row, nodes.slot] = new
+            stored[..., : config.head_dim].transpose(1, 2)[row, nodes.slot] = new
         keys, values = (
-            each[..., : stack.head_dim].repeat_interleave(stack.heads // stack.kv_heads, 1) for each in kv
+            each[..., : config.head_dim].repeat_interleave(config.heads // config.num_kv_heads, 1)
+            for each in kv
         )
-        scale = stack.head_dim**-0.5 if stack.scale is None else stack.scale
-        scores = scale * q.transpose(1, 2) @ keys.transpose(2, 3) + additive_mask(nodes.mask, x.dtype)
+        scores = config.head_dim**-0.5 * q.transpose(1, 2) @ keys.transpose(2, 3)
+        scores = scores + additive_mask(nodes.mask, x.dtype)
         y = (scores.softmax(-1) @ values).transpose(1, 2).flatten(2)
         return _linear(y, [layer.out])
 
-    def _turned(self, x: Tensor, norm: HeadScale | None, rotation: Tensor) -> Tensor:
-        if norm is not None:
-            weight, bias = norm
-            unit = x - x.mean(-1, keepdim=True) if self.stack.qk_norm == "layer" else x
-            x = F.rms_norm(unit, unit.shape[-1:], eps=self.stack.qk_eps) * weight.to(x.dtype)
+    def _turned(self, x: Tensor, layer: StackLayer, rotation: Tensor) -> Tensor:
+        if layer.qk_norm is not None:
+            weight, bias = layer.qk_norm
+            layer_norm = self.stack.qk_norm == "layer"
+            x = F.layer_norm(x, x.shape[-1:]) if layer_norm else F.rms_norm(x, x.shape[-1:], eps=self.eps)
+            x = x * weight.to(x.dtype)
             x = x if bias is None else x + bias.to(x.dtype)
-        order = self.stack.qk_order
-        return rotate(x if order is None else x[..., order], rotation)
+        return rotate(x[..., self.stack.qk_order], rotation)
 
 
 def with_biases(module: nn.Module) -> nn.Module:

@@ -106,14 +106,14 @@ def test_passes(library: object, rng: Random) -> None:
                 same.weight = nn.Parameter(stored_in_8_bits(child.weight), requires_grad=False)
     mine, only_after = copy.deepcopy(plain), rng.random() < 0.5
     norms = [torch.rand(config.dim) + 0.5 for _ in range(4)] if rng.random() < 0.4 else []
-    heads = [torch.rand(n, config.head_dim) + 0.5 for n in (config.heads, config.num_kv_heads)]
+    heads = torch.rand(config.heads + config.num_kv_heads, config.head_dim) + 0.5
     gate, rms = rng.choice(["silu", "gelu_tanh"]), not config.qk_norm and rng.random() < 0.5
 
     def stack(network: Decoder) -> Stack:
         """As some models have it: norms of what sublayers return, in the place of their inputs' or beside these, or of heads."""
         found, left = network.stack(), iter(norms)
         given: dict[str, Any] = {"attention_norm": None, "ffn_norm": None} if norms and only_after else {}
-        given |= {"q_norm": (heads[0], None), "k_norm": (heads[1], None)} if rms else {}
+        given |= {"qk_norm": (heads, None)} if rms else {}
         layers = [
             replace(layer, attention_out_norm=next(left, None), ffn_out_norm=next(left, None), **given)
             for layer in found.layers

@@ -68,15 +68,16 @@ def machine_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, floa
 
 def pass_costs(pipe: Pipeline, engine: Engine) -> tuple[float, float]:
     """Return the bytes that a target pass must read in the middle of a picture, and its operations, without embeddings and writes."""
-    target, stack = pipe.target, pipe.target.decoder.stack()
-    qkv_heads = stack.heads + 2 * stack.kv_heads
-    layer = stack.dim * (qkv_heads * stack.head_dim + stack.heads * stack.head_dim + 3 * stack.hidden)
-    weights = len(stack.layers) * layer + target.vocab * stack.dim
+    target, config = pipe.target, pipe.target.decoder.config
+    head_channels = (
+        2 * config.heads + 2 * config.num_kv_heads
+    ) * config.head_dim  # of queries, keys, values and outputs
+    weights = config.layers * config.dim * (head_channels + 3 * config.hidden) + target.vocab * config.dim
     sequences = engine.guidance.branches * engine.batch
     rows = sequences * engine.proposer.size
     context = target.slots + target.length / 2
-    keys_values = 2 * len(stack.layers) * stack.kv_heads * stack.head_dim * context * sequences
-    attention = 4 * len(stack.layers) * stack.heads * stack.head_dim * context
+    keys_values = 2 * config.layers * config.num_kv_heads * config.head_dim * context * sequences
+    attention = 4 * config.layers * config.heads * config.head_dim * context
     cache_bytes = torch.empty(0, dtype=engine.cache.kv.dtype).element_size()
     weight_bytes = 1 if pipe.dtype.startswith("int8") else cache_bytes
     return weights * weight_bytes + keys_values * cache_bytes, rows * (2 * weights + attention)

@@ -7,7 +7,7 @@ them once. The results of the group norms do not depend on the number of threads
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from ctypes import CDLL, c_int64
 from typing import Any, cast
 
@@ -23,10 +23,10 @@ from lanternpp.nn.decoder import Block, Decoder, Stack, StackLayer
 from lanternpp.types import Draft, Nodes, Warping
 
 QK_KINDS, GATES = ("none", "rms", "layer"), ("silu", "gelu_tanh")
-# Fields that Python and C have in common: of `Stack` and `Shape`, of `StackLayer` and `Layer`.
-SHAPE_FIELDS = ("dim", "heads", "kv_heads", "head_dim", "eps", "qk_eps")
+# Fields that `StackLayer` and `Layer` of C have in common.
 NORMS = ("attention_norm", "ffn_norm", "attention_out_norm", "ffn_out_norm")
 MAX_HEAD_DIM = 512
+LAYER_NORM_EPS = 1e-5  # of `HeadNorm` and of Chameleon's norms of heads
 DRAFTER_LAYERS = ("fc", "hint", "down")  # layers of a drafter before and after its decoder
 MAX_SERIAL = 1 << 20  # values of an input that one thread normalises; larger inputs gain from more threads
 
@@ -41,21 +41,27 @@ class KernelDecoder:
         self.library, self.int8, self.rotary_table = library, int8, rotary_table.float().contiguous()
         self.embeddings: Tensor | None = None  # of all codes, [V, D], set by `fused_step`
         self.layer_structs: list[Any] = []  # keep the tensors of every layer alive
+        config = stack.config
         for layer in stack.layers:
-            struct = structs.Layer(**{name: _norm(getattr(layer, name), stack.dim) for name in NORMS})
+            struct = structs.Layer(**{name: _norm(getattr(layer, name), config.dim) for name in NORMS})
             struct.wqkv = self._linear(layer.qkv, _heads_order(stack))
             struct.wo = self._linear([layer.out])
-            struct.w13 = self._linear(layer.gate_up, gate_up_order(stack.hidden))
+            struct.w13 = self._linear(layer.gate_up, gate_up_order(config.hidden))
             struct.w2 = self._linear([layer.down])
-            struct.qk_norm, struct.qk_bias = _head_scales(stack, layer)
+            if layer.qk_norm is not None:
+                struct.qk_norm, struct.qk_bias = (
+                    None if scale is None else PAGES.copy(scale.detach().float()[:, stack.qk_order])
+                    for scale in layer.qk_norm
+                )
             self.layer_structs.append(struct)
             for module in linear_layers(layer) if release else ():
                 module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)
         self.layers = (structs.Layer * len(self.layer_structs))(*self.layer_structs)
-        sizes = {name: getattr(stack, name) for name in SHAPE_FIELDS}
-        self.shape = structs.Shape(len(self.layers), **sizes, norm=_norm(stack.norm, stack.dim))
-        self.shape.qk_kind, self.shape.gate_kind = QK_KINDS.index(stack.qk_norm), GATES.index(stack.gate)
-        self.shape.scale = stack.head_dim**-0.5 if stack.scale is None else stack.scale
+        sizes = len(self.layers), config.dim, config.heads, config.num_kv_heads, config.head_dim
+        self.shape = structs.Shape(*sizes, QK_KINDS.index(stack.qk_norm), GATES.index(stack.gate))
+        self.shape.norm, self.shape.eps = _norm(stack.norm, config.dim), config.norm_eps
+        self.shape.qk_eps = LAYER_NORM_EPS if stack.qk_norm == "layer" else config.norm_eps
+        self.shape.scale = config.head_dim**-0.5
 
     def use_threads(self, count: int) -> None:
         """Compute with `count` threads in the calling thread from now on, in PyTorch too where the kernels use its threads."""
@@ -104,7 +110,7 @@ def kernel_decoder(
     """Return a `KernelDecoder`, or None where the kernels do not compute the stack."""
     modules = (module for layer in stack.layers for module in linear_layers(layer))
     can_pack = all(isinstance(module, KernelLinear) or packable(module.weight) for module in modules)
-    if not can_pack or stack.head_dim > MAX_HEAD_DIM or stack.head_dim % 2:
+    if not can_pack or stack.config.head_dim > MAX_HEAD_DIM:
         return None
     return KernelDecoder(stack, rotary_table, library, int8, release)
 
@@ -115,20 +121,11 @@ def gate_up_order(hidden: int) -> Tensor:
     return torch.stack((gate, torch.where(gate < 0, -1, gate + hidden)), 1).flatten()
 
 
-def _heads_order(stack: Stack) -> Tensor | None:
-    """Return the rows of queries, keys and values with the channels of a head in the stack's order; None: the same order."""
-    if stack.qk_order is None:
-        return None
-    rotated = stack.heads + stack.kv_heads
-    rows = torch.arange((rotated + stack.kv_heads) * stack.head_dim).view(-1, stack.head_dim)
+def _heads_order(stack: Stack) -> Tensor:
+    """Return the rows of queries, keys and values, with the channels of queries and keys in the stack's order."""
+    config, rotated = stack.config, stack.config.heads + stack.config.num_kv_heads
+    rows = torch.arange((rotated + config.num_kv_heads) * config.head_dim).view(-1, config.head_dim)
     return torch.cat((rows[:rotated, stack.qk_order], rows[rotated:])).flatten()
-
-
-def _head_scales(stack: Stack, layer: StackLayer) -> Iterator[Tensor | None]:
-    """Yield weight and bias of the norms of queries and keys, [heads + kv_heads, d], in the stack's order; None: no norm."""
-    order = slice(None) if stack.qk_order is None else stack.qk_order
-    for q, k in zip(layer.q_norm or (None, None), layer.k_norm or (None, None), strict=True):
-        yield None if q is None or k is None else PAGES.copy(torch.cat((q, k)).detach().float()[:, order])
 
 
 def _norm(weight: Tensor | None, dim: int) -> Tensor | None:

@@ -70,10 +70,6 @@ class DecoderConfig:
         return self.kv_heads or self.heads
 
 
-HeadScale = tuple[Tensor, Tensor | None]
-"""Weight and bias of a norm over the channels of each head, [heads, head_dim]."""
-
-
 @dataclass(frozen=True)
 class StackLayer:
     """One layer: x += out_norm(attention(norm(x))), then x += out_norm(down(gate(..) * up(..))) of the normalised x.
@@ -89,28 +85,20 @@ class StackLayer:
     ffn_norm: Tensor | None = None
     attention_out_norm: Tensor | None = None
     ffn_out_norm: Tensor | None = None
-    q_norm: HeadScale | None = None
-    k_norm: HeadScale | None = None
+    # Weight and bias of a norm over the channels of each head of queries and keys, [heads + kv_heads, head_dim].
+    qk_norm: tuple[Tensor, Tensor | None] | None = None
 
 
 @dataclass(frozen=True)
 class Stack:
     """A decoder without its embeddings and head. Rotation pairs channel i of a head with channel i + head_dim / 2."""
 
+    config: DecoderConfig
     layers: Sequence[StackLayer]
     norm: Tensor | None  # [dim], after the last layer
-    dim: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    hidden: int
-    eps: float
-    qk_norm: Literal["none", "rms", "layer"] = "none"  # over the channels of a head, before rotation
-    qk_eps: float = 1e-5
+    qk_norm: Literal["none", "rms", "layer"]  # over the channels of a head, before rotation
+    qk_order: Tensor  # [head_dim]: the channels of queries and keys in the order in which rotation pairs them as above
     gate: Literal["silu", "gelu_tanh"] = "silu"
-    scale: float | None = None  # of the scores; None: head_dim ** -0.5
-    # [head_dim]: the order of the channels of queries and keys in which rotation pairs them as above; None: the model's own
-    qk_order: Tensor | None = None
 
 
 def grid_table(prefix: int, grid: int, head_dim: int, base: float = 10000.0) -> Tensor:
@@ -230,11 +218,6 @@ class Block(nn.Module):
 
     def stack_layer(self) -> StackLayer:
         """Return the same layer for fast passes; it shares the weights."""
-        q_norm = k_norm = None
-        if isinstance(self.qk_norm, HeadNorm):
-            weight, bias = self.qk_norm.weight.detach(), self.qk_norm.bias.detach()
-            q_norm = weight[: self.heads], bias[: self.heads]
-            k_norm = weight[self.heads :], bias[self.heads :]
         return StackLayer(
             qkv=(self.wqkv,),
             out=self.wo,
@@ -243,8 +226,7 @@ class Block(nn.Module):
             # An Identity has no weight.
             attention_norm=getattr(self.attention_norm, "weight", None),
             ffn_norm=self.ffn_norm.weight,
-            q_norm=q_norm,
-            k_norm=k_norm,
+            qk_norm=(norm.weight, norm.bias) if isinstance(norm := self.qk_norm, HeadNorm) else None,
         )
 
     def _drop(self, x: Tensor) -> Tensor:
@@ -274,18 +256,10 @@ class Decoder(nn.Module):
 
     def stack(self) -> Stack:
         """Return the layers and the final norm for fast passes, which share the weights and rotate by `rotary_table`."""
-        config, blocks = self.config, cast("list[Block]", list(self.blocks))
-        return Stack(
-            layers=[block.stack_layer() for block in blocks],
-            norm=getattr(self.norm, "weight", None),
-            dim=config.dim,
-            heads=config.heads,
-            kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            hidden=config.hidden,
-            eps=config.norm_eps,
-            qk_norm="layer" if config.qk_norm else "none",
-        )
+        layers = [block.stack_layer() for block in cast("list[Block]", list(self.blocks))]
+        norm = getattr(self.norm, "weight", None)  # an Identity has none
+        qk_norm: Literal["none", "layer"] = "layer" if self.config.qk_norm else "none"
+        return Stack(self.config, layers, norm, qk_norm, torch.arange(self.config.head_dim))
 
     def forward(
         self, x: Tensor, nodes: Nodes, cache: AttentionCache, aux_layers: tuple[int, ...] = ()

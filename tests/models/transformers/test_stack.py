@@ -18,14 +18,14 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from lanternpp.engine.cache import Cache
 from lanternpp.models.transformers.stack import rotary_table, stack_of
-from lanternpp.nn.decoder import DecoderConfig, Stack
+from lanternpp.nn.decoder import Stack
 
 
 def passes(stack: Stack, table: Tensor, x: Tensor, prompt: int) -> Tensor:
     """x [R, T, D] in a prefill of `prompt` slots and a step for every further one."""
     run = StackPasses(stack, table)
-    rows, sizes = len(x), (stack.dim, len(stack.layers), stack.heads, stack.hidden, stack.kv_heads)
-    cache = Cache(DecoderConfig(*sizes, head_dim=stack.head_dim), rows, x.shape[1], x)
+    rows = len(x)
+    cache = Cache(stack.config, rows, x.shape[1], x)
     first = cache.rows(torch.arange(rows), torch.zeros(rows, dtype=torch.int64), prompt)
     found = [first.computed(lambda kv: run(x[:, :prompt], first.nodes(), kv))]
     one = torch.ones(rows, 1, 1, dtype=torch.bool)
@@ -47,13 +47,13 @@ def test_a_stack_computes_what_the_model_computes(name: str) -> None:
     if name.startswith("glm-image"):  # a prompt, then rows of a grid
         positions = torch.stack([positions, positions // 4 + 3, positions % 4 + 3])
         positions[:, :, :7] = torch.arange(7)
-    x = torch.randn(2, 20, stack.dim)
+    x = torch.randn(2, 20, stack.config.dim)
     cache, given = DynamicCache(), positions.expand(*positions.shape[:-2], 2, -1)
     expected = [
         model(inputs_embeds=x[:, part], position_ids=given[..., part], past_key_values=cache, use_cache=True)
         for part in (slice(0, 15), *(slice(place, place + 1) for place in range(15, 20)))
     ]
-    found = passes(stack, rotary_table(model, stack.head_dim, positions), x, 15)
+    found = passes(stack, rotary_table(model, stack.config.head_dim, positions), x, 15)
     usual = torch.cat([each.last_hidden_state for each in expected], 1)
     assert usual.abs().max() > 1
     assert (found - usual).abs().max() <= 1e-5

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from lanternpp.errors import InputError
-from lanternpp.models.transformers.stack import rotary_table, stack_of
+from lanternpp.models.transformers.stack import rotary_table, shape_of, stack_of
 from lanternpp.nn.backend import backend
-from lanternpp.nn.decoder import Decoder, DecoderConfig, Stack, line_table
+from lanternpp.nn.decoder import Decoder, Stack, line_table
 from lanternpp.util.devices import free_memory
 from lanternpp.util.registry import unknown
 
@@ -175,7 +175,7 @@ class TransformersDecoder(Decoder):
         del parameters
         own_dtype = stack.layers[0].out.weight.dtype
         # `prepare` replaces the rotations, which depend on a call's positions.
-        self.native = backend().decoder(stack, torch.zeros(1, 2, stack.head_dim), dtype, release)
+        self.native = backend().decoder(stack, torch.zeros(1, 2, self.config.head_dim), dtype, release)
         self.packed_bytes = size
         if self.native is None:
             reason = f"this model is in {own_dtype}; load it with dtype=torch.bfloat16"
@@ -237,18 +237,3 @@ class TransformersDecoder(Decoder):
             )
         aux = [outputs.hidden_states[1 + layer] for layer in aux_layers]
         return torch.cat((outputs.last_hidden_state, *aux), -1) if aux else outputs.last_hidden_state
-
-
-def shape_of(body: Any) -> DecoderConfig:
-    """Return the shape of a body by its config; drafters norm as it does, with the same epsilon."""
-    config, heads = body.config, int(body.config.num_attention_heads)
-    return DecoderConfig(
-        dim=int(config.hidden_size),
-        layers=int(config.num_hidden_layers),
-        heads=heads,
-        hidden=int(config.intermediate_size),
-        kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
-        norm_eps=float(getattr(config, "rms_norm_eps", 1e-5)),
-        qk_norm=isinstance(getattr(body.layers[0].self_attn, "q_norm", None), nn.LayerNorm),
-        head_dim=int(getattr(config, "head_dim", None) or 0),
-    )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.activations import GELUTanh, SiLUActivation
 
 from lanternpp.errors import InputError
-from lanternpp.nn.decoder import HeadScale, Stack, StackLayer, is_hooked
+from lanternpp.nn.decoder import DecoderConfig, Stack, StackLayer, is_hooked
 from lanternpp.nn.sources import blank
 
 BEFORE = {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
@@ -67,25 +67,33 @@ def stack_of(body: nn.Module) -> Stack:
     if getattr(config, "use_bidirectional_attention", None):
         _reject("its attention is not causal")
     _check_modules(body, kind)
-    attention, mlp = layers[0].self_attn, layers[0].mlp
+    mlp, shape = layers[0].mlp, shape_of(body)
     gate = type(mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn)
     if gate not in GATES:
         _reject(f"their gate is {gate.__name__}")
-    head_dim, norm = attention.head_dim, body.get_submodule("norm")
-    qk_norm = getattr(attention, "q_norm", None)
+    qk_norm = getattr(layers[0].self_attn, "q_norm", None)
     return Stack(
-        layers=[_layer(layer, form, head_dim) for layer in layers],
-        norm=_scale(norm, form),
-        dim=attention.q_proj.in_features,
-        heads=attention.q_proj.out_features // head_dim,
-        kv_heads=attention.k_proj.out_features // head_dim,
-        head_dim=head_dim,
-        hidden=mlp.down_proj.in_features,
-        eps=_eps(norm),
-        qk_norm="none" if qk_norm is None else "layer" if isinstance(qk_norm, nn.LayerNorm) else "rms",
-        qk_eps=1e-5 if qk_norm is None else _eps(qk_norm),
+        shape,
+        layers=[_layer(layer, form, shape) for layer in layers],
+        norm=_scale(body.get_submodule("norm"), form),
+        qk_norm="none" if qk_norm is None else "layer" if shape.qk_norm else "rms",
         gate=GATES[gate],
-        qk_order=_qk_order(head_dim, _num_rotated(body), form.interleaved),
+        qk_order=_qk_order(shape.head_dim, _num_rotated(body), form.interleaved),
+    )
+
+
+def shape_of(body: Any) -> DecoderConfig:
+    """Return the shape of a body by its config; drafters norm as it does, with the same epsilon."""
+    config, heads = body.config, int(body.config.num_attention_heads)
+    return DecoderConfig(
+        dim=int(config.hidden_size),
+        layers=int(config.num_hidden_layers),
+        heads=heads,
+        hidden=int(config.intermediate_size),
+        kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        norm_eps=float(getattr(config, "rms_norm_eps", 1e-5)),
+        qk_norm=isinstance(getattr(body.layers[0].self_attn, "q_norm", None), nn.LayerNorm),
+        head_dim=int(getattr(config, "head_dim", None) or 0),
     )
 
 
@@ -152,7 +160,7 @@ def _check_module(name: str, module: nn.Module) -> None:
             _reject(f"weights are {location}")
 
 
-def _layer(layer: Any, form: _Form, head_dim: int) -> StackLayer:
+def _layer(layer: Any, form: _Form, config: DecoderConfig) -> StackLayer:
     attention, mlp = layer.self_attn, layer.mlp
     fused = hasattr(mlp, "gate_up_proj")
     return StackLayer(
@@ -160,8 +168,7 @@ def _layer(layer: Any, form: _Form, head_dim: int) -> StackLayer:
         out=attention.o_proj,
         gate_up=(mlp.gate_up_proj,) if fused else (mlp.gate_proj, mlp.up_proj),
         down=mlp.down_proj,
-        q_norm=_head_scale(attention, "q", head_dim),
-        k_norm=_head_scale(attention, "k", head_dim),
+        qk_norm=_head_norm(attention, config),
         **{field: _scale(layer.get_submodule(name), form) for field, name in form.norms.items()},
     )
 
@@ -172,18 +179,16 @@ def _scale(norm: nn.Module, form: _Form) -> Tensor:
     return weight.float() + form.norm_offset if form.norm_offset else weight
 
 
-def _eps(norm: Any) -> float:
-    return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
-
-
-def _head_scale(attention: Any, part: str, head_dim: int) -> HeadScale | None:
-    """Return factors and offsets of the norm of queries ("q") or keys ("k"), [heads, d] each; None where there is no norm."""
-    norm = getattr(attention, f"{part}_norm", None)
-    if norm is None:
+def _head_norm(attention: Any, config: DecoderConfig) -> tuple[Tensor, Tensor | None] | None:
+    """Return `StackLayer.qk_norm`, with a row for every head."""
+    if getattr(attention, "q_norm", None) is None:
         return None
-    heads = getattr(attention, f"{part}_proj").out_features // head_dim
-    weight, bias = norm.weight.detach(), getattr(norm, "bias", None)
-    return weight.expand(heads, -1), None if bias is None else bias.detach().expand(heads, -1)
+    norms = (attention.q_norm, config.heads), (attention.k_norm, config.num_kv_heads)
+
+    def rows(name: str) -> Tensor:
+        return torch.cat([getattr(norm, name).detach().expand(heads, -1) for norm, heads in norms])
+
+    return rows("weight"), rows("bias") if config.qk_norm else None
 
 
 def _num_rotated(body: nn.Module) -> int:
@@ -194,10 +199,8 @@ def _num_rotated(body: nn.Module) -> int:
     return 2 * int(rotary.inv_freq.numel())
 
 
-def _qk_order(head_dim: int, num_rotated: int, interleaved: bool) -> Tensor | None:
+def _qk_order(head_dim: int, num_rotated: int, interleaved: bool) -> Tensor:
     """Return `Stack.qk_order`, which pairs channels half against half: rotated channels first, then the others."""
-    if num_rotated == head_dim and not interleaved:
-        return None
-    rotated, unrotated = torch.arange(num_rotated), torch.arange(num_rotated, head_dim)
+    rotated, unrotated = torch.arange(head_dim).tensor_split([num_rotated])
     pairs = rotated.view(-1, 2).T if interleaved else rotated.view(2, -1)  # [2, pairs]
-    return torch.cat((pairs, unrotated.view(2, -1)), 1).flatten()
+    return torch.cat((pairs, unrotated.view(2, len(unrotated) // 2)), 1).flatten()
