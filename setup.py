@@ -176,14 +176,14 @@ def compile_all(tools: Toolchain, folder: Path) -> tuple[dict[str, Path], list[s
 
     LookupError where there is none.
     """
-    kinds = {kind.name: kind for kind in KINDS if tools.machine in kind.needs}
+    kinds = {name: kind for name, kind in KINDS.items() if tools.machine in kind[0]}
     if not kinds:
         raise LookupError(f"there are none for {tools.machine}")
     jobs = [*kinds, "cpu"]
 
     def compile(name: str) -> Exception | None:
         # The oldest CPUs have no vector instructions besides SSE2 and NEON.
-        needs, options = kinds[name][1:] if name in kinds else (frozenset(), ())
+        needs, options = kinds[name] if name in kinds else (frozenset(), ())
         try:
             # CC may bring options of its own, as -march=native.
             if more := tools.features(options) - needs:

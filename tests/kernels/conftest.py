@@ -19,7 +19,7 @@ EMULATION = ("-include", str(Path(__file__).with_name("emulated.h")))
 MACHINE = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
 # A kind of CPU, and further options of the compiler.
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
-    **{kind.name: (kind.name, ()) for kind in KINDS if MACHINE in kind.needs},
+    **{name: (name, ()) for name, (needs, _) in KINDS.items() if MACHINE in needs},
     "emulated bfloat16": ("avx512-vnni", EMULATION),
     "emulated tiles": ("avx512-vnni", (*EMULATION, "-DTILES")),
 }
@@ -54,7 +54,7 @@ def library(request: pytest.FixtureRequest, compiled: Path) -> Iterator[object]:
     if not more and kind in files and manifest["sources"] == building.digest(building.SOURCES):
         yield loading.load(there / files[kind])
         return
-    options = next(found.options for found in KINDS if found.name == kind)
+    _, options = KINDS[kind]
     out = compiled / f"{request.param}.so"
     with locked(out):
         try:
