@@ -136,12 +136,6 @@ def test_a_row_has_the_same_bits_for_any_number_of_rows_and_threads(
         assert torch.equal(made.logits(pairs[:, -7:], 3.0, 2), guided[:, -7:])
 
 
-def test_inputs_of_another_dtype_are_multiplied_by_pytorch(library: CDLL) -> None:
-    layer, x = layer_of(33, 45), torch.randn(3, 45)
-    made = KernelLinear(library, [(layer.weight, layer.bias)])
-    assert torch.equal(made(x), layer.float()(x)) and made.logits(x[None], 1.0, 1) is None
-
-
 @pytest.mark.parametrize("bits", [16, 8])
 @pytest.mark.parametrize("hidden", [1, 16, 44, 96])
 def test_a_block_whose_gate_and_up_alternate_returns_them_in_order(

@@ -41,7 +41,7 @@ def test_without_torchao_the_error_says_what_to_install(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         int8, "find_spec", lambda name: None if name == "torchao" else importlib.util.find_spec(name)
     )
-    rejects(r"needs torchao.*pip install 'lanternpp\[int8\]'", int8.quantise, nn.Linear(2, 2))
+    rejects(r"needs torchao.*pip install 'lanternpp\[int8\]'", int8.require)
 
 
 @pytest.mark.parametrize("floats", [False, True])

@@ -14,7 +14,7 @@ from lanternpp.kernels.binding import BLOCK_N, LANES, structs
 from lanternpp.kernels.linear import KernelLinear, computable, packable
 from lanternpp.kernels.loading import kernels
 from lanternpp.kernels.packing import DRAFTER_LAYERS, KernelDecoder, KernelDrafter, kernel_decoder, pack
-from lanternpp.kernels.step import KernelStep, fused_step, verification
+from lanternpp.kernels.step import fused_step, verification
 from lanternpp.nn.backend import Backend, HeadLogits
 from lanternpp.nn.decoder import Stack
 from lanternpp.types import Draft, NeighbourBudget, Verdict, Warping
@@ -31,16 +31,14 @@ class OneDNN(Backend):
 class Kernels(Backend):
     """The kernels in C, and packed convolutions: passes in bfloat16, sampling in float32, on a CPU; None for other tensors."""
 
+    packs, step = staticmethod(packable), staticmethod(fused_step)
+
     def __init__(self, library: CDLL):
         self.library, self.name = library, Path(library._name).stem
 
     def gemm_dtype(self, like: Tensor) -> torch.dtype:
         """Return float32 for tensors in bfloat16 where the CPU has no products of bfloat16."""
         return torch.float32 if self.packs(like) and self.library.number_of(b"gemm is fp32") else like.dtype
-
-    def packs(self, like: Tensor) -> bool:
-        """Whether tensors are bfloat16 on a CPU."""
-        return packable(like)
 
     def pack(self, module: nn.Module, int8: bool = False) -> None:
         """Pack linear layers, convolutions, group norms and decoders; decoders alone can have 8 bits."""
@@ -66,10 +64,6 @@ class Kernels(Backend):
             return None
         logits: Any = target.native_head or self.head(target.head_linear)  # a method of a `KernelLinear`
         return KernelDrafter(drafter, None if logits is None else logits.__self__, self.library)
-
-    def step(self, engine: Any, verify: str) -> KernelStep | None:
-        """Return the steps of plain decoding or of chains of a parallel drafter, as `fused_step` does."""
-        return fused_step(engine, verify)
 
     def probs(self, logits: Tensor, warp: Warping) -> Tensor | None:
         """Return the probabilities [..., V] of logits [..., V] in float32."""

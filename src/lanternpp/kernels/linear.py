@@ -8,6 +8,7 @@ import mmap
 import threading
 from collections.abc import Iterable, Sequence
 from ctypes import CDLL
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,43 +21,34 @@ from lanternpp.types import on_host
 
 PAGE_BYTES, CHUNK_BYTES = 1 << 21, 1 << 24  # of a large page; the least that is allocated at once
 ALIGNMENT = 64  # bytes: tensors begin at multiples of this
+# The rest of the last pages that were allocated.
+chunk = SimpleNamespace(free=torch.empty(0, dtype=torch.uint8), lock=threading.Lock())
 
 
-class LargePages:
-    """Memory for weights in pages of 2 MB, where the system has them: weights are then read from front to back in less time.
+def empty_in_large_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return a tensor of undefined numbers in pages of 2 MB, where the system has them: it is then read in less time.
 
-    A chunk of pages is freed with the last weight that lies in it.
+    A chunk of pages is freed with the last tensor that lies in it.
     """
-
-    def __init__(self) -> None:
-        self.free, self.lock = torch.empty(0, dtype=torch.uint8), threading.Lock()
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor of undefined numbers."""
-        nbytes = math.prod(shape) * dtype.itemsize
-        aligned_nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        with self.lock:
-            if aligned_nbytes > len(self.free):
-                # glibc keeps freed tensors of up to 32 MB, and so weights that were packed, until it is told to trim its heap.
-                # Other C libraries have no such function, and Windows no such list of symbols.
-                with contextlib.suppress(AttributeError, TypeError):
-                    CDLL(None).malloc_trim(0)
-                length = -(-max(aligned_nbytes, CHUNK_BYTES) // PAGE_BYTES) * PAGE_BYTES
-                # Windows has no such flags; large pages are of Linux alone, and not of every kernel of Linux.
-                flags = [mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS] if hasattr(mmap, "MAP_PRIVATE") else []
-                pages = mmap.mmap(-1, length, *flags)
-                with contextlib.suppress(OSError, AttributeError):
-                    pages.madvise(mmap.MADV_HUGEPAGE)
-                self.free = torch.frombuffer(pages, dtype=torch.uint8)
-            memory, self.free = self.free[:nbytes], self.free[aligned_nbytes:]
-        return memory.view(dtype).view(*shape)
-
-    def copy(self, tensor: Tensor) -> Tensor:
-        """Return a contiguous copy of a tensor."""
-        return self.empty(tensor.shape, tensor.dtype).copy_(tensor)
+    nbytes = math.prod(shape) * dtype.itemsize
+    aligned_nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
+    with chunk.lock:
+        if aligned_nbytes > len(chunk.free):
+            # glibc keeps freed tensors of up to 32 MB, and so weights that were packed, until it is told to trim its heap.
+            # Other C libraries have no such function, and Windows no such list of symbols.
+            with contextlib.suppress(AttributeError, TypeError):
+                CDLL(None).malloc_trim(0)
+            length = -(-max(aligned_nbytes, CHUNK_BYTES) // PAGE_BYTES) * PAGE_BYTES
+            # Windows has no such flags; large pages are of Linux alone, and not of every kernel of Linux.
+            flags = [mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS] if hasattr(mmap, "MAP_PRIVATE") else []
+            pages = mmap.mmap(-1, length, *flags)
+            with contextlib.suppress(OSError, AttributeError):
+                pages.madvise(mmap.MADV_HUGEPAGE)
+            chunk.free = torch.frombuffer(pages, dtype=torch.uint8)
+        memory, chunk.free = chunk.free[:nbytes], chunk.free[aligned_nbytes:]
+    return memory.view(dtype).view(*shape)
 
 
-PAGES = LargePages()
 Layers = Sequence[tuple[Tensor, Tensor | None]]  # weights [out, in] and biases [out]
 
 
@@ -88,7 +80,7 @@ class KernelLinear(nn.Module):
 
         group = 4 if int8 else 2  # inputs of one output that lie side by side
         shape = blocks, width // group, BLOCK_N, group
-        self.packed = PAGES.empty(shape, torch.int8 if int8 else torch.bfloat16)
+        self.packed = empty_in_large_pages(shape, torch.int8 if int8 else torch.bfloat16)
         self.scale = torch.zeros(len(padded_order), dtype=torch.float32) if int8 else None
         addresses = arranged(w.data_ptr() + torch.arange(len(w)) * w[0].nbytes for w in weights)
         scales = arranged(scale.float() for _, scale in pairs) if all(pairs) else None
@@ -124,10 +116,8 @@ class KernelLinear(nn.Module):
         return None if bias is None else self._in_order(bias[: self.struct.outputs].bfloat16(), 0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> the product [..., out], rounded to bfloat16."""
-        if computable(x):
-            return self._in_order(self.product(x), -1)
-        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        """x [..., in] in bfloat16 -> the product [..., out], rounded to bfloat16."""
+        return self._in_order(self.product(x), -1)
 
     def product(
         self, x: Tensor, dtype: torch.dtype = torch.bfloat16, branches: int = 1, guidance: float = 1.0
@@ -157,6 +147,6 @@ def computable(x: Tensor, dtype: torch.dtype = torch.bfloat16) -> bool:
     return on_host(x) and x.dtype == dtype
 
 
-def packable(weight: Tensor) -> bool:
+def packable(like: Tensor) -> bool:
     """Whether a weight can be packed: in bfloat16 on a CPU, and no subclass of Tensor, as torchao's have no memory of their own."""
-    return type(weight.detach()) is Tensor and weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
+    return type(like.detach()) is Tensor and like.dtype == torch.bfloat16 and like.device.type == "cpu"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lanternpp.errors import InputError
 from lanternpp.kernels.binding import K_ALIGN, LANES, own, structs
-from lanternpp.kernels.linear import PAGES, KernelLinear, computable, packable
+from lanternpp.kernels.linear import KernelLinear, computable, packable
 from lanternpp.nn.checkpoints import quantised
 from lanternpp.nn.decoder import Block, Decoder, Stack, StackLayer
 from lanternpp.types import Draft, Nodes, Warping
@@ -50,7 +50,7 @@ class KernelDecoder:
             struct.w2 = self._linear([layer.down])
             if layer.qk_norm is not None:
                 struct.qk_norm, struct.qk_bias = (
-                    None if scale is None else PAGES.copy(scale.detach().float()[:, stack.qk_order])
+                    None if scale is None else scale.detach().float()[:, stack.qk_order]
                     for scale in layer.qk_norm
                 )
             self.layer_structs.append(struct)
@@ -130,7 +130,7 @@ def _heads_order(stack: Stack) -> Tensor:
 
 def _norm(weight: Tensor | None, dim: int) -> Tensor | None:
     """Return a norm's weight [dim], padded with zeros."""
-    return None if weight is None else PAGES.copy(F.pad(weight.detach().float(), (0, -dim % K_ALIGN)))
+    return None if weight is None else F.pad(weight.detach().float(), (0, -dim % K_ALIGN))
 
 
 class KernelDrafter:
@@ -222,15 +222,15 @@ class SerialGroupNorm(nn.GroupNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalised x."""
-        # The number of threads before the call; 0: the kernels have threads of their own; -1: x is large.
-        num_threads = self.library.use_threads(1) if x.numel() <= MAX_SERIAL else -1
-        try:
-            if num_threads:
-                return super().forward(x)
+        if x.numel() > MAX_SERIAL:
+            return super().forward(x)
+        num_threads = self.library.use_threads(1)  # before the call; 0: the kernels have threads of their own
+        if not num_threads:
             return super().forward(x.contiguous()).contiguous(memory_format=torch.channels_last)
+        try:
+            return super().forward(x)
         finally:
-            if num_threads > 0:
-                self.library.use_threads(num_threads)
+            self.library.use_threads(num_threads)
 
 
 def supports(convolution: nn.Conv2d) -> bool:
@@ -263,5 +263,5 @@ def pack(module: nn.Module, library: CDLL | None, int8: bool = False) -> None:
             child.__class__, child.library = SerialGroupNorm, library
         else:
             pack(child, library, int8)
-    if library is not None and isinstance(module, Decoder) and type(module).stack is Decoder.stack:
+    if library is not None and type(module) is Decoder:
         module.native = kernel_decoder(module.stack(), module.rotary_table, library, int8)

@@ -35,8 +35,7 @@ class Effect:
 
 
 def quantise(module: nn.Module) -> None:
-    """Store the weight of every linear layer below `module` in 8 bits, for inference. InputError unless torchao is installed."""
-    require()
+    """Store the weight of every linear layer below `module` in 8 bits, for inference; `require` checks that torchao is installed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
