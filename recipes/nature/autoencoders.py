@@ -81,4 +81,9 @@ class TrainedKL(KL):
 @torch.no_grad()
 def redraw(tokenizer: Autoencoder, found: Tensor) -> Tensor:
     """Codes or moments that `encode` gave -> images [B, 3, H, W] in [-1, 1], float32."""
-    return tokenizer.render(tokenizer.decoder_input(found).to(tokenizer.dtype)).clamp(-1, 1)
+    return tokenizer.render(latents_of(tokenizer, found).to(tokenizer.dtype)).clamp(-1, 1)
+
+
+def latents_of(tokenizer: Autoencoder, found: Tensor) -> Tensor:
+    """Codes or moments that `encode` gave -> the decoder's input, [B, length, C]."""
+    return tokenizer.codebook[found] if isinstance(tokenizer, VQ) else sampled(found)

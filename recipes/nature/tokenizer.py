@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from autoencoders import MOVING, TrainedKL, TrainedVQ, redraw
+from autoencoders import MOVING, TrainedKL, TrainedVQ, latents_of, redraw
 from common import (
     Cooldown,
     Data,
@@ -199,7 +199,7 @@ class TokenizerTask(Task):
     @torch.no_grad()
     def quantised(self, images: Tensor) -> Tensor:
         """The decoder's input for images [B, 3, H, W]: [B, length, C]."""
-        return self.model.decoder_input(self.model.encode(images))
+        return latents_of(self.model, self.model.encode(images))
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:

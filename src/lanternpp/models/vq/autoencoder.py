@@ -26,7 +26,7 @@ from lanternpp.nn.sources import SAME, Source, blank
 from lanternpp.util.jsonfile import Between
 
 A = TypeVar("A", bound="Autoencoder")
-KIND = "kl"  # the `kind` in the config of a tokenizer of latents
+KIND: Literal["kl"] = "kl"  # the `kind` in the config of a tokenizer of latents
 MAX_LOG_VAR = 10.0  # maximum absolute logarithm of a latent's variance
 
 
@@ -40,6 +40,7 @@ class Stacks:
     encoder_blocks: StageBlocks = (1, 1, 2)
     decoder_blocks: StageBlocks = (1, 2, 3)
     thin: Width = 16  # channels of the decoder's last blocks, at full size
+    kind: Literal["vq", "kl"] = "vq"
 
     def __post_init__(self) -> None:
         if len({len(self.channels), len(self.encoder_blocks), len(self.decoder_blocks)}) != 1:
@@ -72,13 +73,7 @@ class KLConfig(Stacks):
 
     dim: Width = 16
     kl: Annotated[float, Between(0, 1000)] = 1e-3  # weight of the divergence, in nats per channel
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """The field of a config that selects the class of the tokenizer."""
-
-    kind: Literal["vq", "kl"] = "vq"
+    kind: Literal["vq", "kl"] = KIND
 
 
 def groups(channels: int) -> int:
@@ -138,6 +133,7 @@ class Autoencoder(nn.Module):
     about: ClassVar[str]  # its kind, for a message if the other kind is needed
     encoder: nn.Sequential
     decoder: nn.Sequential
+    quantiser: Quantiser  # of a tokenizer of codes
     vocab = 0  # V, of a tokenizer of codes
 
     def __init__(self, config: Stacks):
@@ -145,19 +141,17 @@ class Autoencoder(nn.Module):
         self.config = config
         self.channels, self.length = config.dim, config.grid**2
 
+    @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
         """Encode images [B, 3, H, W] in [-1, 1] as codes [B, length] int64, or moments of latents [B, length, 2 C] float32."""
-        raise NotImplementedError
-
-    def decoder_input(self, encoded: Tensor) -> Tensor:
-        """Turn the result of `encode` into latents [B, length, C] for the decoder."""
-        raise NotImplementedError
+        encoded = self.encoded(images)
+        return self.quantiser.nearest(encoded) if self.vocab else clamped(encoded)
 
     def reader(self) -> Reader:
         """Lay convolutions out channels last, and return the reader of pictures as codes or moments of latents."""
         key = hashes(channels_last(self).encoder)
         if self.vocab:
-            key += hashes(self.get_buffer("quantiser.codebook"))
+            key += hashes(self.quantiser.codebook)
         each = () if self.vocab else (2 * self.channels,)
         device = next(self.parameters()).device
         return Reader(self.config.size, self.length, self.vocab, key, self.encode, device, each)
@@ -176,7 +170,7 @@ class Autoencoder(nn.Module):
     @torch.no_grad()
     def decode(self, codes: Tensor) -> Tensor:
         """Decode codes [B, length], or latents [B, length, C], to images [B, 3, H, W] in [-1, 1], float32."""
-        latents = self.decoder_input(codes) if self.vocab else codes
+        latents = self.quantiser.codebook[codes] if self.vocab else codes
         return self.render(latents.to(self.dtype)).clamp(-1, 1)
 
     @property
@@ -224,15 +218,6 @@ class VQ(Autoencoder):
         """[V, C], unit rows."""
         return self.quantiser.codebook
 
-    @torch.no_grad()
-    def encode(self, images: Tensor) -> Tensor:
-        """Encode images [B, 3, H, W] in [-1, 1] as codes [B, length], int64."""
-        return self.quantiser.nearest(self.encoded(images))
-
-    def decoder_input(self, encoded: Tensor) -> Tensor:
-        """Look up the code vectors [B, length, C] of codes [B, length]."""
-        return self.codebook[encoded]
-
 
 class KL(Autoencoder):
     """A tokenizer of latents in raster order. `encode` returns the moments of each latent: C means, then C log variances."""
@@ -244,15 +229,6 @@ class KL(Autoencoder):
     def __init__(self, config: KLConfig):
         super().__init__(config)
         self.encoder, self.decoder = encoder(config, 2 * config.dim), decoder(config)
-
-    @torch.no_grad()
-    def encode(self, images: Tensor) -> Tensor:
-        """Encode images [B, 3, H, W] in [-1, 1] as moments [B, length, 2 C], float32."""
-        return clamped(self.encoded(images))
-
-    def decoder_input(self, encoded: Tensor) -> Tensor:
-        """Draw latents [B, length, C] from moments [B, length, 2 C]."""
-        return sampled(encoded)
 
 
 def clamped(moments: Tensor) -> Tensor:
@@ -271,7 +247,7 @@ def sampled(moments: Tensor, generator: torch.Generator | None = None) -> Tensor
 def read_tokenizer(folder: Path, dtype: torch.dtype = torch.float32, *, kind: type[A]) -> A:
     """Read the tokenizer in `folder` to the CPU, its convolutions in `dtype`, a codebook in float32. Raise InputError if it is no `kind`."""
     fields = checkpoints.load_config(folder)
-    cls: type[Autoencoder] = KL if config_as(_Kind, fields, folder).kind == KIND else VQ
+    cls: type[Autoencoder] = KL if fields.get("kind") == KIND else VQ
     if not issubclass(cls, kind):
         raise InputError(f"{folder} is {cls.about}")
     with blank(folder):
