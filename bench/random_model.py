@@ -49,7 +49,7 @@ def write_random(folder: Path, name: str) -> None:
     with blank():
         target = LlamaGenTarget(config)
         table = target.decoder.rotary_table
-        vq = VQGAN(VQGANConfig(grid, codes, **small))
+        vq = VQGAN(VQGANConfig(codes, **small))
         drafters = {"drafter": EagleDrafter(eagle, table), "parallel": ParallelDrafter(parallel, table)}
     for part, kind, flat in (("drafter", "eagle", eagle.flat()), ("parallel", "parallel", parallel.flat())):
         save(folder / part, {"kind": kind, **flat}, random_state(drafters[part]), "bfloat16")

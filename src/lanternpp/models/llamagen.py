@@ -104,7 +104,7 @@ class LlamaGenTarget(Target):
             target, [SAME] if ours else rename_rules(config), dtype, () if ours else SKIPPED_TENSORS, device
         )
         # The tokenizer is no submodule, as it has its own folder.
-        vars(target)["vq"] = read_vqgan(vq, dtype, LLAMAGEN, grid=config.grid).to(device)
+        vars(target)["vq"] = read_vqgan(vq, dtype, LLAMAGEN).to(device)
         check_codes(source.path, config.vocab, vq.path, len(target.vq.codebook))
         return target.to(device)
 
@@ -122,6 +122,10 @@ class LlamaGenTarget(Target):
     def prompt(self, conditions: Sequence[str | None], branches: int) -> Prompt:
         """Embed b classes or texts as [branches * b, T, D]; raise InputError for an unknown class."""
         return self.condition.prompt(conditions, branches)
+
+    def pixels(self, codes: Tensor) -> Tensor:
+        """Decode codes [B, length] to images [B, 3, H, W] in [-1, 1]."""
+        return super().pixels(codes.unflatten(1, (self.width, self.width)))
 
     def reader(self) -> Reader:
         """Return the reader of the tokenizer. Raise InputError if the tokenizer has no encoder."""

@@ -109,17 +109,12 @@ def shape_of(source: Source, names: Names, prefix: str = "") -> dict[str, Any]:
     }
 
 
-def read_vqgan(
-    source: Source, dtype: torch.dtype, names: Names = TAMING, prefix: str = "", **fields: Any
-) -> VQGAN:
-    """Read the decoder in a checkpoint, below `prefix`, or in a folder of ours; its codebook in float32. Raise InputError.
-
-    fields: fields of the config that the tensors and the config.json do not determine.
-    """
+def read_vqgan(source: Source, dtype: torch.dtype, names: Names = TAMING, prefix: str = "") -> VQGAN:
+    """Read the decoder in a checkpoint, below `prefix`, or in a folder of ours; its codebook in float32. Raise InputError."""
     is_ours = source.config.get("kind") == VQGAN.kind
     shape = source.config if is_ours else shape_of(source, names, prefix)
     with blank(source.path):
-        vq = VQGAN(config_as(VQGANConfig, shape | fields, source.path))
+        vq = VQGAN(config_as(VQGANConfig, shape, source.path))
     pattern = re.escape(prefix)
     if is_ours:
         source.fill(vq, [SAME], dtype)

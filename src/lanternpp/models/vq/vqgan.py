@@ -6,7 +6,7 @@ In MoVQ (2209.09002) the looked-up latents scale and shift every normalisation o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from lanternpp.errors import InputError
 from lanternpp.nn.checkpoints import Blocks, Codes, Stages, Width
-from lanternpp.util.jsonfile import Between
 
 M = TypeVar("M", bound=nn.Module)
 GROUPS = 32  # in every normalisation of published tokenizers
@@ -24,7 +23,6 @@ GROUPS = 32  # in every normalisation of published tokenizers
 class VQGANConfig:
     """The shape of a decoder, by default of LlamaGen's VQ-16 (arXiv 2406.06525)."""
 
-    grid: Annotated[int, Between(0, 128)] = 0  # codes of an image's side; 0: any width and height
     codes: Codes = 16384  # V
     dim: Width = 8  # C, of a code's latent
     channels: Width = 128
@@ -182,9 +180,7 @@ class VQGAN(nn.Module):
 
     @torch.no_grad()
     def decode(self, codes: Tensor) -> Tensor:
-        """Decode codes [B, rows, columns], or [B, length] of the config's grid, to images [B, 3, H, W] in [-1, 1], float32."""
-        if codes.ndim == 2:
-            codes = codes.unflatten(1, (self.config.grid, self.config.grid))
+        """Decode codes [B, rows, columns] to images [B, 3, H, W] in [-1, 1], float32."""
         x = self.codebook[codes].to(self.expand.weight.dtype).permute(0, 3, 1, 2)
         x = x.contiguous(memory_format=torch.channels_last)
         latents = (x,) if self.config.spatial else ()
