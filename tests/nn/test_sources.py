@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -215,7 +216,9 @@ def test_loading_takes_little_more_memory_than_the_weights(name: str, tmp_path: 
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_blocks_are_packed_before_later_ones_are_read(split: bool, tmp_path: Path) -> None:
+def test_blocks_are_packed_before_later_ones_are_read(
+    split: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = DecoderConfig(16, layers=12, heads=2, hidden=32)
     table = line_table(4, 8).float()
     plain = Decoder(config, table)
@@ -230,12 +233,13 @@ def test_blocks_are_packed_before_later_ones_are_read(split: bool, tmp_path: Pat
         read = Decoder(config, table)
     source, left = Source.open(tmp_path), []
 
-    def pack(block: nn.Module) -> None:
-        assert not any(p.is_meta for p in block.parameters())
+    def pack(block: nn.Module, int8: bool) -> None:
+        assert not int8 and not any(p.is_meta for p in block.parameters())
         block.w2 = nn.Identity()  # as a packed layer, it has no parameters
         left.append(sum(p.is_meta for b in read.blocks for p in b.parameters()))
 
-    source.pack = pack
+    monkeypatch.setattr("lanternpp.nn.sources.backend", lambda: SimpleNamespace(pack=pack))
+    source.packing = "bfloat16"
     source.fill(read, [SAME, *(Rename("norms", name) for name in norms)], torch.float32)
     per_block = len(list(plain.blocks[0].parameters()))
     assert len(left) == 12

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -289,7 +289,7 @@ class Model:
             raise InputError(
                 f"{folder.name} is not run by transformers, which divides models; leave out tensor_parallel"
             )
-        if int8 and source.pack is None:
+        if int8 and source.packing is None:
             self.effect = in_eight_bits(target)
         if self.packed:
             pack_target(target)
@@ -304,11 +304,8 @@ class Model:
             return
         device_backend = backend(self.device)
         if device_backend.packs(self._like):
-            source.pack = partial(device_backend.pack, int8=int8)
             source.packing = INT8 if int8 else "bfloat16"
-        source.int8 = device_backend.gemm_dtype(self._like) != self.dtype or (
-            int8 and source.pack is not None
-        )
+        source.int8 = device_backend.gemm_dtype(self._like) != self.dtype or source.packing == INT8
 
     @own_devices()
     def network(self, kind: str, shape: Hashable = None) -> Drafter | Target:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lanternpp.errors import InputError
+from lanternpp.nn.backend import backend
 from lanternpp.nn.checkpoints import CONFIG, load_config, metas, read_tensors
 from lanternpp.nn.decoder import Block, DecoderConfig
 from lanternpp.nn.files import files, join_names
@@ -157,12 +158,11 @@ def blank(path: Path | None = None) -> Iterator[None]:
 class Source:
     """One checkpoint: a folder or a file.
 
-    pack: called with every `Block` as soon as it is read, to replace its layers by packed ones, so that the weights of one block alone
-    are in memory twice; None: blocks stay as they are. packing: the dtype of packed weights, "bfloat16" or "int8".
+    packing: the dtype, "bfloat16" or "int8", in which every `Block` is packed as soon as it is read, so that the weights of one block
+    alone are in memory twice; None: blocks stay as they are.
     int8: whether weights that lie on disk in 8 or 6 bits keep these bits too, for `int8_parts`.
     """
 
-    pack: Callable[[nn.Module], None] | None = None
     packing: str | None = None
     int8 = False
 
@@ -250,7 +250,7 @@ class Source:
         if faults:
             raise InputError(f"{self.path} does not fit {type(module).__name__}: {join_names(faults)}.")
         blocks: dict[str, nn.Module] = {}
-        if self.pack is not None:
+        if self.packing is not None:
             blocks = {f"{name}.": child for name, child in module.named_modules() if isinstance(child, Block)}
         by_block: dict[str, dict[str, list[tuple[str, Rename]]]] = {}  # "" for what lies in no block
         for upstream, destinations in pieces.items():
@@ -272,12 +272,8 @@ class Source:
             module.load_state_dict(filled, strict=False, assign=True)
             for name, parts in int8.items():  # for `int8_parts`
                 module.get_parameter(name).int8_weight = parts  # type: ignore[attr-defined]
-            if self.pack is not None and block:
-                self.pack(blocks[block])
-        assigned = (*module.named_parameters(), *module.named_buffers())
-        empty = [name for name, tensor in assigned if tensor.is_meta]
-        if empty:
-            raise RuntimeError(f"{type(module).__name__} was made without {', '.join(empty)}")
+            if block:
+                backend().pack(blocks[block], self.packing == "int8")
 
     def _plan(
         self, tensors: Mapping[str, Tensor], rules: Sequence[Rename], skip: Sequence[str]

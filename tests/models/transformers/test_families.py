@@ -684,10 +684,8 @@ def test_unsupported_calls_of_glm_image_are_rejected(glm_pipe: Pipeline, tmp_pat
 PEAK = """
 import re, sys, threading, time, torch, transformers
 from pathlib import Path
-from functools import partial
 from lanternpp.api.model import target_source
 from lanternpp.models.transformers.janus import Janus
-from lanternpp.nn.backend import backend
 
 def used():  # pages mapped from files do not count, as the kernel can drop them
     return 1024 * int(re.search(r"RssAnon:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1])
@@ -700,7 +698,7 @@ def watch():
 
 transformers.JanusForConditionalGeneration, torch.zeros(8).bfloat16()
 source, family = target_source(Path(sys.argv[1]))
-source.pack, source.packing = partial(backend().pack, int8=True), "int8"
+source.packing = "int8"
 before = most = used()
 threading.Thread(target=watch, daemon=True).start()
 target = family.read(source, torch.bfloat16)
