@@ -19,7 +19,7 @@ from safetensors import safe_open
 
 from helpers.processes import SECONDS, lower_priority
 from lanternpp.cli import main
-from lanternpp.nn import checkpoints
+from lanternpp.nn.files import read_pt
 from lanternpp.training import drafter, features, pictures, rollouts, teacher
 from lanternpp.tuning import study  # noqa: F401
 
@@ -103,7 +103,7 @@ def check_files(folder: Path) -> None:
             with safe_open(path, framework="pt") as file:
                 assert list(file.keys())
         elif path.suffix == ".pt":
-            checkpoints.read_pt(path)
+            read_pt(path)
         elif path.suffix == ".json":
             json.loads(path.read_text())
         elif path.suffix == ".jsonl":

@@ -15,6 +15,7 @@ from torch import nn
 
 from lanternpp.errors import InputError
 from lanternpp.nn import checkpoints
+from lanternpp.nn.files import read_pt
 from lanternpp.nn.sources import SAME, Source
 from lanternpp.util import files
 
@@ -168,7 +169,7 @@ def test_a_pickle_in_the_format_before_torch_1_6_is_not_read(mmap: bool, tmp_pat
     archive = path.read_bytes()
     torch.save(tensors, path, _use_new_zipfile_serialization=False)
     path.write_bytes(path.read_bytes() + archive)
-    rejects("no checkpoint of torch 1.6 or newer", checkpoints.read_pt, path, mmap)
+    rejects("no checkpoint of torch 1.6 or newer", read_pt, path, mmap)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from lanternpp.errors import InputError
 from lanternpp.nn.files import check_finite, opened, plain
-from lanternpp.nn.files import read_pt as read_pt
 from lanternpp.util.files import replacing, umask, write_text
 from lanternpp.util.jsonfile import Between, read_object, validated
 
@@ -154,8 +153,8 @@ def metas(path: Path) -> dict[str, Tensor]:
 
     No data is read. InputError where a tensor is not plain, or where the shape of a scale does not fit its tensor.
     """
-    with opened(path) as (names, get):
-        stored = {name: plain(name, get(name), path).to("meta") for name in names}
+    names, get = opened(path)
+    stored = {name: plain(name, get(name), path).to("meta") for name in names}
     scales = {name: stored[name + SCALE] for name in stored if is_quantised(name, stored)}
     for name, scale in scales.items():
         meta = stored[name]
@@ -170,8 +169,8 @@ def metas(path: Path) -> dict[str, Tensor]:
                 "fetch it again."
             )
         stored[name] = torch.empty(shape, dtype=torch.float32, device="meta")
-    scale_names = {name + SCALE for name in scales}
-    return {name: meta for name, meta in stored.items() if name not in scale_names}
+        del stored[name + SCALE]
+    return stored
 
 
 def read_tensors(
@@ -181,14 +180,14 @@ def read_tensors(
 
     Bits [out, ...] int8 and scale [out] are those of quantised tensors. InputError where a tensor holds NaN or infinity.
     """
-    with opened(path) as (stored_names, get):
-        for name in names:
-            tensor, int8 = get(name), None
-            if tensor.dtype in (torch.int8, torch.uint8) and name + SCALE in stored_names:
-                int8 = unpack_int6(tensor) if tensor.dtype == torch.uint8 else tensor, get(name + SCALE)
-                tensor = dequantised(*int8)
-            check_finite(name, tensor, path)
-            yield name, tensor, int8
+    stored_names, get = opened(path)
+    for name in names:
+        tensor, int8 = get(name), None
+        if tensor.dtype in (torch.int8, torch.uint8) and name + SCALE in stored_names:
+            int8 = unpack_int6(tensor) if tensor.dtype == torch.uint8 else tensor, get(name + SCALE)
+            tensor = dequantised(*int8)
+        check_finite(name, tensor, path)
+        yield name, tensor, int8
 
 
 def is_quantised(name: str, tensors: Mapping[str, Tensor]) -> bool:

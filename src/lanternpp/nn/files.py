@@ -13,7 +13,7 @@ import pickle
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,8 @@ def input_errors(sentence: str, remedy: str = "fetch it again") -> Iterator[None
         raise InputError(f"{sentence} ({one_line(reason(error), 200)}): {remedy}.") from None
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[tuple[list[str], Callable[[str], Tensor]]]:
-    """Return the names of a file's tensors, and a function from a name to its tensor, over a mapping that ends with the context.
+def opened(path: Path) -> tuple[list[str], Callable[[str], Tensor]]:
+    """Return the names of a file's tensors, and a function from a name to its tensor, which keeps a mapping of the file.
 
     A torch checkpoint is read with `weights_only`; of nested dicts, the dict of the weights is taken. Raises InputError.
     """
@@ -63,18 +62,16 @@ def opened(path: Path) -> Iterator[tuple[list[str], Callable[[str], Tensor]]]:
         weights = weights_of(read_pt(path, mmap=True))
         if not weights:
             raise InputError(f"{path} holds no named tensors, at the top or under {', '.join(WEIGHT_KEYS)}.")
-        yield list(weights), weights.__getitem__
-        return
-    with ExitStack() as stack:
-        with input_errors(f"{path} is truncated or no safetensors file"):
-            file = stack.enter_context(safe_open(path, framework="pt"))
-            names = list(file.keys())
+        return list(weights), weights.__getitem__
+    with input_errors(f"{path} is truncated or no safetensors file"):
+        file = safe_open(path, framework="pt")
+        names = list(file.keys())
 
-        def get(name: str) -> Tensor:
-            with input_errors(f"{path}: {name} cannot be read"):
-                return file.get_tensor(name)
+    def get(name: str) -> Tensor:
+        with input_errors(f"{path}: {name} cannot be read"):
+            return file.get_tensor(name)
 
-        yield names, get
+    return names, get
 
 
 def plain(name: str, tensor: Tensor, path: Path) -> Tensor:

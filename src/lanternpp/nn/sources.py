@@ -220,11 +220,6 @@ class Source:
             raise InputError(f"{self.path}: {name} is {shape} where {dims} dimensions are expected.")
         return shape
 
-    def tensors(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """Read the tensors of these names, one at a time."""
-        for name, tensor, _ in self._read(names):
-            yield name, tensor
-
     def layers(self, prefix: str = r"layers\.") -> int:
         """Return the number of layers, by the highest number after `prefix`, a regular expression."""
         matches = (re.match(rf"{prefix}(\d{{1,6}})\.", name) for name in self.metas)
@@ -260,7 +255,7 @@ class Source:
         for block, block_pieces in by_block.items():
             filled: dict[str, Tensor] = {}
             int8: dict[str, tuple[Tensor, Tensor]] = {}
-            for upstream, upstream_tensor, bits in self._read(block_pieces.keys()):
+            for upstream, upstream_tensor, bits in self.tensors(block_pieces.keys()):
                 for name, rule in block_pieces[upstream]:
                     if name not in filled:
                         weight_dtype = dtype if name in weights else tensors[name].dtype
@@ -300,7 +295,7 @@ class Source:
                 missing.append(is_given if numbers else f"missing {name}")
         return pieces, missing + faults
 
-    def _read(self, names: Collection[str]) -> Iterator[tuple[str, Tensor, tuple[Tensor, Tensor] | None]]:
+    def tensors(self, names: Collection[str]) -> Iterator[tuple[str, Tensor, tuple[Tensor, Tensor] | None]]:
         """Read the tensors of these names, file by file, as `read_tensors` does."""
         for file, content in self._contents.items():
             held = [name for name in content if name in names]

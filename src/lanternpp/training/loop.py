@@ -25,7 +25,7 @@ from lanternpp.api.rates import FILE as RATES
 from lanternpp.api.results import versions
 from lanternpp.errors import InputError
 from lanternpp.nn import checkpoints
-from lanternpp.nn.files import input_errors
+from lanternpp.nn.files import input_errors, read_pt
 from lanternpp.training.options import Stored, TrainingOptions
 from lanternpp.training.team import LOG, Report, team
 from lanternpp.util.devices import device_name
@@ -161,7 +161,7 @@ def saved_state(
     if restart or not path.exists():
         return None
     with suppress(InputError):
-        content = checkpoints.read_pt(path, mmap=partly)
+        content = read_pt(path, mmap=partly)
     if not isinstance(saved := content.get("settings"), dict):
         raise InputError(f"{path} {NO_STATE}: {RESTART}.")
     if partly:

@@ -60,7 +60,7 @@ class Lumina(Chameleon):
                 raise InputError(
                     f"{source.path} does not fit: {name} is {(groups, width)}, and the heads are {tuple(norm.shape)}"
                 )
-        for name, rows in source.tensors(norms):
+        for name, rows, _ in source.tensors(norms):
             norm = norms[name]  # [heads, d]
             norm.data = rows[torch.arange(len(norm)) * len(rows) // len(norm)].to(norm.dtype)
 

@@ -6,7 +6,6 @@ import re
 import shutil
 from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -178,7 +177,7 @@ def opened(
         with quiet(), input_errors(f"{path} cannot be read", "correct it"):
             options["generation_config"] = transformers.GenerationConfig.from_pretrained(source.folder)
     remedy = f"fetch it again, or {CORRECT}"
-    with quiet(), input_errors(f"{source.path} cannot be opened", remedy), ExitStack() as stack:
+    with quiet(), input_errors(f"{source.path} cannot be opened", remedy):
         default = next((path for name in WEIGHTS if (path := source.folder / name).is_file()), None)
         folder = source.folder if default and files(default) == source.files else None
         if folder is None:  # in its folder transformers would read another file

@@ -63,7 +63,7 @@ def read_cosmos(source: Source, codebook: Tensor, dtype: torch.dtype) -> VQGAN:
         source.fill(vq, [SAME], dtype)
     else:
         with input_errors(f"{source.path} is no decoder of Cosmos"):
-            tensors = folded(dict(source.tensors(source.metas)), vq)
+            tensors = folded({name: tensor for name, tensor, _ in source.tensors(source.metas)}, vq)
             weights = {name: tensor.to(dtype) for name, tensor in tensors.items()}
             vq.load_state_dict(weights | {"codebook": codebook.float()}, assign=True)
     return vq.prepare_for_inference()
