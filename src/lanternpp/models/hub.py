@@ -73,7 +73,7 @@ def fetch(source: HubId) -> Path:
         raise InputError(
             f"{source} could not be fetched completely ({reason(error)}); run it again to go on"
         ) from None
-    return folder / source.file if source.file else folder
+    return folder / (source.file or "")
 
 
 def quiet_downloads() -> None:
@@ -172,9 +172,8 @@ def cached(source: HubId) -> Path | None:
         patterns = [source.file] if source.file else [f"*{suffix}" for suffix in suffixes + CONFIG_SUFFIXES]
         with suppress(LocalEntryNotFoundError, IncompleteSnapshotError):
             folder = Path(find(allow_patterns=patterns))
-            path = folder / source.file if source.file else folder
-            complete = path.is_file() if source.file else any(p.suffix in suffixes for p in path.rglob("*"))
-            if complete:
+            path = folder / (source.file or "")
+            if path.is_file() or any(p.suffix in suffixes for p in path.rglob("*")):
                 return path
     return None
 

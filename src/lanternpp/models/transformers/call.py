@@ -118,11 +118,17 @@ class Call:
 
         codes: the tokens of image codes. Raises InputError where none of them is allowed, or the prompts of a batch differ.
         """
-        function = _AllowedTokens(self.processors)
-        limit, ends = self.max_new_tokens, self.ends
-        rows = [function.places(row, prompt, limit, ends) for row, prompt in enumerate(self.ids)]
-        places = rows[0]
-        if any(row != places for row in rows):
+        allowed_after = _allowed_tokens(self.processors)
+        rows: list[list[frozenset[int]]] = []
+        for row, prompt in enumerate(self.ids):
+            rows.append(places := [])
+            tokens = torch.cat((prompt, prompt.new_zeros(self.max_new_tokens)))
+            for place in range(len(prompt), len(tokens)):
+                places.append(allowed := allowed_after(row, tokens[:place]))
+                if allowed <= set(self.ends):
+                    break
+                tokens[place] = next(iter(allowed))
+        if any(places != rows[0] for places in rows):
             raise InputError(
                 "prefix_allowed_tokens_fn differs within the batch; draw pictures of one size at once"
             )
@@ -142,10 +148,10 @@ class Call:
 
     def check(self, format: Format, tokens: Tensor) -> None:
         """Check that `prefix_allowed_tokens_fn` allows the tokens of a format after drawn tokens [B, n] too; raise InputError."""
-        function, prompt_length = _AllowedTokens(self.processors, format.sets), self.ids.shape[1]
+        allowed_after, start = _allowed_tokens(self.processors, format.sets), self.ids.shape[1]
         for row, sequence in enumerate(torch.cat((self.ids, tokens), 1)):
             for place, kind in enumerate(format.kinds[: tokens.shape[1]]):
-                if function.after(row, sequence[: prompt_length + place]) is not format.sets[kind]:
+                if allowed_after(row, sequence[: start + place]) is not format.sets[kind]:
                     raise InputError(
                         "prefix_allowed_tokens_fn depends on the codes that were drawn, which drafts cannot follow; let it "
                         f"depend on their number alone, or {RESTORE}"
@@ -167,43 +173,30 @@ class Call:
         return torch.cat((self.ids, tokens), 1)
 
 
-class _AllowedTokens:
-    """The sets of tokens that `prefix_allowed_tokens_fn` returns; equal sets are one object."""
+def _allowed_tokens(
+    processors: Processors, sets: Iterable[frozenset[int]] = ()
+) -> Callable[[int, Tensor], frozenset[int]]:
+    """Return the function of a row and its tokens [n] that returns the set allowed after them; equal sets are one object."""
+    function, distinct = processors.allowed, {tokens: tokens for tokens in sets}
+    assert function is not None
+    # Most functions return the same list again and again, so the last one of each length is kept with its set.
+    last: dict[int, tuple[Any, frozenset[int]]] = {}
 
-    def __init__(self, processors: Processors, sets: Iterable[frozenset[int]] = ()):
-        assert processors.allowed is not None
-        self._function, self._suppressed = processors.allowed, processors.suppressed
-        self._sets = {tokens: tokens for tokens in sets}
-        # Most functions return the same list again and again, so the last one of each length is kept with its set.
-        self._last: dict[int, tuple[Any, frozenset[int]]] = {}
-
-    def after(self, row: int, tokens: Tensor) -> frozenset[int]:
-        """Return the set that is allowed after a row's tokens [n]."""
-        result = self._function(row, tokens)
+    def allowed_after(row: int, tokens: Tensor) -> frozenset[int]:
+        result = function(row, tokens)
         if not isinstance(result, Tensor | Collection):
             result = list(result)
-        last, remaining = self._last.get(len(result), (None, frozenset()))
-        if result is last:
+        previous, remaining = last.get(len(result), (None, frozenset()))
+        if result is previous:
             return remaining
         allowed = frozenset(map(int, result.flatten().tolist() if isinstance(result, Tensor) else result))
-        remaining = allowed - self._suppressed
+        remaining = allowed - processors.suppressed
         if not remaining:
             raise InputError(NO_TOKEN.format("suppress_tokens" if allowed else "prefix_allowed_tokens_fn"))
-        remaining = self._sets.setdefault(remaining, remaining)
-        self._last[len(result)] = result, remaining
-        return remaining
+        last[len(result)] = result, distinct.setdefault(remaining, remaining)
+        return last[len(result)][1]
 
-    def places(self, row: int, prompt: Tensor, limit: int, ends: Collection[int]) -> list[frozenset[int]]:
-        """Return the sets of all places after a prompt [T], up to the end of the sequence or to `limit` places."""
-        tokens = torch.cat((prompt, prompt.new_zeros(limit)))
-        places: list[frozenset[int]] = []
-        for place in range(len(prompt), len(tokens)):
-            allowed = self.after(row, tokens[:place])
-            places.append(allowed)
-            if allowed <= set(ends):
-                break
-            tokens[place] = next(iter(allowed))
-        return places
+    return allowed_after
 
 
 def token_rows(ids: Tensor, mask: Tensor | None) -> list[list[int]]:

@@ -24,7 +24,7 @@ from transformers import AttentionInterface
 from lanternpp.errors import InputError
 from lanternpp.models.transformers.stack import rotary_table, shape_of, stack_of
 from lanternpp.nn.backend import backend
-from lanternpp.nn.decoder import Decoder, Stack, line_table
+from lanternpp.nn.decoder import Decoder, line_table
 from lanternpp.util.devices import free_memory
 from lanternpp.util.registry import unknown
 
@@ -35,28 +35,21 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def _attention(
-    layer: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
+    layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """Attend with query [R, H, N, d], key and value [R, Hkv, N, d] of the running pass, by its own mask; return [R, N, H, d].
 
-    Raises InputError where attention has a window of the last tokens, caps scores or has sinks.
+    options: of an attention function of transformers. Raises InputError where attention has a window of the last tokens, caps
+    scores or has sinks.
     """
     decoder: TransformersDecoder = vars(layer)["decoder"]
-    if sliding_window and sliding_window < decoder._num_prepared:
+    window, scaling = options.get("sliding_window"), options.get("scaling")
+    if window and window < decoder._num_prepared:
         raise InputError(
-            f"its attention sees the last {sliding_window} tokens alone, and prompt and picture take {decoder._num_prepared}; "
+            f"its attention sees the last {window} tokens alone, and prompt and picture take {decoder._num_prepared}; "
             "use the model's own generate"
         )
-    if softcap is not None or s_aux is not None:
+    if options.get("softcap") is not None or options.get("s_aux") is not None:
         raise InputError(
             "its attention caps scores or has sinks, without which codes differ; use the model's own generate"
         )
@@ -144,10 +137,6 @@ class TransformersDecoder(Decoder):
         decoder.replicate()
         return decoder
 
-    def stack(self) -> Stack:
-        """Return the layers and the final norm, by `stack_of`."""
-        return stack_of(self.body)
-
     def use_kernels(self, dtype: str, release: bool = False) -> None:
         """Have the backend compute passes from now on, from a copy of the weights in `dtype`, a name of `BYTES_PER_WEIGHT`.
 
@@ -157,7 +146,7 @@ class TransformersDecoder(Decoder):
         """
         if dtype not in BYTES_PER_WEIGHT:
             raise InputError(unknown("kernels", dtype, BYTES_PER_WEIGHT))
-        stack = self.stack()
+        stack = stack_of(self.body)
         parts = (self.body.get_submodule(name) for name in ("layers", "norm"))
         parameters = [x for part in parts for x in part.parameters()]
         weights = [(id(x), x.data_ptr(), 0 if x.is_inference() else x._version) for x in parameters]

@@ -104,12 +104,10 @@ def rotary_table(body: nn.Module, head_dim: int, positions: Tensor) -> Tensor:
     order of the stack's `qk_order`; channels that the model does not rotate have cosine 1 and sine 0.
     """
     cos, sin = body.get_submodule("rotary_emb")(torch.zeros(1, device=positions.device), positions)
-    half = cos.shape[-1] // 2
-    # The second half of the channels repeats the first: [P, half].
-    cos, sin = cos[0, :, :half].float(), sin[0, :, :half].float()
-    unrotated = (len(cos), head_dim // 2 - half)
-    cos = torch.cat((cos, cos.new_ones(unrotated)), 1)  # [P, head_dim / 2]
-    sin = torch.cat((sin, sin.new_zeros(unrotated)), 1)
+    half = cos.shape[-1] // 2  # the second half of the channels repeats the first
+    unrotated = (0, head_dim // 2 - half)
+    cos = nn.functional.pad(cos[0, :, :half].float(), unrotated, value=1.0)  # [P, head_dim / 2]
+    sin = nn.functional.pad(sin[0, :, :half].float(), unrotated)
     return torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)), 1)
 
 
