@@ -82,7 +82,6 @@ class Target(nn.Module, ABC):
     native_head: HeadLogits | None = None  # of a target that is read for inference
     engine: ClassVar[str] = "lanternpp.engine.decode:Engine"  # the class that decodes the target
     any_size: ClassVar[bool] = False  # whether `read` takes a size in pixels from the user
-    head_layer: ClassVar[str | None] = None  # the attribute whose linear layer is `head`
     about: ClassVar[str] = ""  # its checkpoints, for the message about an unknown one
     defaults: Mapping[str, Any] = {}  # recommended settings, for models without a defaults.json
     stores: ClassVar[tuple[str, ...]] = STORES  # formats that `save` writes
@@ -142,7 +141,7 @@ class Target(nn.Module, ABC):
     @property
     def head_linear(self) -> nn.Module | None:
         """The linear layer of `head`, with weight [V, D] and bias; None where `head` is another function."""
-        return None if self.head_layer is None else self.get_submodule(self.head_layer)
+        return self.codes_out if type(self).head is Target.head else None
 
     def pixels(self, codes: Tensor) -> Tensor:
         """Decode codes [B, length] to images [B, 3, H, W] in [-1, 1]."""

@@ -17,7 +17,7 @@ from lanternpp.models.conditions import ClassCondition, T5Text, TextCondition, f
 from lanternpp.models.vq.codes import Reader
 from lanternpp.models.vq.layouts import LLAMAGEN, find_tokenizer, read_vqgan, save_tokenizer
 from lanternpp.nn import checkpoints
-from lanternpp.nn.checkpoints import Codes, Epsilon, Grid, Heads, Positions, RopeBase, Slots, Width, config_as
+from lanternpp.nn.checkpoints import Codes, Epsilon, Grid, Heads, Positions, Slots, Width, config_as
 from lanternpp.nn.decoder import Decoder, DecoderConfig, grid_table
 from lanternpp.nn.sources import SAME, Rename, Source, blank, llama_rules
 from lanternpp.types import Prompt
@@ -40,7 +40,6 @@ class LlamaGenConfig(DecoderConfig):
     classes: Codes | None = None
     caption_dim: Width | None = None
     slots: Slots = 1
-    rope_base: RopeBase = 10000.0
 
 
 def rotary_table(config: LlamaGenConfig) -> Tensor:
@@ -49,7 +48,7 @@ def rotary_table(config: LlamaGenConfig) -> Tensor:
     The published models were trained with such a table: queries and keys of prompt slots are multiplied by zero, so that
     attention to and among prompt slots is uniform.
     """
-    table = grid_table(config.slots, config.grid, config.head_dim, config.rope_base)
+    table = grid_table(config.slots, config.grid, config.head_dim)
     table[: config.slots] = 0
     return table.float()
 
@@ -58,7 +57,6 @@ class LlamaGenTarget(Target):
     """A decoder of codes in raster order after the slots of a condition."""
 
     about = "LlamaGen's .pt files (c2i and t2i), or their copies under Llama names"
-    head_layer = "codes_out"
 
     def __init__(self, config: LlamaGenConfig):
         super().__init__()

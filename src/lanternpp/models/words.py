@@ -175,7 +175,6 @@ class WordsTarget(PromptedTarget):
 
     config_class = WordsConfig
     tokenizer_class = VQ
-    head_layer = "codes_out"
     config: WordsConfig
 
     def __init__(self, config: WordsConfig, vq: VQ):

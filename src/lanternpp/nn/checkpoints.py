@@ -42,7 +42,6 @@ Grid = Annotated[int, Between(1, 128)]  # codes of an image's side
 Slots = Annotated[int, Between(1, 4096)]  # of a prompt
 Positions = Annotated[int, Between(1, 1 << 24)]
 Epsilon = Annotated[float, Between(0, 1)]
-RopeBase = Annotated[float, Between(1, 1e12)]
 Share = Annotated[float, Between(0, 1)]
 Words = Annotated[tuple[Annotated[str, Len(0, 200)], ...], Len(0, 1 << 16)]
 Stages = Annotated[tuple[Annotated[int, Between(1, 1 << 13)], ...], Len(1, 8)]  # channels, or times them
