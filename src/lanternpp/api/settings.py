@@ -124,9 +124,10 @@ def for_target(settings: Settings, target: Target, name: str, overrides: Mapping
             raise InputError(f"{name} draws latents, whose steps are never compiled; leave --compile out")
     else:
         Sampling(settings.temperature, settings.top_k, settings.top_p)
-    if settings.top_k > target.vocab > 0:
+    limits = {"top_k": target.vocab, **dial_limits(target)}
+    limits = {dial: limit for dial, limit in limits.items() if overrides.get(dial) is None}
+    if "top_k" not in limits and settings.top_k > target.vocab > 0:
         raise InputError(f"top-k {settings.top_k} exceeds the {target.vocab} codes of {name}")
-    limits = {dial: limit for dial, limit in dial_limits(target).items() if overrides.get(dial) is None}
     # Defaults are for pictures of many rows and codebooks of thousands.
     lowered = {dial: limit for dial, limit in limits.items() if (getattr(settings, dial) or 0) > limit}
     return replace(settings, **lowered)

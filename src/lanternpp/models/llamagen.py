@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -66,17 +66,13 @@ class LlamaGenTarget(Target):
         self.codes_in = nn.Embedding(config.vocab, config.dim)
         self.codes_out = nn.Linear(config.dim, config.vocab, bias=False)
         self.condition: ClassCondition | TextCondition
+        # The defaults are the settings of the authors' own scripts.
         if config.caption_dim is None:
             self.condition = ClassCondition(config.dim, config.classes or 1000)
+            self.defaults = {"cfg": 4.0, "top_k": 2000}
         else:
             self.condition = TextCondition(config.dim, config.caption_dim, config.slots)
-
-    @property
-    def defaults(self) -> Mapping[str, Any]:  # type: ignore[override]
-        """The settings of the authors' own scripts."""
-        if self.config.classes is None:
-            return {"cfg": 7.5, "top_k": min(1000, self.vocab)}
-        return {"cfg": 4.0, "top_k": min(2000, self.vocab)}
+            self.defaults = {"cfg": 7.5, "top_k": 1000}
 
     @classmethod
     def claims(cls, source: Source) -> bool:

@@ -24,11 +24,7 @@ class Sketch(LanguageModel):
     """A family for any class of a plain language model."""
 
     class_name, model_type, about = "MistralForCausalLM", "mistral", "a sketch"
-    text_tokens, levels, sizes = TEXT, (CODES,), ("128",)
-
-    def conditional(self, text: str) -> list[int]:
-        """Prompts are those of calls."""
-        raise NotImplementedError
+    text_tokens, levels, sides = TEXT, (CODES,), (8,)
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -41,8 +40,10 @@ class TransformersTarget(Target):
 
     class_name: ClassVar[str]  # in transformers
     model_type: ClassVar[str]
+    # The parts of a prompt: tokens, by their names in angle brackets, and texts, with the fields of `filled` in braces.
+    request: ClassVar[Sequence[str]]
+    null_request: ClassVar[Sequence[str]] = ()  # of the unconditional branch; (): those of an empty prompt
     guidance: ClassVar[float] = 1.0  # of a call of `generate` that names none
-    recommended: Mapping[str, Any] = {}  # settings that its authors draw with
     optional: ClassVar[tuple[str, ...]] = ()  # beginnings of the names of tensors that a checkpoint may lack
     pixels_per_code = 16  # of a code's side
     stores = ("float32", "bfloat16")
@@ -71,8 +72,9 @@ class TransformersTarget(Target):
         self.decoder = TransformersDecoder(body)
         self.most = int(body.config.max_position_embeddings)
         self.codes, self.row_end = tuple(codes), row_end
-        self.vqgan: VQGAN | None = None  # that `read_vq` read
-        self._code_head: nn.ModuleList | None = None  # of the codes' rows alone, prepacked
+        # In place of the model's own, `read_vq` may set a `VQGAN`.
+        vars(self)["vq"] = getattr(model.model, "vqmodel", None)
+        self._code_head: nn.Sequential | None = None  # of the codes' rows alone, prepacked
         self.arrange(Format(1, 1, () if row_end is None else (row_end,)), 0)
 
     @classmethod
@@ -88,6 +90,8 @@ class TransformersTarget(Target):
             target = adapted(make, opened(source, cls.class_name, cls.fields_of(source), dtype, cls.optional))
         target.read_vq(source, dtype)
         target.to(device)
+        if target.vq is not None:
+            target.vq.to(device)
         target.text = cls.text_of(source.folder)
         target.fixed_size = "size" in source.given
         size = source.given.pop("size", None) or source.config.get("size")
@@ -145,13 +149,19 @@ class TransformersTarget(Target):
                 return Raster(side, side)
         raise InputError(f"size {size} cannot be drawn; squares of {', '.join(map(str, sides))} pixels can")
 
-    @abstractmethod
     def conditional(self, text: str) -> list[int]:
         """Return the tokens of a prompt, up to where the first code is drawn."""
+        return self.filled(self.request, text)
 
     def unconditional(self, text: str | None) -> list[int]:
-        """Return the tokens of the unconditional branch of guidance, for a prompt or None; here those of an empty prompt."""
-        return self.conditional("")
+        """Return the tokens of the unconditional branch of guidance, for a prompt or None."""
+        return self.filled(self.null_request or self.request, "")
+
+    def filled(self, parts: Sequence[str], prompt: str) -> list[int]:
+        """Return the tokens of parts as `request` has them, for a prompt and the size of the picture, in codes and in pixels."""
+        rows, columns, side = self.raster.rows, self.raster.columns, self.pixels_per_code
+        size = f"{columns * side}x{rows * side}"
+        return self.text.filled(parts, prompt=prompt, rows=rows, columns=columns, size=size)
 
     @property
     def latents(self) -> Tensor | None:
@@ -166,29 +176,18 @@ class TransformersTarget(Target):
         return self.vq.decode(grid)
 
     @property
-    def defaults(self) -> Mapping[str, Any]:  # type: ignore[override]
-        """The recommended settings; top-k is at most the number of codes."""
-        top_k = self.recommended.get("top_k")
-        return {**self.recommended, "top_k": min(top_k, len(self.codes))} if top_k else self.recommended
-
-    @property
     def num_square_codes(self) -> int:
         """Codes of the square that generation_mode="image" draws; 0: calls say how large it is."""
         return self.sides[0] ** 2 if self.sides else 0
-
-    @property
-    def vq(self) -> Any:
-        """The image tokenizer: a `VQGAN` that was read, or else the model's own module; None where there is none."""
-        return self.vqgan or getattr(self.model.model, "vqmodel", None)
 
     def encoder(self) -> nn.Module:
         """Return the network from images [B, 3, H, W] to latents [B, C, rows, columns]; InputError where the checkpoint has none."""
         own = getattr(self.model.model, "vqmodel", None)
         if own is not None:
             return nn.Sequential(own.encoder, own.quant_conv)
-        if self.vqgan is None:
+        if not isinstance(self.vq, VQGAN):
             raise InputError("this model has no tokenizer that reads pictures: use --self, not --data")
-        return self.vqgan.encoder().to(self.device)
+        return self.vq.encoder().to(self.device)
 
     @property
     def device(self) -> torch.device:
@@ -266,7 +265,7 @@ class TransformersTarget(Target):
     def head(self, features: Tensor) -> Tensor:
         """Return the logits [..., V] of features [..., D]."""
         if self._code_head is not None:
-            return self._code_head[0](features)
+            return self._code_head(features)
         head, ids, span = self.model.lm_head, self._code_ids, self._id_span
         if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter or is_hooked(head):
             return head(features)[..., ids]
@@ -289,8 +288,7 @@ class TransformersTarget(Target):
             raise InputError("pixels are made by the transformers model, from what generate returns")
         if self.without_pixels:
             raise InputError(self.without_pixels)
-        with torch.no_grad():
-            return self.decoded(self.raster.grid(codes)).float().clamp(-1, 1)
+        return self.decoded(self.raster.grid(codes)).float().clamp(-1, 1)
 
     @property
     def codebook(self) -> Tensor | None:
@@ -328,16 +326,13 @@ class TransformersTarget(Target):
 
     def pack_head(self) -> None:
         """Replace the model's head by one of the rows of codes alone."""
-        head = self.model.lm_head
-        layer = nn.Linear(head.in_features, self.vocab, bias=False, device="meta")
-        layer.weight = nn.Parameter(head.weight.detach()[self._code_ids], requires_grad=False)
-        self._code_head = nn.ModuleList([layer])
-        self.model.lm_head = None
+        head, self.model.lm_head = self.model.lm_head, None
+        head.weight = nn.Parameter(head.weight.detach()[self._code_ids], requires_grad=False)
+        self._code_head = nn.Sequential(head)
         backend().pack(self._code_head)
 
     def save(self, folder: Path, store: Store) -> list[str]:
         """Write the model in transformers' layout, into `target`, and a tokenizer of its own; raise InputError if they cannot be."""
-        self.check_store(store)
         if self.vq is None:
             raise InputError(
                 f"the decoder of a {type(self).__name__} cannot be written; use its checkpoint as it is"
@@ -353,9 +348,9 @@ class TransformersTarget(Target):
         with quiet():
             self.model.save_pretrained(folder / "target")
         self.text.save(folder / "target")
-        if self.vqgan is None:
+        if not isinstance(self.vq, VQGAN):
             return ["target"]
-        save_tokenizer(self.vqgan, folder / "tokenizer", store)
+        save_tokenizer(self.vq, folder / "tokenizer", store)
         return ["target", "tokenizer"]
 
     # The methods below read and answer calls of the model's `generate`.

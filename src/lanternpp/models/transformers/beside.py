@@ -41,11 +41,12 @@ class TokenizerBeside(TransformersTarget):
         prefix, chosen = self.vq_prefix, source.given.pop("vq", None)
         if chosen is None and prefix and f"{prefix}decoder.conv_in.weight" in source.metas:
             path = source.path
-            self.vqgan = read_vqgan(source, dtype, prefix=prefix)
+            vq = read_vqgan(source, dtype, prefix=prefix)
         else:
             path = Path(chosen) if chosen else self._find_vq(source.folder)
-            self.vqgan = self.tokenizer_in(Source.open(path), dtype)
-        check_codes(source.path, len(self.codes), path, self.vqgan.config.codes)
+            vq = self.tokenizer_in(Source.open(path), dtype)
+        check_codes(source.path, len(self.codes), path, vq.config.codes)
+        vars(self)["vq"] = vq
 
     def tokenizer_in(self, source: Source, dtype: torch.dtype) -> VQGAN:
         """Read the tokenizer in a checkpoint of taming-transformers' layout, or in a folder of ours."""
@@ -87,10 +88,8 @@ class LanguageModel(TokenizerBeside):
     of ours says how many codes there are, by `levels`, and the `size` of a picture; those of published models do not.
     """
 
-    draws_after: ClassVar[str]  # the last token of a prompt, before the first code
     text_tokens: ClassVar[int]  # tokens before the codes in published models
     levels: tuple[int, ...]  # of published models; their product is the number of codes
-    sizes: ClassVar[tuple[str, ...]]  # pixels of a side of published models' squares, the default first
     fields: ClassVar[Mapping[str, Any]] = {}  # of its config, in place of those of config.json
 
     def __init__(self, model: Any):
@@ -106,15 +105,15 @@ class LanguageModel(TokenizerBeside):
                 f"this {type(model).__name__} of {vocab_size} tokens has no {num_codes} codes; known is {self.about}"
             )
         super().__init__(model, model.model, range(start, start + num_codes))
-        sizes = [str(size) for size in (getattr(config, "size", None), *self.sizes) if size]
-        self.sides = [Raster.of(size, self.pixels_per_code, False, MAX_CODES).rows for size in sizes]
+        if size := getattr(config, "size", None):
+            self.sides = (Raster.of(str(size), self.pixels_per_code, False, MAX_CODES).rows, *self.sides)
 
     @classmethod
     def fields_of(cls, source: Source) -> Mapping[str, Any]:
         """Return `fields`, and the first code, which follows the last token of the tokenizer of texts."""
         ids = Text(source.folder).vocabulary()
-        if cls.draws_after not in ids:
+        if cls.request[-1] not in ids:
             raise InputError(
-                f"{source.path} has no token {cls.draws_after}: it only writes text; known is {cls.about}"
+                f"{source.path} has no token {cls.request[-1]}: it only writes text; known is {cls.about}"
             )
         return {**cls.fields, "first_code": max(ids.values()) + 1}

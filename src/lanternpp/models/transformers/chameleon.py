@@ -33,9 +33,10 @@ class Chameleon(TokenizerBeside):
 
     class_name, model_type = "ChameleonForConditionalGeneration", "chameleon"
     about = "Anole-7B in transformers' layout"
+    request, null_request = (BEGIN, "{prompt}", END_OF_TURN, DRAW), (BEGIN, DRAW)
     any_size = True
     by_forward = False
-    recommended: Mapping[str, Any] = {"cfg": 3.0, "temperature": 0.7, "top_p": 0.9}
+    defaults = {"cfg": 3.0, "temperature": 0.7, "top_p": 0.9}  # noqa: RUF012
     optional: ClassVar[tuple[str, ...]] = (VQ,)
     vq_prefix = VQ
     dialect: ClassVar[str] = "anole"  # in a config.json of ours
@@ -77,14 +78,6 @@ class Chameleon(TokenizerBeside):
         super().read_vq(source, dtype)
         if not any(name.startswith(f"{VQ}encoder") for name in source.metas):
             self.model.model.vqmodel = None
-
-    def conditional(self, text: str) -> list[int]:
-        """Return <s> text <reserved08706> <racm3:break>."""
-        return [self.text.id(BEGIN), *self.text.ids(text), self.text.id(END_OF_TURN), self.text.id(DRAW)]
-
-    def unconditional(self, text: str | None) -> list[int]:
-        """Return <s> <racm3:break>."""
-        return [self.text.id(BEGIN), self.text.id(DRAW)]
 
     def save(self, folder: Path, store: Store) -> list[str]:
         """Write model and tokenizer, with the name of the dialect in the config."""

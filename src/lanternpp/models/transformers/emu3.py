@@ -16,12 +16,13 @@ from lanternpp.models.transformers.adapter import TransformersTarget
 from lanternpp.models.transformers.opening import Text
 from lanternpp.nn.sources import Source
 
-BEGIN, IMAGE, CODES = "<|extra_203|>", "<|image start|>", "<|image token|>"
-SUFFIX = " masterpiece, film grained, best quality."
+BEGIN = "<|extra_203|>"
+REQUEST = "{prompt} masterpiece, film grained, best quality."
 NEGATIVE = (
     "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, "
     "worst quality, low quality, normal quality, jpeg artifacts, signature, watermark, username, blurry."
 )
+SIZE = ("<|image start|>", "{rows}*{columns}", "<|image token|>")
 
 
 class Emu3(TransformersTarget):
@@ -29,8 +30,9 @@ class Emu3(TransformersTarget):
 
     class_name, model_type = "Emu3ForConditionalGeneration", "emu3"
     about = "Emu3-Gen in transformers' layout"
+    request, null_request = (BEGIN, REQUEST, *SIZE), (BEGIN, NEGATIVE, *SIZE)
     any_size, default_size, max_codes = True, "720", 8100
-    recommended = {"cfg": 3.0, "top_k": 2048}  # noqa: RUF012
+    defaults = {"cfg": 3.0, "top_k": 2048}  # noqa: RUF012
 
     def __init__(self, model: Any):
         mapping = model.model.vocabulary_mapping
@@ -43,19 +45,6 @@ class Emu3(TransformersTarget):
     def fields_of(cls, source: Source) -> Mapping[str, Any]:
         """Return the vocabulary of the checkpoint's config, or else of its tokenizer."""
         return {"vocabulary_map": source.config.get("vocabulary_map") or Text(source.folder).vocabulary()}
-
-    def conditional(self, text: str) -> list[int]:
-        """Return the prompt, the words that follow every prompt, and the size."""
-        return self._request(text + SUFFIX)
-
-    def unconditional(self, text: str | None) -> list[int]:
-        """Return the negative prompt, and the size."""
-        return self._request(NEGATIVE)
-
-    def _request(self, words: str) -> list[int]:
-        text, raster = self.text, self.raster
-        size = text.ids(f"{raster.rows}*{raster.columns}")
-        return [text.id(BEGIN), *text.ids(words), text.id(IMAGE), *size, text.id(CODES)]
 
     def encoder(self) -> nn.Module:
         """Return the encoder, which reads a picture as a video of equal frames."""

@@ -21,10 +21,8 @@ from lanternpp.models.transformers.opening import Ranks, Text
 from lanternpp.nn.sources import Source
 from lanternpp.types import Depicted
 
-BEGIN, ANSWER = "<|extra_203|>", "<|extra_100|>"
-IMAGE, CODES, END = "<|image start|>", "<|image token|>", "<|image end|>"
+BEGIN, IMAGE, CODES, END = "<|extra_203|>", "<|image start|>", "<|image token|>", "<|image end|>"
 TASK, NO_TASK = "You are a helpful assistant for {task} task. USER: ", "You are a helpful assistant. USER: "
-ANSWER_FROM = "ASSISTANT: "
 NUM_CODES = 131_072  # of the codebook
 # Defaults of the authors' class, which writes no field that has its default.
 DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "rope_scaling": None, "head_dim": 128}
@@ -43,7 +41,7 @@ class Emu35(TokenizerBeside):
     class_name, model_type = "Qwen3ForCausalLM", "Emu3"
     about = "Emu3.5, as its authors publish it or as a Qwen3"
     any_size, by_product, default_size, max_codes = True, True, "1168x880", 16_384
-    recommended = {"cfg": 5.0, "top_k": 5120}  # noqa: RUF012
+    defaults = {"cfg": 5.0, "top_k": 5120}  # noqa: RUF012
     vq_files = ("Emu3.5-VisionTokenizer", "../Emu3.5-VisionTokenizer")
     vq_hub = "BAAI/Emu3.5-VisionTokenizer"
 
@@ -74,30 +72,25 @@ class Emu35(TokenizerBeside):
     def conditional(self, text: str) -> list[int]:
         """Return the task, the pictures that the prompt shows, its text, and the size."""
         task = TASK.format(task="x2i" if isinstance(text, Depicted) else "t2i")
-        return self._request(task, text, f"{text} {ANSWER_FROM}")
+        return self._request(task, "{prompt} ASSISTANT: ", text)
 
     def unconditional(self, text: str | None) -> list[int]:
         """Return the task, the pictures that the prompt shows, and the size, without text."""
-        return self._request(NO_TASK, text, f" {ANSWER_FROM}")
+        return self._request(NO_TASK, " ASSISTANT: ", text)
 
-    def _request(self, task: str, prompt: str | None, words: str) -> list[int]:
-        text, raster = self.text, self.raster
-        if isinstance(prompt, Depicted):
-            shown = [token for grid in prompt.pictures for token in self._picture(grid)]
-            ids = [*text.ids(task), *shown, *text.ids(words)]
-        else:
-            ids = text.ids(task + words)
-        return [text.id(BEGIN), *ids, text.id(ANSWER), *self._sized(raster.rows, raster.columns)]
-
-    def _sized(self, rows: int, columns: int) -> list[int]:
-        """Return the tokens before the codes of a picture."""
-        return [self.text.id(IMAGE), *self.text.ids(f"{rows}*{columns}"), self.text.id(CODES)]
+    def _request(self, task: str, words: str, prompt: str | None) -> list[int]:
+        end, text = ("<|extra_100|>", IMAGE, "{rows}*{columns}", CODES), prompt or ""
+        if not isinstance(prompt, Depicted):
+            return self.filled((BEGIN, task + words, *end), text)
+        shown = [token for grid in prompt.pictures for token in self._picture(grid)]
+        return [*self.filled((BEGIN, task), text), *shown, *self.filled((words, *end), text)]
 
     def _picture(self, grid: Tensor) -> list[int]:
         """Return the tokens of a picture of codes [rows, columns] in a prompt."""
         rows, columns = grid.shape
         codes = Raster(rows, columns, True).lay(grid[None], len(self.codes))[0]
-        return [*self._sized(rows, columns), *self.token_ids(codes).tolist(), self.text.id(END)]
+        begin = self.text.filled((IMAGE, f"{rows}*{columns}", CODES))
+        return [*begin, *self.token_ids(codes).tolist(), self.text.id(END)]
 
     def depicted(self, prompt: str, pictures: Sequence[Any], own_shape: bool = True) -> Depicted:
         """Encode pictures, each as about as many codes as a picture from text has, in its own shape."""

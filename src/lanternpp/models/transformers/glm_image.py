@@ -39,7 +39,7 @@ class GlmImage(TransformersTarget):
 
     def __init__(self, model: Any):
         sampling, dials = vars(model.generation_config), ("temperature", "top_k", "top_p")
-        self.recommended = {"cfg": 1.0} | {name: sampling[name] for name in dials if sampling.get(name)}
+        self.defaults = {"cfg": 1.0} | {name: sampling[name] for name in dials if sampling.get(name)}
         super().__init__(model, model.model.language_model, range(model.config.text_config.vision_vocab_size))
 
     def raster_of(self, source: Source, size: str | None) -> Raster:

@@ -28,8 +28,9 @@ class Janus(TransformersTarget):
 
     class_name, model_type = "JanusForConditionalGeneration", "janus"
     about = "Janus and Janus-Pro in transformers' layout, as deepseek-community publishes them"
+    request = (BEGIN, TURN, DRAW)
     guidance = 5.0
-    recommended = {"cfg": 5.0}  # noqa: RUF012
+    defaults = {"cfg": 5.0}  # noqa: RUF012
     unit = True
     by_forward = False
 
@@ -41,8 +42,7 @@ class Janus(TransformersTarget):
 
     def conditional(self, text: str) -> list[int]:
         """Return the user's turn of the chat, and the start of the assistant's."""
-        turn = self.text.ids(TURN.format(prompt=text.strip()))
-        return [self.text.id(BEGIN), *turn, self.text.id(DRAW)]
+        return super().conditional(text.strip())
 
     def unconditional(self, text: str | None) -> list[int]:
         """Return padding tokens, which are attended to, in place of the turns; None: those of an empty prompt."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from lanternpp.models.transformers.beside import LanguageModel
 
-BEGIN, NOTHING, DRAW = "<bos>", "<unconditional>", "<boi>"
 REQUEST = "{prompt} Generate an image based on this description."
 
 
@@ -18,16 +17,9 @@ class Liquid(LanguageModel):
 
     class_name, model_type = "GemmaForCausalLM", "gemma"
     about = "Liquid-7B, a GemmaForCausalLM of 264192 tokens"
-    recommended = {"cfg": 7.0, "temperature": 0.99, "top_k": 4096, "top_p": 0.96}  # noqa: RUF012
-    draws_after, text_tokens, levels, sizes = DRAW, 256_000, (8192,), ("512",)
+    defaults = {"cfg": 7.0, "temperature": 0.99, "top_k": 4096, "top_p": 0.96}  # noqa: RUF012
+    request, null_request = ("<bos>", REQUEST, "<boi>"), ("<bos>", "<unconditional>", "<boi>")
+    text_tokens, levels, sides = 256_000, (8192,), (32,)
     # Its config.json says "gelu", which meant the approximation when Gemma was published.
     fields = {"hidden_act": "gelu_pytorch_tanh"}  # noqa: RUF012
     vq_files = ("vqgan.ckpt", "vqgan.safetensors")
-
-    def conditional(self, text: str) -> list[int]:
-        """Return the prompt, and the request that follows every prompt."""
-        return [self.text.id(BEGIN), *self.text.ids(REQUEST.format(prompt=text)), self.text.id(DRAW)]
-
-    def unconditional(self, text: str | None) -> list[int]:
-        """Return the tokens with <unconditional> in place of a prompt."""
-        return [self.text.id(token) for token in (BEGIN, NOTHING, DRAW)]

@@ -27,7 +27,7 @@ class Lumina(Chameleon):
 
     about = "Lumina-mGPT-7B in transformers' layout"
     optional = (*Chameleon.optional, NORM)
-    recommended = {"cfg": 4.0, "top_k": 2000}  # noqa: RUF012
+    defaults = {"cfg": 4.0, "top_k": 2000}  # noqa: RUF012
     dialect = "lumina"
     default_size, max_codes, step = "768", 4096, 2
     begin = BEGIN  # the first token of a prompt
@@ -71,12 +71,10 @@ class Lumina(Chameleon):
 
     def conditional(self, text: str) -> list[int]:
         """Return the first token, the request, <reserved08706> and the unconditional tokens."""
-        raster, tokenizer, side = self.raster, self.text, self.pixels_per_code
-        text = REQUEST.format(size=f"{raster.columns * side}x{raster.rows * side}", prompt=text)
-        ids = [tokenizer.id(self.begin), *tokenizer.ids(text), tokenizer.id(END_OF_TURN)]
-        return [*ids, *self.unconditional(None)]
+        request = self.filled((REQUEST, END_OF_TURN), text)
+        return [self.text.id(self.begin), *request, *self.unconditional(None)]
 
     def unconditional(self, text: str | None) -> list[int]:
         """Return <racm3:break>, and the height and the width in steps."""
         steps = (self.raster.rows // self.step, self.raster.columns // self.step)
-        return [self.text.id(DRAW), *(self.text.id(f"<reserved{8800 + count:05d}>") for count in steps)]
+        return self.text.filled((DRAW, *(f"<reserved{8800 + count:05d}>" for count in steps)))

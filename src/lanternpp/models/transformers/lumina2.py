@@ -25,7 +25,7 @@ class Lumina2(Lumina):
     vq_files = ("movqgan_270M.ckpt", "movqgan_270M.safetensors", "movqgan/270M/movqgan_270M.ckpt")
     vq_hub = "ai-forever/MoVQGAN/movqgan_270M.ckpt"
     max_codes, step, pixels_per_code = 9216, 4, 8
-    recommended = {"cfg": 4.0, "top_k": 4096}  # noqa: RUF012
+    defaults = {"cfg": 4.0, "top_k": 4096}  # noqa: RUF012
 
     @classmethod
     def claims(cls, source: Source) -> bool:
@@ -38,10 +38,9 @@ class Lumina2(Lumina):
         """Return the tokens of codes of a vocabulary, which lie in the order of the codes."""
         return sorted(token for name, token in words.items() if name.startswith(CODE))
 
-    @property
-    def vq(self) -> Any:
-        """MoVQGAN, where it was read; the tokenizer in transformers' class is Chameleon's."""
-        return self.vqgan
+    def __init__(self, model: Any):
+        super().__init__(model)
+        vars(self)["vq"] = None  # the tokenizer in transformers' class is Chameleon's
 
     @property
     def begin(self) -> str:  # type: ignore[override]

@@ -81,6 +81,13 @@ class Text:
         """Return the tokens of a text, without any before or after it."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
+    def filled(self, parts: Sequence[str], **fields: object) -> list[int]:
+        """Return the tokens of parts: tokens, by their names in angle brackets, and texts, with fields in braces."""
+        tokens: list[int] = []
+        for part in parts:
+            tokens += [self.id(part)] if part[0] + part[-1] == "<>" else self.ids(part.format(**fields))
+        return tokens
+
     def id(self, token: str) -> int:
         """Return the id of a token; raise InputError where the tokenizer has no such token."""
         token_id = self._tokenizer.token_to_id(token)
@@ -181,7 +188,7 @@ def opened(
         default = next((path for name in WEIGHTS if (path := source.folder / name).is_file()), None)
         folder = source.folder if default and files(default) == source.files else None
         if folder is None:  # in its folder transformers would read another file
-            contents_of = [stack.enter_context(contents(file)) for file in source.files]
+            contents_of = map(contents, source.files)
             options["state_dict"] = {name: get(name) for names, get in contents_of for name in names}
         model, loading_info = model_class.from_pretrained(folder, config=config, dtype=dtype, **options)
     check_loaded(model, loading_info, source.path, optional)

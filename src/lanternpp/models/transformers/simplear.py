@@ -19,7 +19,6 @@ from lanternpp.models.vq.cosmos import read_cosmos
 from lanternpp.models.vq.vqgan import VQGAN
 from lanternpp.nn.sources import Source
 
-BEGIN, DRAW = "<|t2i|>", "<|soi|>"
 REQUEST = "A highly realistic image of {prompt}"
 NEGATIVE = (
     "An image of aerial view, overexposed, low quality, deformation, a poor composition, bad hands, bad teeth, bad eyes, "
@@ -39,26 +38,15 @@ class SimpleAR(LanguageModel):
     class_name, model_type = "Qwen2ForCausalLM", "qwen2"
     about = "SimpleAR 0.5B and 1.5B, a Qwen2ForCausalLM of 215672 tokens"
     any_size = True
-    recommended = {"cfg": 6.0}  # noqa: RUF012
-    draws_after, text_tokens, levels = DRAW, 151_672, (8, 8, 8, 5, 5, 5)
-    sizes = ("1024", "768", "512", "256")
+    defaults = {"cfg": 6.0}  # noqa: RUF012
+    request, null_request = ("<|t2i|>", REQUEST, "<|soi|>"), ("<|t2i|>", NEGATIVE, "<|soi|>")
+    text_tokens, levels, sides = 151_672, (8, 8, 8, 5, 5, 5), (64, 48, 32, 16)
     vq_files = ("vq_cosmos.safetensors",)
     vq_hint = "; docs/models.md says how to make it of Cosmos' decoder.jit"
 
     def tokenizer_in(self, source: Source, dtype: torch.dtype) -> VQGAN:
         """Read the decoder of NVIDIA's weights, or of a folder of ours."""
         return read_cosmos(source, fsq_points(self.levels), dtype)
-
-    def conditional(self, text: str) -> list[int]:
-        """Return the words that precede every prompt, and the prompt."""
-        return self._request(REQUEST.format(prompt=text))
-
-    def unconditional(self, text: str | None) -> list[int]:
-        """Return the negative prompt."""
-        return self._request(NEGATIVE)
-
-    def _request(self, words: str) -> list[int]:
-        return [self.text.id(BEGIN), *self.text.ids(words), self.text.id(DRAW)]
 
     @cached_property
     def latents(self) -> Tensor:
