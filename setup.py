@@ -183,7 +183,7 @@ def compile_all(tools: Toolchain, folder: Path) -> tuple[dict[str, Path], list[s
 
     def compile(name: str) -> Exception | None:
         # The oldest CPUs have no vector instructions besides SSE2 and NEON.
-        needs, options = kinds[name] if name in kinds else (frozenset(), ())
+        needs, options = kinds.get(name, (frozenset(), ()))
         try:
             # CC may bring options of its own, as -march=native.
             if more := tools.features(options) - needs:

@@ -69,9 +69,8 @@ def machine_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, floa
 def pass_costs(pipe: Pipeline, engine: Engine) -> tuple[float, float]:
     """Return the bytes that a target pass must read in the middle of a picture, and its operations, without embeddings and writes."""
     target, config = pipe.target, pipe.target.decoder.config
-    head_channels = (
-        2 * config.heads + 2 * config.num_kv_heads
-    ) * config.head_dim  # of queries, keys, values and outputs
+    # Of queries, keys, values and outputs.
+    head_channels = (2 * config.heads + 2 * config.num_kv_heads) * config.head_dim
     weights = config.layers * config.dim * (head_channels + 3 * config.hidden) + target.vocab * config.dim
     sequences = engine.guidance.branches * engine.batch
     rows = sequences * engine.proposer.size

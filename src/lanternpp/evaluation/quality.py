@@ -95,7 +95,8 @@ class Quality:
     ) -> dict[str, float]:
         """Return the figures of pictures by the names that the class lists; prompts: of the pictures, or none.
 
-        label: of the progress bar. A figure that needs prompts is left out if no prompt can be used. Raise InputError for fewer than `MIN_PICTURES` pictures.
+        label: of the progress bar. A figure that needs prompts is left out if no prompt can be used. Raise InputError for fewer
+        than `MIN_PICTURES` pictures.
         """
         if len(images) < MIN_PICTURES:
             raise InputError(
