@@ -101,7 +101,8 @@ def test_a_rule_that_replaces_the_methods_is_reported(verb: tuple[str, ...], own
     for rule in ("my_rules:Half", "my_rules:Doubled"):
         assert rule in run(*args, "--accept", rule, "--delta", 0.3).out
     assert "rule" not in run(*args).out
-    assert "ar, proposer jacobi" in run(*common, "--method", "ar", "--proposer", "jacobi").out
+    for method, other in ("ar", "jacobi"), ("lantern++", "none"), ("jacobi", "tree"):
+        assert f"{method}, proposer {other}" in run(*common, "--method", method, "--proposer", other).out
 
 
 @pytest.mark.parametrize(

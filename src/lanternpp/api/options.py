@@ -337,9 +337,10 @@ def drawn_with(method: str, auto: str | None, settings: Mapping[str, Any] | None
 
 
 def with_rule(method: str, settings: Mapping[str, Any]) -> str:
-    """Return a method's name, with a rule that is not the method's own, and with a proposer in plain decoding."""
+    """Return a method's name, with a proposer and a rule that are not the method's own."""
     dials, rule, proposer = METHODS[settings["method"]].dials, settings["accept"], settings["proposer"]
-    if settings["method"] == BASELINE and proposer != dials["proposer"]:
+    # The defaults of a model may exchange the drafters of trees.
+    if proposer != dials["proposer"] and not {proposer, dials["proposer"]} <= {"tree", "parallel"}:
         method += f", proposer {proposer}"
     return method if rule == dials["accept"] else f"{method}, rule {rule}"
 
