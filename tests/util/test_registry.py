@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from lanternpp import InputError, Pipeline
 from lanternpp.api.defaults import FILE, Defaults
+from lanternpp.api.settings import resolve
 from lanternpp.trees import build_tree
 from lanternpp.trees.dynamic import DynamicTree
-from lanternpp.util.registry import GivenEntry, Importable, find
+from lanternpp.util.registry import Importable, find
 
 PROMPT = "a red tulip"
 MARK = "imported_by_a_file"  # a module that must not be imported
@@ -89,10 +90,10 @@ def test_a_checkpoint_that_others_published_imports_nothing(forbidden: str, tmp_
 
 def test_a_name_that_the_caller_gives_is_imported_also_after_copies(tmp_path: Path) -> None:
     name = Importable("lanternpp.trees.dynamic:DynamicTree")
-    sent = pickle.loads(pickle.dumps(GivenEntry(DynamicTree(nodes=9))))
-    assert build_tree(sent).size == 10 and str(sent) == f"{name} (an object)"
-    for way in (name, copy.deepcopy(name), pickle.loads(pickle.dumps(name))):
-        assert build_tree(way).size == 60
+    given = resolve("eagle", {}, {"tree": DynamicTree(nodes=9)})
+    for copied in (lambda value: value, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))):
+        assert build_tree(copied(given).tree).size == 10 and str(given.tree) == f"{name} (an object)"
+        assert build_tree(copied(name)).size == 60
     assert name == str(name) and hash(name) == hash(str(name))
     for plain in (str(name), json.loads(json.dumps(name))):
         rejects("command line and in Python", build_tree, plain)

@@ -231,7 +231,7 @@ class Settings:
 
 if not TYPE_CHECKING:
     fields = [("method", str), *((name, dial.kind | None, None) for name, dial in DIALS.items())]
-    namespace = {"__module__": __name__, "__doc__": Settings.__doc__}
+    namespace = {"__module__": __name__, "__doc__": Settings.__doc__, "__deepcopy__": lambda self, _: self}
     Settings = make_dataclass("Settings", fields, frozen=True, namespace=namespace)
 
 
