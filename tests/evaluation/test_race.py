@@ -143,6 +143,6 @@ def test_a_strength_is_found_and_raced_with_one_draft_and_measured_again_with_an
     monkeypatch.setattr(Pipeline, "settings", tuned)
     for own in (1, 1, 2):
         race = Race(pipe, field, PROMPTS, 1, 5, shared, measure_tv=False)
-        equal.StrengthSearch(race, field, 4, tmp_path).tv_per_code(field[1])
+        equal.StrengthSearch(race, 4, tmp_path).tv_per_code(field[1])
         assert drawn[-1].tree == race.requested["lantern++ k=5"].tree == f"chain-{1 + own}"
     assert len(drawn) == 2

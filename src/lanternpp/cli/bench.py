@@ -160,10 +160,10 @@ def bench(
         quality = open_quality(pipe, 2 * n * sizes[0] if sizes else n * len(prompt_list), quality_options)
         if limits:
             shared["fit"] = False
-            # The race checks -n and the prompts now, before strengths are searched.
-            plain_race = Race(pipe, entries[:1], prompt_list, n, seed, shared, measure_tv=False)
+            # The race checks -n, --drafter and the prompts now, before strengths are searched.
+            race = Race(pipe, entries, prompt_list, n, seed, shared, measure_tv=False)
             num_pictures, folder = race_options.equal_pictures, output / "strengths"
-            entries = StrengthSearch(plain_race, entries, num_pictures, folder).entries_at(limits)
+            entries = StrengthSearch(race, num_pictures, folder).entries_at(limits)
         lines = read_rows(prompts) if prompts and prompts.suffix.lower() == ".jsonl" and not sizes else []
         geneval = lines if all(line.keys() >= GENEVAL for line in lines) else []
         table: list[dict[str, Any]] = []

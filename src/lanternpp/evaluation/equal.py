@@ -11,7 +11,7 @@ from statistics import fmean
 
 from lanternpp.accept import RULES
 from lanternpp.api.calls import Request, batch_size
-from lanternpp.api.options import BASELINE, DIALS, Settings
+from lanternpp.api.options import DIALS, Settings
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.api.settings import dials_read, part
 from lanternpp.errors import InputError
@@ -27,14 +27,16 @@ RANGE = 1e7  # the greatest of these distances over the least
 class StrengthSearch:
     """A search for the strengths at which entries of a race cost a given total variation, by bisection.
 
-    race: of plain decoding, with the prompts, the seed and the dials that the entries share. Total variation is measured on
+    race: with the entries, the prompts, the seed and the dials that the entries share. Total variation is measured on
     `num_pictures` pictures, once for each strength, and logged in the folder. Raises InputError if an entry other than plain decoding
     has no strength to find, or the folder holds another run.
     """
 
-    def __init__(self, race: Race, entries: Sequence[Entry], num_pictures: int, folder: Path):
+    def __init__(self, race: Race, num_pictures: int, folder: Path):
         self.pipe, self.shared = race.pipe, race.shared
-        self.plain, self.relaxed = entries[0], [entry for entry in entries if entry.method != BASELINE]
+        self.plain, *self.relaxed = race.entries
+        if not self.relaxed:
+            raise InputError("--equal-tv finds strengths of relaxed rules, and --methods names none; add one")
         for entry in self.relaxed:
             self.strength_dial(entry)
         self.prompts = spread(race.prompts, num_pictures)

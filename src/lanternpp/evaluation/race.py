@@ -21,6 +21,7 @@ from lanternpp.api.calls import Request
 from lanternpp.api.options import BASELINE, DIALS, MethodDials, Settings, check_method, names
 from lanternpp.api.picture import notes, save_png
 from lanternpp.api.pipeline import Pipeline, Result, versions
+from lanternpp.api.settings import network_needed
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.observers import Stopwatch
 from lanternpp.errors import InputError, counted
@@ -137,6 +138,10 @@ class Race:
         self.n, self.seed, self.shared, self.measure_tv = n, seed, dict(shared), measure_tv
         defaults = {"batch_size": 1, "compile": False, **shared}
         self.requested = {e.label: pipe.settings(e.method, **(defaults | e.overrides)) for e in entries}
+        if pipe.model.drafter and not any(map(network_needed, self.requested.values())):
+            raise InputError(
+                f"--drafter would change nothing for {', '.join(self.requested)}; add a method that has one"
+            )
         self.settings: dict[str, Settings] = {}  # fitted to the machine when the race begins
         self.facts = facts(pipe, self.prompts, seed, n=n, measure_tv=measure_tv)
         self.batch_size = self.requested[BASELINE].batch_size
@@ -152,8 +157,7 @@ class Race:
 
     def describe(self) -> dict[str, Any]:
         """Return the facts of the race, with the settings that the methods are drawn with."""
-        methods = {label: asdict(settings) for label, settings in self.settings.items()}
-        return self.facts | {"methods": methods}
+        return self.facts | {"methods": {label: asdict(x) for label, x in self.settings.items()}}
 
     def turns(self) -> Iterator[tuple[Entry, int, int]]:
         """Yield (entry, index of the prompt, first seed) in the order of drawing; each round begins with another entry."""
