@@ -121,14 +121,16 @@ def test_wrong_options_are_rejected(run, own, options, named):
     run("tune", "--model", own, "--prompts", "p.txt", *options).refused(named)
 
 
-def test_a_budget_of_variation_sets_the_strength_and_races_against_plain_decoding(run, own, raced):
+# One is named as a user's own rule, and the other has a dial that no method gives.
+@pytest.mark.parametrize("rule", ["lanternpp.accept.neighbours:LanternPlusPlus", "lantern"])
+def test_a_budget_of_variation_sets_the_strength_and_races_against_plain_decoding(rule, run, own, raced):
     raced(1, 3, 2)  # the method's own strength may cost more
     asked = ("tune", "--model", own, *FEW, "--no-plots", "--budget-pictures", 2)
-    asked += ("--accept", "lanternpp.accept.neighbours:LanternPlusPlus")  # named as a user's own rule
-    shown = run(*asked, "-o", "t", "--budget-tv", 1000)
+    shown = run(*asked, "-o", "t", "--budget-tv", 1000, "--accept", rule)
     assert shown.code == 0 and "of at most 1e+03" in shown.out
     reported = json.loads(Path("t/tune.json").read_text())
-    assert 1 <= reported["settings"]["lam"] and reported["settings"]["neighbours"] >= 5
+    strength = reported["settings"]["delta" if rule == "lantern" else "lam"]
+    assert strength >= (rule != "lantern") and reported["settings"]["neighbours"] >= 5
     assert reported["cost"] <= reported["limit"] == 1000
     entry = json.loads((own / "tuned.json").read_text())["tuned"][0]
     assert entry["settings"] == reported["settings"]

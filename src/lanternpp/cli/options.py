@@ -233,8 +233,8 @@ def defaults_of(options: DrawOptions) -> Defaults:
     return Defaults.read(model_folder(options.model), drafter)
 
 
-def check(options: DrawOptions) -> Settings:
-    """Return the settings of a model that is not read yet; raise InputError for wrong parts or dials, and dials that no part reads."""
+def check(options: DrawOptions, searched: bool = False) -> Settings:
+    """Return the settings of a model that is not read yet; raise InputError for wrong or useless dials, and for missing ones unless `searched`."""
     import torch
 
     from lanternpp.accept import RULES
@@ -246,7 +246,7 @@ def check(options: DrawOptions) -> Settings:
     defaults = defaults_of(options if has_drafter else dataclasses.replace(options, drafter=None))
     chosen = defaults.chosen(options.method)
     settings = resolve(chosen.method, defaults.model_defaults, options.overrides, chosen.why is not None)
-    if settings.accept in RULES:  # a rule of another package might not take an empty table
+    if settings.accept in RULES and not searched:  # a rule of another package might not take an empty table
         build_rule(settings, lambda k: torch.empty(0, k, dtype=torch.int32))
     if network_needed(settings) is None and options.drafter is not None:
         raise InputError(

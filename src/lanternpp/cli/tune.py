@@ -44,7 +44,7 @@ def tune(
     save: Make the found draft the method's default for this model, unless the race finds it slower.
     """
     search.check()
-    settings = opt.check(options)
+    settings = opt.check(options, search.limited)
     with_plots = opt.plots_enabled(plots)
 
     from lanternpp import Pipeline

@@ -100,7 +100,8 @@ class Space:
             drafts += [{"shape": shape} for shape in self.shapes[2:]]
             sizes = [n for n in (4, 8, 16, 32, 64) if n <= self.nodes and SEARCHED in self.shapes]
             drafts += [{"shape": SEARCHED, "nodes": n, "levels": self.depth} for n in sizes]
-        strengths = {name: x for name in self.strengths if (x := getattr(self.settings, name)) is not None}
+        values = {name: getattr(self.settings, name) for name in self.strengths}
+        strengths = {name: x for name, x in values.items() if x not in (None, self.strength_range[1])}
         return [draft | strengths for draft in drafts]
 
     def expected_codes(self, overrides: Mapping[str, Any], observations: Observations) -> float | None:
@@ -202,6 +203,13 @@ def check(settings: Settings, limited: bool) -> None:
             f"method {settings.method!r} drafts on the dynamic tree {settings.tree!r}, and tune finds static ones; "
             "use eagle, lantern-static, lantern++ or cool"
         )
+
+
+def first_strength(settings: Settings) -> dict[str, Any]:
+    """Return values of the dials that a budget searches and the settings lack: the rule's exact strength, and neighbours."""
+    name, exact, _ = part("accept", settings.accept).strength
+    values, dials = {"neighbours": NEIGHBOURS[0], name: exact}, dials_read(settings.proposer, settings.accept)
+    return {name: x for name, x in values.items() if name in dials and getattr(settings, name) is None}
 
 
 class PlainEngine(TimedEngine):
