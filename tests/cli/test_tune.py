@@ -15,7 +15,7 @@ from lanternpp.nn import checkpoints
 from lanternpp.tuning.study import Tuner
 from lanternpp.util.files import locked
 
-SMALL = ("--prompts", "p.txt", "--nodes", 5, "--depth", 3, "--rounds", 1, "-n", 1, "--dtype", "float32")
+SMALL = ("--prompts", "p.txt", "--nodes", 5, "--depth", 3, "--rounds", 1, "--dtype", "float32")
 FEW = (*SMALL, "--trials", 4)
 QUIET = ("--no-plots", "--no-race")
 
@@ -45,7 +45,7 @@ def raced(monkeypatch):
 
 def test_the_found_draft_becomes_the_default(run, own, raced):
     raced(1, 1.5, 2)
-    reported = run("tune", "--model", own, *FEW, "-o", "t", "--json").json
+    reported = run("tune", "--model", own, *FEW, "-n", 1, "-o", "t", "--json").json
     assert reported == json.loads(Path("t/tune.json").read_text())
     assert list(reported["measured"]) == ["ar", "default", "tuned"] and len(reported["tried"]) == 4
     assert all(row["speedup"] > 0 for row in reported["measured"].values())
@@ -63,7 +63,7 @@ def test_the_found_draft_becomes_the_default(run, own, raced):
 @pytest.mark.parametrize(("speedups", "fastest"), [((1, 0.3, 0.2), "ar"), ((1, 3, 2), "default")])
 def test_a_draft_that_the_race_finds_slower_is_not_saved(run, own, raced, speedups, fastest):
     raced(*speedups)
-    outcome = run("tune", "--model", own, *FEW, "-o", "t", "--no-plots")
+    outcome = run("tune", "--model", own, *FEW, "-n", 1, "-o", "t", "--no-plots")
     said = f"nothing was saved, as {fastest} measured {max(speedups):.2f}x and the found draft {speedups[2]:.2f}x"
     assert outcome.code == 0 and said in outcome.err and "now the default" not in outcome.out
     assert not (own / "tuned.json").exists() and Path("t/tune.json").exists()
@@ -111,6 +111,7 @@ def test_the_figures_are_shown_and_more_trials_go_on(run, own, monkeypatch):
         (("--budget-tv", -1), "--budget-tv -1"),
         (("--budget-tv", 1, "--budget-frechet", 1), "give one"),
         (("--budget-pictures", 9), "without a budget"),
+        (("--no-race", "-n", 4), "leave out -n or --no-race"),
         (("--method", "eagle", "--budget-tv", 5), "'exact' has none"),
         (("--budget-frechet", 5, "--budget-pictures", 2), "2 are too few"),
         (("--budget-frechet", 5), "classifier"),
@@ -125,7 +126,7 @@ def test_wrong_options_are_rejected(run, own, options, named):
 @pytest.mark.parametrize("rule", ["lanternpp.accept.neighbours:LanternPlusPlus", "lantern"])
 def test_a_budget_of_variation_sets_the_strength_and_races_against_plain_decoding(rule, run, own, raced):
     raced(1, 3, 2)  # the method's own strength may cost more
-    asked = ("tune", "--model", own, *FEW, "--no-plots", "--budget-pictures", 2)
+    asked = ("tune", "--model", own, *FEW, "-n", 1, "--no-plots", "--budget-pictures", 2)
     shown = run(*asked, "-o", "t", "--budget-tv", 1000, "--accept", rule)
     assert shown.code == 0 and "of at most 1e+03" in shown.out
     reported = json.loads(Path("t/tune.json").read_text())

@@ -43,7 +43,7 @@ def tune(
     race: Race the found draft, plain decoding and the method's own draft.
     save: Make the found draft the method's default for this model, unless the race finds it slower.
     """
-    search.check()
+    search.check(race)
     settings = opt.check(options, search.limited)
     with_plots = opt.plots_enabled(plots)
 

@@ -43,8 +43,10 @@ class TuningOptions:
         """The number of pictures that a budget is measured on."""
         return self.budget_pictures or (TV_PICTURES if self.budget_frechet is None else FRECHET_PICTURES)
 
-    def check(self) -> None:
-        """Raise InputError if options contradict each other."""
+    def check(self, race: bool) -> None:
+        """Raise InputError if options contradict each other; race: whether there is one at the end."""
+        if self.n != TuningOptions.n and not race:
+            raise InputError("-n is for the race at the end; leave out -n or --no-race")
         if self.budget_tv is not None and self.budget_frechet is not None:
             raise InputError("--budget-tv and --budget-frechet cannot both be held; give one")
         if self.budget_pictures and not self.limited:
