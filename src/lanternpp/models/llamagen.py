@@ -88,7 +88,7 @@ class LlamaGenTarget(Target):
         """Read the target in `source`, with the tokenizer and the text encoder in the same folder."""
         ours = source.config.get("kind") == KIND
         config = config_as(LlamaGenConfig, source.config, source.path) if ours else shape_of(source)
-        folder = source.path if source.path.is_dir() and not ours else source.path.parent
+        folder = source.folder.parent if ours else source.folder
         vq = find_tokenizer(folder, source.given.pop("vq", None))
         with blank(source.path):
             target = cls(config)

@@ -88,8 +88,8 @@ class PromptedTarget(Target):
 
     @classmethod
     def read(cls, source: Source, dtype: torch.dtype, device: torch.device | str = "cpu") -> Self:
-        """Read the target, with the tokenizer and the synonyms in the folder that contains `source`."""
-        tokenizer_folder, synonyms = source.path.parent / "tokenizer", source.path.parent / SYNONYMS
+        """Read the target, with the tokenizer and the synonyms in the folder that contains that of `source`."""
+        tokenizer_folder, synonyms = (source.folder.parent / name for name in ("tokenizer", SYNONYMS))
         tokenizer = read_tokenizer(tokenizer_folder, dtype, kind=cls.tokenizer_class)
         config = config_as(cls.config_class, source.config, source.path)
         with blank(source.path):
