@@ -184,7 +184,7 @@ class EagleTask(CodesTask, DrafterTask):
         if settings.inherit and settings.layers > num_blocks:
             raise InputError(
                 f"--inherit needs {counted(settings.layers, 'block')} of the target, as --layers says, and it has {num_blocks} of a "
-                "drafter's form: leave it out or use fewer --layers."
+                f"drafter's form: leave it out{' or use fewer --layers' if num_blocks else ''}."
             )
         if target.length == 1:
             raise InputError(
