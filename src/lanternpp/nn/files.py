@@ -69,7 +69,10 @@ def opened(path: Path) -> tuple[list[str], Callable[[str], Tensor]]:
 
     def get(name: str) -> Tensor:
         with input_errors(f"{path}: {name} cannot be read"):
-            return file.get_tensor(name)
+            try:
+                return file.get_tensor(name)
+            except ValueError:  # which torch makes of an interrupt
+                raise KeyboardInterrupt from None
 
     return names, get
 

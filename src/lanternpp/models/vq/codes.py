@@ -12,12 +12,10 @@ from typing import Self
 import numpy as np
 import torch
 from PIL import Image
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lanternpp.errors import InputError
-from lanternpp.nn.checkpoints import checksum, write_safetensors
+from lanternpp.nn.checkpoints import checksum, read_safetensors, write_safetensors
 from lanternpp.nn.files import NEIGHBOURS
 from lanternpp.util.files import user_cache
 from lanternpp.util.terminal import track
@@ -149,8 +147,8 @@ def neighbours(codebook: Tensor, k: int, folder: Path | None = None) -> Tensor:
 def _read_table(path: Path, shape: tuple[int, int]) -> Tensor | None:
     """Read the table of an earlier run; return None if there is none, or its file is damaged."""
     try:
-        table = load_file(path)["neighbours"]
-    except (SafetensorError, OSError, KeyError):
+        table = read_safetensors(path)["neighbours"]
+    except (InputError, KeyError):
         return None
     fits = table.shape == shape and table.dtype == torch.int32
     return table if fits and 0 <= int(table.min()) and int(table.max()) < shape[0] else None
