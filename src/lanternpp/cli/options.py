@@ -246,7 +246,8 @@ def check(options: DrawOptions, searched: bool = False) -> Settings:
     defaults = defaults_of(options if has_drafter else dataclasses.replace(options, drafter=None))
     chosen = defaults.chosen(options.method)
     settings = resolve(chosen.method, defaults.model_defaults, options.overrides, chosen.why is not None)
-    if settings.accept in RULES and not searched:  # a rule of another package might not take an empty table
+    # A tuning may have found the rule's dials, and a rule of another package might not take an empty table.
+    if settings.accept in RULES and not (searched or defaults.tuned):
         build_rule(settings, lambda k: torch.empty(0, k, dtype=torch.int32))
     if network_needed(settings) is None and options.drafter is not None:
         raise InputError(
