@@ -103,9 +103,12 @@ def main(args: Sequence[str] | None = None, run: Callable[[Sequence[str]], objec
         del os.environ["COLUMNS"]
     if isinstance(sys.stdout, io.TextIOWrapper):  # the encoding may lack letters of prompts and paths
         sys.stdout.reconfigure(errors="backslashreplace")
-    # Closing the terminal ends a command as SIGTERM does. Under nohup SIGHUP stays ignored, and Windows has no SIGHUP.
-    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
-        with suppress(ValueError):  # only the main thread can set handlers of signals
+    with suppress(ValueError):  # only the main thread can set handlers of signals
+        # Linux discards a signal without a handler that is for the first process of a container.
+        if os.getpid() == 1:
+            signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
+        # Closing the terminal ends a command as SIGTERM does. Under nohup SIGHUP stays ignored, and Windows has no SIGHUP.
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
             signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     args = with_values(sys.argv[1:] if args is None else args)
     try:
