@@ -145,7 +145,7 @@ def test_a_profile_of_each_method_has_the_phases_and_the_operations_of_its_steps
         ((*PROMPTS, "--equal-tv", "0.1", "--batch-size", 3), "cannot be divided into batches of 3"),
         ((*PROMPTS, "--equal-tv", "0.1", "--methods", "eagle"), "has the rule 'exact'"),
         ((*PROMPTS, "--equal-tv", "0.1", "--methods", "ar"), "relaxed rules, and --methods names none"),
-        ((*PROMPTS, "--drafter", "nature-128", "--methods", "ar"), "--drafter would change nothing for ar;"),
+        ((*PROMPTS, "--drafter", "nature-128", "--methods", "ar"), "--drafter has no effect on ar;"),
         ((*PROMPTS, "--equal-tv", "0.1", "--methods", "lantern++ lambda=2"), "leave it out"),
         ((*PROMPTS, "--paper", "lantern++-anol"), "did you mean 'lantern++-anole'?"),
         ((*PROMPTS, "--paper", "sjd-lumina", "--equal-tv", "0.1"), "leave one out"),

@@ -330,8 +330,7 @@ def drawn_with(method: str, auto: str | None, settings: Mapping[str, Any] | None
     if settings is None or not settings.get("fit"):
         return label
     machine = "this CPU" if str(settings["device"]).startswith("cpu") else "this device"
-    draft = draft_of(settings)
-    if draft is None:
+    if (draft := draft_of(settings)) is None:
         return f"{method}, as plain decoding is the fastest on {machine}"
     return f"{label}, {draft}, fitted to {machine}"
 

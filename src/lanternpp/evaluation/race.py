@@ -139,9 +139,7 @@ class Race:
         defaults = {"batch_size": 1, "compile": False, **shared}
         self.requested = {e.label: pipe.settings(e.method, **(defaults | e.overrides)) for e in entries}
         if pipe.model.drafter and not any(map(network_needed, self.requested.values())):
-            raise InputError(
-                f"--drafter would change nothing for {', '.join(self.requested)}; add a method that has one"
-            )
+            raise InputError(f"--drafter has no effect on {', '.join(self.requested)}; add a method with one")
         self.settings: dict[str, Settings] = {}  # fitted to the machine when the race begins
         self.facts = facts(pipe, self.prompts, seed, n=n, measure_tv=measure_tv)
         self.batch_size = self.requested[BASELINE].batch_size
@@ -187,8 +185,7 @@ class Race:
         self.settings = {label: replace(self.requested[label], **changes) for label, changes in fits.items()}
         # Engines are built before anything is written, so that a wrong part is found first.
         self.engines = {label: self.pipe.new_engine(s, timed=True) for label, s in self.settings.items()}
-        requested = {label: asdict(settings) for label, settings in self.requested.items()}
-        check_run(folder, self.facts | {"methods": requested})
+        check_run(folder, self.facts | {"methods": {label: asdict(x) for label, x in self.requested.items()}})
         for label, changes in fits.items():
             journal.once({"fit": label}, partial(dict, changes))
         turns: list[Turn] = []
@@ -256,8 +253,7 @@ def check_run(folder: Path, run: Mapping[str, Any], remedy: str = FOLDER_REMEDY)
     if not (folder / RUN).exists():
         write_json(folder / RUN, run)
         return
-    content = read_object(folder / RUN, FOLDER_REMEDY)
-    if differing := list(differences(content, json.loads(json.dumps(run)))):
+    if differing := list(differences(read_object(folder / RUN, FOLDER_REMEDY), json.loads(json.dumps(run)))):
         raise InputError(
             f"{folder} holds a run with other settings ({'; '.join(differing)}); repeat them to go on, or {remedy}"
         )

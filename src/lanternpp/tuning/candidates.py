@@ -65,9 +65,7 @@ class Space:
         self.ends_early = has_confidence and not settings.compile and fixed.get("min_survival") is None
         dials = dials_read(settings.proposer, settings.accept)
         self.strength_range: Any = part("accept", settings.accept).strength if options.limited else None
-        names = ("neighbours", self.strength_range[0]) if self.strength_range else ()
-        # A trial chooses these dials of the rule.
-        self.strengths = tuple(name for name in names if name in dials and fixed.get(name) is None)
+        self.strengths = tuple(first_strengths(settings, fixed)) if self.strength_range else ()
         branches = ("alternatives",) if fixed.get("verify") == BLOCK else ()
         self.window_dials = [name for name in WINDOWS if name in dials and name not in branches]
         if has_window(settings):
@@ -205,11 +203,12 @@ def check(settings: Settings, limited: bool) -> None:
         )
 
 
-def first_strength(settings: Settings) -> dict[str, Any]:
-    """Return values of the dials that a budget searches and the settings lack: the rule's exact strength, and neighbours."""
+def first_strengths(settings: Settings, fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the dials of a rule that a budget searches, with the settings' values, or exact ones where the settings have none."""
     name, exact, _ = part("accept", settings.accept).strength
     values, dials = {"neighbours": NEIGHBOURS[0], name: exact}, dials_read(settings.proposer, settings.accept)
-    return {name: x for name, x in values.items() if name in dials and getattr(settings, name) is None}
+    values |= {name: value for name, value in vars(settings).items() if name in values and value is not None}
+    return {name: x for name, x in values.items() if name in dials and fixed.get(name) is None}
 
 
 class PlainEngine(TimedEngine):

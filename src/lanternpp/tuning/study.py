@@ -31,7 +31,7 @@ from lanternpp.evaluation.prompts import spread
 from lanternpp.evaluation.quality import Quality
 from lanternpp.evaluation.race import FOLDER_REMEDY, RUN, Entry, Race, check_run, facts, machine
 from lanternpp.trees import static_shape
-from lanternpp.tuning.candidates import PlainEngine, Space, draw, first_strength, has_window
+from lanternpp.tuning.candidates import PlainEngine, Space, draw, first_strengths, has_window
 from lanternpp.tuning.options import TuningOptions
 from lanternpp.util.files import digest
 from lanternpp.util.jsonfile import Journal, read_object
@@ -84,7 +84,7 @@ class Tuner:
         self.quality = Quality.for_model(pipe.folder, device=pipe.device) if limited else None
         self.untuned: dict[str, Any] = {"batch_size": 1, "fit": None, **overrides}
         if options.limited:
-            self.untuned |= first_strength(pipe.settings(method, **self.untuned))
+            self.untuned |= first_strengths(pipe.settings(method, **self.untuned), overrides)
         self.settings = pipe.settings(method, **self.untuned | {"fit": False})
         self.shared = {name: getattr(self.settings, name) for name in SHARED}
         self.fixed = {name: value for name, value in overrides.items() if name not in SHARED}
