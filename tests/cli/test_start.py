@@ -99,8 +99,8 @@ def test_a_closed_pipe_ends_the_listing_without_a_message(unbuffered: str) -> No
 
 def test_the_first_process_of_a_container_ends_at_sigterm() -> None:
     code = "import os, signal; from lanternpp.cli import main; os.getpid = lambda: 1; "
-    done = python("-c", code + "main([], lambda _: signal.raise_signal(signal.SIGTERM))")
-    assert done.returncode == 143, "no default action, which Linux discards there"
+    code += "main([], lambda _: signal.raise_signal(signal.SIGTERM))"
+    assert python("-c", code).returncode == 143, "no default action, which Linux discards there"
 
 
 UNREADABLE = PermissionError(13, "Permission denied", "/some/file")

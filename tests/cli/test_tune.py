@@ -106,8 +106,7 @@ def test_the_figures_are_shown_and_more_trials_go_on(run, own, monkeypatch):
         (("--method", "eagle2"), "dynamic tree 'eagle2'"),
         (("--tree", "chain-2"), "--tree"),
         (("--measure-tv",), "--measure-tv"),
-        (("--nodes", 0), "--nodes 0"),
-        (("--depth", 33), "--depth 33"),
+        (("--nodes", 0, "--depth", 33), "--nodes 0"),
         (("--budget-tv", -1), "--budget-tv -1"),
         (("--budget-tv", 1, "--budget-frechet", 1), "give one"),
         (("--budget-pictures", 9), "without a budget"),
@@ -126,8 +125,8 @@ def test_wrong_options_are_rejected(run, own, options, named):
 @pytest.mark.parametrize("rule", ["lanternpp.accept.neighbours:LanternPlusPlus", "lantern"])
 def test_a_budget_of_variation_sets_the_strength_and_races_against_plain_decoding(rule, run, own, raced):
     raced(1, 3, 2)  # the method's own strength may cost more
-    asked = ("tune", "--model", own, *FEW, "-n", 1, "--no-plots", "--budget-pictures", 2)
-    shown = run(*asked, "-o", "t", "--budget-tv", 1000, "--accept", rule)
+    asked = ("tune", "--model", own, *FEW, "-n", 1, "--no-plots", "--budget-pictures", 2, "--accept", rule)
+    shown = run(*asked, "-o", "t", "--budget-tv", 1000)
     assert shown.code == 0 and "of at most 1e+03" in shown.out
     reported = json.loads(Path("t/tune.json").read_text())
     strength = reported["settings"]["delta" if rule == "lantern" else "lam"]

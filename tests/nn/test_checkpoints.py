@@ -73,10 +73,8 @@ def test_six_bits_take_three_quarters_of_eight_with_a_smaller_error_than_plain_r
 
 def test_truncated_foreign_and_missing_files_are_rejected(tmp_path: Path, monkeypatch) -> None:
     checkpoints.save(tmp_path, {"kind": "toy"}, net().state_dict())
-    with (
-        monkeypatch.context() as torchs,
-        pytest.raises(KeyboardInterrupt),
-    ):  # which torch reports as this error
+    # Torch reports an interrupt as this error.
+    with monkeypatch.context() as torchs, pytest.raises(KeyboardInterrupt):
         torchs.setattr(torch, "asarray", lambda *_, **__: int("could not determine the shape of object type"))
         checkpoints.load(tmp_path)
     path = tmp_path / checkpoints.WEIGHTS
