@@ -53,25 +53,24 @@ def tune(
     from lanternpp.tuning.study import Tuner
 
     defaults = opt.defaults_of(options)
-    chosen, folder = defaults.chosen(options.method), defaults.folder
-    method = chosen.method
+    chosen = defaults.chosen(options.method)
     check(settings, search.limited)
     if save:
         opt.writable_folder(defaults.path.parent)
-    prompt_list = read_prompts(prompts, folder)
+    prompt_list = read_prompts(prompts, defaults.folder)
     pipe = Pipeline.from_pretrained(**options.pretrained, tuned=False)
     limits = {"tv": search.budget_tv, "frechet": search.budget_frechet}
     budget = "".join(f"-{name}-{limit:g}" for name, limit in limits.items() if limit is not None)
-    output = output or Path("out/tune") / f"{pipe.name}-{method}{budget}"
+    output = output or Path("out/tune") / f"{pipe.name}-{chosen.method}{budget}"
     with locked(output):
-        tuner = Tuner(pipe, method, options.overrides, prompt_list, output, search, seed, restart)
+        tuner = Tuner(pipe, chosen.method, options.overrides, prompt_list, output, search, seed, restart)
         candidate = tuner.tune()
         rows = tuner.race(candidate) if race else []
         result = tuner.report(candidate, rows) | {"folder": str(output)}
         result |= {"auto": chosen.reason(tuner.settings), "slower": slower_reason(result)}
         if save and not result["slower"]:
             facts = {key: result[key] for key in ("machine", "sampling", "speedup", "measured", "versions")}
-            defaults.add_tuned(method, pipe.conditions(tuner.settings), result["settings"], **facts)
+            defaults.add_tuned(chosen.method, pipe.conditions(tuner.settings), result["settings"], **facts)
             result["file"] = str(defaults.path)
         write_json(output / "tune.json", result)
         if with_plots:
@@ -79,7 +78,7 @@ def tune(
     if as_json:
         print(json.dumps(result))
         return
-    print(f"method: {drawn_with(method, result['auto'])}")
+    print(f"method: {drawn_with(chosen.method, result['auto'])}")
     show(result)
     if result["slower"]:
         unsaved = "nothing was saved, as " if save else ""

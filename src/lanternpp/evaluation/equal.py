@@ -63,8 +63,7 @@ class StrengthSearch:
             if strongest := self.find(entry, limit):
                 by_label.setdefault(strongest.label, strongest)
             else:
-                reason = f"{entry.label} costs more than {limit:g} a code at any strength"
-                say("bench", f"{reason}: left out there")
+                say("bench", f"{entry.label} costs more than {limit:g} a code at any strength: left out")
         return list(by_label.values())
 
     def find(self, entry: Entry, limit: float) -> Entry | None:

@@ -95,10 +95,6 @@ def read_pt(path: str | Path, mmap: bool = False) -> dict[str, Any]:
     path = Path(path)
     if not path.is_file():
         raise InputError(f"{path} is missing: fetch it again.")
-    too_long = InputError(
-        f"{path} holds more than {MAX_PICKLE_BYTES >> 20} MiB of pickle or compressed parts, which torch does not write: "
-        "convert it to safetensors."
-    )
     try:
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:
             file.seek(0)
@@ -107,7 +103,10 @@ def read_pt(path: str | Path, mmap: bool = False) -> dict[str, Any]:
             for part in archive.infolist():
                 is_long = part.filename.endswith(".pkl") and part.file_size > MAX_PICKLE_BYTES
                 if is_long or part.compress_type != zipfile.ZIP_STORED:
-                    raise too_long
+                    raise InputError(
+                        f"{path} holds more than {MAX_PICKLE_BYTES >> 20} MiB of pickle or compressed parts, which torch does not write: "
+                        "convert it to safetensors."
+                    )
         # Torch warns of what it cannot map or read; a file is read or refused.
         with torch.serialization.safe_globals(SAFE_CLASSES), warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -60,8 +60,7 @@ class Space:
         self.pipe, self.settings, self.fixed = pipe, settings, fixed
         self.nodes, self.depth = options.nodes, options.depth
         self.max_window = min(self.depth, pipe.target.length // 2)
-        drafter = getattr(engine.proposer, "drafter", None)
-        has_confidence = getattr(drafter, "confidence", None) is not None
+        has_confidence = getattr(getattr(engine.proposer, "drafter", None), "confidence", None) is not None
         self.ends_early = has_confidence and not settings.compile and fixed.get("min_survival") is None
         dials = dials_read(settings.proposer, settings.accept)
         self.strength_range: Any = part("accept", settings.accept).strength if options.limited else None
