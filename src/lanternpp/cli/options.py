@@ -234,7 +234,10 @@ def defaults_of(options: DrawOptions) -> Defaults:
 
 
 def check(options: DrawOptions, searched: bool = False) -> Settings:
-    """Return the settings of a model that is not read yet; raise InputError for wrong or useless dials, and for missing ones unless `searched`."""
+    """Return the settings of a model that is not read yet; raise InputError for wrong or useless dials.
+
+    A missing dial is an error too, unless it is `searched`.
+    """
     import torch
 
     from lanternpp.accept import RULES

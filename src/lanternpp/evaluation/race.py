@@ -155,7 +155,8 @@ class Race:
 
     def describe(self) -> dict[str, Any]:
         """Return the facts of the race, with the settings that the methods are drawn with."""
-        return self.facts | {"methods": {label: asdict(x) for label, x in self.settings.items()}}
+        methods = {label: asdict(settings) for label, settings in self.settings.items()}
+        return self.facts | {"methods": methods}
 
     def turns(self) -> Iterator[tuple[Entry, int, int]]:
         """Yield (entry, index of the prompt, first seed) in the order of drawing; each round begins with another entry."""

@@ -71,7 +71,10 @@ def opened(path: Path) -> tuple[list[str], Callable[[str], Tensor]]:
         with input_errors(f"{path}: {name} cannot be read"):
             try:
                 return file.get_tensor(name)
-            except ValueError:  # which torch makes of an interrupt
+            except ValueError as error:
+                # Torch makes this error of an interrupt.
+                if "could not determine the shape" not in str(error):
+                    raise
                 raise KeyboardInterrupt from None
 
     return names, get
