@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from helpers.distributions import chi_square
 from lanternpp.accept.base import Acceptance
 from lanternpp.accept.exact import Exact
-from lanternpp.drafters.eagle import DIFFUSION_DRAFTER, DiffusionDrafter, EagleDrafter
+from lanternpp.drafters.eagle import DiffusionDrafter, EagleDrafter
 from lanternpp.engine.latent_decode import LatentEngine, draw_residual
 from lanternpp.engine.latents import GaussianMixture
 from lanternpp.engine.noise import Noise
@@ -77,7 +77,7 @@ def small_diffusion(steps: int = 3) -> tuple[DiffusionTarget, EagleDrafter]:
 def write_diffusion(folder: Path) -> Path:
     """A model of `small_diffusion`."""
     target, drafter = small_diffusion()
-    kinds = {"tokenizer": "kl", "target": DIFFUSION, "drafter": DIFFUSION_DRAFTER}
+    kinds = {"tokenizer": "kl", "target": DIFFUSION, "drafter": DiffusionDrafter.kind}
     configs = {
         "tokenizer": asdict(target.vq.config),
         "target": asdict(target.config),

@@ -6,5 +6,5 @@ DRAFTERS = {
     "eagle": "lanternpp.drafters.eagle:EagleDrafter",
     "eagle-diffusion": "lanternpp.drafters.eagle:DiffusionDrafter",
     "parallel": "lanternpp.drafters.parallel:ParallelDrafter",
-    "eagle-published": "lanternpp.drafters.published:PublishedDrafter",
+    "eagle-published": "lanternpp.drafters.eagle:PublishedDrafter",
 }

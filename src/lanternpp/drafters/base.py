@@ -64,6 +64,7 @@ class Drafter(nn.Module, ABC):
 
     decoder: Decoder
     native: DrafterKernels | None = None  # the layers besides the decoder, in C; set by `pack`
+    kind: ClassVar[str] = ""  # in the config of a trained drafter, as the room's `DRAFTERS` names it
     config_class: ClassVar[type[DrafterConfig]] = DrafterConfig
     about: ClassVar[str] = ""  # the checkpoints that `read` takes, for the message about an unknown one
     proposer: ClassVar[str] = (

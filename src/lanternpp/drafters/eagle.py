@@ -1,6 +1,7 @@
 """EAGLE (arXiv 2401.15077): one decoder layer over [embedding of the next code ; target feature].
 
-A drafter of continuous latents has a diffusion head of its own (arXiv 2411.11925).
+A drafter of continuous latents has a diffusion head of its own (arXiv 2411.11925). A published drafter has the layout that EAGLE's
+code writes, as LANTERN's authors publish theirs.
 """
 
 from __future__ import annotations
@@ -10,19 +11,23 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lanternpp.drafters.base import Drafter, DrafterConfig
+from lanternpp.drafters.base import Drafter, DrafterConfig, check_fit
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
 from lanternpp.models.latents import Denoiser
-from lanternpp.nn.checkpoints import Width
+from lanternpp.nn.checkpoints import Epsilon, Heads, Width, config_as
 from lanternpp.nn.decoder import AttentionCache, Decoder
-from lanternpp.nn.sources import Source
+from lanternpp.nn.sources import Rename, Source, blank, llama_rules
 from lanternpp.types import Nodes
 from lanternpp.util.jsonfile import Between
 
-DIFFUSION_DRAFTER = "eagle-diffusion"  # the `kind` of a drafter with a diffusion head
+REQUIRED_TENSORS = {"embed_tokens.weight", "fc.weight", "layers.0.self_attn.q_proj.weight"}
+PAIRED = ("t2i", "t2i2")  # `input_type` of drafters whose rotary pairs are neighbouring channels
+Q_NORM, K_NORM = "layers.0.self_attn.q_norm.weight", "layers.0.self_attn.k_norm.weight"
+MIN_COSINE = 0.9  # between the drafter's and the target's embedding of code 0
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,7 @@ class EagleConfig(DrafterConfig):
 class EagleDrafter(Drafter):
     """fc(2D -> D), then the layer; embedding and head are the target's own, frozen."""
 
+    kind = "eagle"
     config_class = EagleConfig
     about = "folders written by lanternpp train --kind eagle"
 
@@ -68,6 +74,7 @@ class DiffusionDrafterConfig(EagleConfig):
 class DiffusionDrafter(EagleDrafter):
     """EAGLE's drafter, with a smaller diffusion head that reads the predicted features."""
 
+    kind = "eagle-diffusion"
     config_class = DiffusionDrafterConfig
     proposer = "lanternpp.proposers.tree:TrajectoryProposer"
     config: DiffusionDrafterConfig
@@ -100,3 +107,82 @@ def check_heads(target: Target, drafter: Any, name: Path | str = "the drafter") 
             f"{name} draws latents of {drafter.config.channels} channels and the target of {target.channels}; use a "
             "drafter trained for this target"
         )
+
+
+@dataclass(frozen=True)
+class PublishedConfig:
+    """The fields that are read from the config.json beside a published drafter."""
+
+    num_attention_heads: Heads | None = None
+    rms_norm_eps: Epsilon = 1e-6
+
+
+class PublishedDrafter(EagleDrafter):
+    """An EAGLE drafter whose input at prompt positions is the embedding of its vocabulary's entry 0.
+
+    Its authors trained it with this input, and its accept lengths are reproduced only with it. Of the prompt the drafter
+    reads the target's features alone.
+    """
+
+    about = "config.json and pytorch_model.bin as EAGLE's code writes them"
+
+    def __init__(self, config: EagleConfig, rotary_table: Tensor):
+        super().__init__(config, rotary_table)
+        self.entry = nn.Parameter(torch.zeros(1, config.decoder.dim))
+
+    @classmethod
+    def claims(cls, source: Source) -> bool:
+        """Whether a checkpoint has an embedding of its own beside `fc` and a Llama layer."""
+        return source.metas.keys() >= REQUIRED_TENSORS
+
+    @classmethod
+    def read(cls, source: Source, target: Target, dtype: torch.dtype) -> Self:
+        """Read the drafter in `source` for a target; InputError where it was trained for another target."""
+        config = published_shape(source, target)
+        check_fit(source, config.decoder.dim, target)
+        with blank(source.path):
+            drafter = cls(config, target.decoder.rotary_table)
+        norm_rows = None
+        if Q_NORM in source.metas:  # drafters of Chameleon
+            norm_rows = source.shape(Q_NORM, 2)[0], source.shape(K_NORM, 2)[0]
+        paired = source.config.get("input_type") in PAIRED
+        rules = [
+            *llama_rules(config.decoder, r"layers\.(\d+)", r"decoder.blocks.\1", paired, norm_rows),
+            Rename(r"fc\.(weight|bias)", r"fc.\1"),
+            Rename(r"norm\.weight", "decoder.norm.weight"),
+            Rename(r"embed_tokens\.weight", "entry", rows=(0, 1)),
+        ]
+        source.fill(drafter, rules, dtype, skip=(r".*rotary_emb\..*",))
+        if source.shape("embed_tokens.weight", 2)[0] == target.vocab:
+            # The drafter has a copy of the target's embeddings, unless it was trained for another target.
+            code = torch.zeros(1, 1, dtype=torch.int64, device=target.decoder.rotary_table.device)
+            expected = target.embed(code)[0].detach().to("cpu", torch.float32)
+            if F.cosine_similarity(drafter.entry.detach().cpu().float(), expected).item() < MIN_COSINE:
+                raise InputError(
+                    f"drafter {source.path} was trained for another target: its embeddings are not this target's"
+                )
+        return drafter
+
+    def prompt_inputs(self, prompt: Tensor) -> Tensor:
+        """Return entry 0 at every position of a prompt [R, T - 1, D]; the same shape."""
+        return self.entry.to(prompt.dtype).expand_as(prompt)
+
+
+def published_shape(source: Source, target: Target) -> EagleConfig:
+    """Return the shape of a published drafter, from its tensors, its config.json and the target."""
+    published = config_as(PublishedConfig, source.config, source.path)
+    dim = source.shape("fc.weight", 2)[0]
+    heads = published.num_attention_heads or target.decoder.config.heads
+    config = {
+        "dim": dim,
+        "heads": heads,
+        "hidden": source.shape("layers.0.mlp.up_proj.weight", 2)[0],
+        "layers": source.layers(),
+        "bias": "fc.bias" in source.metas,
+        "first_norm": "layers.0.input_layernorm.weight" in source.metas,
+        "final_norm": "norm.weight" in source.metas,
+        "kv_heads": source.shape("layers.0.self_attn.k_proj.weight", 2)[0] * heads // dim,
+        "norm_eps": published.rms_norm_eps,
+        "qk_norm": Q_NORM in source.metas,
+    }
+    return EagleConfig.of(config, source.path)

@@ -57,6 +57,7 @@ class ParallelDrafter(Drafter):
     code, given that all codes before it are kept; None: no such layer.
     """
 
+    kind = "parallel"
     config_class = ParallelConfig
     about = "folders written by lanternpp train"
     proposer = "lanternpp.proposers.parallel:Parallel"

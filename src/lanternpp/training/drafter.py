@@ -40,7 +40,7 @@ class DrafterTask(Task):
     """The training of a drafter for a frozen target, on its codes. A subclass for each kind builds the network and has the loss."""
 
     hparams: Any  # `DrafterSettings.of` a kind
-    kind: str  # of drafter, as its config names it
+    average: Any  # a `Drafter`
     derived: tuple[str, ...] = ("cfg",)  # settings that are completed from the target or from the material
 
     def __init__(self, settings: Any, teacher: Teacher, codes: Codes, source: TrainingData | None = None):
@@ -127,7 +127,7 @@ class DrafterTask(Task):
 
     def export(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return the config and the tensors of the averaged drafter."""
-        config = {"kind": self.kind, **self.config.flat(), "target": mark(self.target)}
+        config = {"kind": self.average.kind, **self.config.flat(), "target": mark(self.target)}
         return config, self.average.state_dict()
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lanternpp.drafters.eagle import DIFFUSION_DRAFTER, DiffusionDrafter, EagleDrafter
+from lanternpp.drafters.eagle import DiffusionDrafter, EagleDrafter
 from lanternpp.engine.latents import GaussianMixture, MixtureGuidance
 from lanternpp.engine.sampling import Guidance
 from lanternpp.errors import InputError, counted
@@ -30,12 +30,10 @@ SAMPLES = 4  # latents drawn from the target at every position to estimate an in
 class CodeComparison:
     """Distributions over codes, given by logits [..., V]."""
 
-    kind = "eagle"  # of the drafter, in its config
     drafter: type[EagleDrafter] = EagleDrafter
 
     def __init__(self, loss: str):
         self.loss_name = loss
-        self.config_fields: dict[str, Any] = {}  # of the drafter's config, besides its decoder's
 
     def guidance(self, scale: float) -> Guidance:
         """Return classifier-free guidance of this scale."""
@@ -109,13 +107,11 @@ class LatentComparison(CodeComparison):
 class DiffusionComparison(LatentComparison):
     """Predictions of diffusion heads for the same noisy latents: a Gaussian of v for each, in the layout of a mixture."""
 
-    kind = DIFFUSION_DRAFTER
     drafter = DiffusionDrafter
 
     def __init__(self, loss: str, channels: int, steps: int):
         super().__init__(loss, channels)
         self.steps = steps
-        self.config_fields = {"channels": channels}
 
     def points(self, codes: Tensor) -> Tensor:
         """Return random times, and latents [B, n, C] with the noise of each time: [B, n, TIMES, 1 + C]."""
@@ -201,10 +197,11 @@ class EagleTask(CodesTask, DrafterTask):
 
     def make(self) -> EagleDrafter:
         """Build the drafter; where it inherits, with the target's last blocks, and an `fc` that passes features on."""
-        comparison, shape = comparison_of(self.target, self.hparams.loss), self.target.decoder.config
-        self.comparison, self.kind = comparison, comparison.kind
+        shape = self.target.decoder.config
+        self.comparison = comparison = comparison_of(self.target, self.hparams.loss)
         self.guidance = comparison.guidance(1.0 if self.hparams.loss == "paper" else self.hparams.cfg)
-        config = comparison.drafter.config_class.like(shape, self.hparams.layers, **comparison.config_fields)
+        fields = {"channels": self.target.channels} if comparison.drafter is DiffusionDrafter else {}
+        config = comparison.drafter.config_class.like(shape, self.hparams.layers, **fields)
         drafter = comparison.drafter(config, self.target.decoder.rotary_table)
         if self.hparams.inherit:
             last_blocks = self.target.decoder.blocks[-self.hparams.layers :]

@@ -109,7 +109,7 @@ def gather_slots(x: Tensor, slot: Tensor) -> Tensor:
 class ParallelTask(DrafterTask):
     """A parallel drafter."""
 
-    name = kind = "parallel"
+    name = "parallel"
     keep = "rejected"
     check_pictures = 64
     model: ParallelDrafter

@@ -37,7 +37,7 @@ import lanternpp
 from lanternpp import Pipeline
 from lanternpp.api.model import read_target
 from lanternpp.api.options import METHODS
-from lanternpp.drafters.published import PublishedDrafter
+from lanternpp.drafters.eagle import PublishedDrafter
 from lanternpp.errors import ModelError
 from lanternpp.kernels.loading import library
 from lanternpp.models.hub import HubId, choose
