@@ -41,7 +41,6 @@ class DrafterTask(Task):
 
     hparams: Any  # `DrafterSettings.of` a kind
     average: Any  # a `Drafter`
-    derived: tuple[str, ...] = ("cfg",)  # settings that are completed from the target or from the material
 
     def __init__(self, settings: Any, teacher: Teacher, codes: Codes, source: TrainingData | None = None):
         torch.manual_seed(settings.seed)
@@ -147,16 +146,12 @@ def train(
     if source.data is not None:
         for split in ("train", "val"):
             read_rows(source.data, split, source.limit)
-    derived = task_class.derived
-    own_settings = {name: value for name, value in asdict(settings).items() if name not in derived}
-    saved_state(folder, options.restart, own_settings, partly=True)
     draws = source.own or source.rollouts is not None
     teacher = Teacher(model, folder, options.device, settings.cfg, draws)
     settings = replace(settings, cfg=teacher.cfg)
     task_class.check(settings, teacher.target, source)
     settings, material = task_class.material(settings, teacher, source)
-    derived_settings = {name: getattr(settings, name) for name in derived}
-    saved_state(folder, options.restart, derived_settings | origins(teacher, material), partly=True)
+    saved_state(folder, options.restart, asdict(settings) | origins(teacher, material), mmap=True)
     task = task_class(settings, teacher, material.build(), source)
     prompts = dict.fromkeys(text for text in task.val.texts if text is not None)
     return tuple(prompts) if run(task, folder, options) else ()

@@ -73,12 +73,10 @@ class Task(ABC):
     def export(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return config and tensors of `average`, as a model folder holds them."""
 
-    def parts(self) -> dict[str, Mapping[str, Any]]:
+    def parts(self) -> dict[str, Any]:
         """Return the modules and optimizers whose state a resumed run needs, by name."""
-        return {
-            "modules": {name: getattr(self, name) for name in self.modules},
-            "optimizers": self.optimizers,
-        }
+        optimizers = {f"optimizer {name}": optimizer for name, optimizer in self.optimizers.items()}
+        return {name: getattr(self, name) for name in self.modules} | optimizers
 
     # A subclass may leave these as they are.
     # ruff: noqa: B027
@@ -111,16 +109,14 @@ class State:
 
     step: int = 0
     seconds: float = 0.0
-    checked: int = 0  # the last check that was due, of `checks`
     best: dict[str, Any] | None = None  # {"figure", "step", "weights"} where the task keeps its best
     sums: dict[str, Tensor] = field(default_factory=dict)  # of the losses since the log was last written
     counted: int = 0  # steps in `sums`
 
     def write(self, task: Task, folder: Path) -> None:
         """Write the state, the settings, and the state of the task's modules and optimizers."""
-        content = {"settings": task.settings, "state": vars(self)}
-        for part, objects in task.parts().items():
-            content[part] = {name: x.state_dict() for name, x in objects.items()}
+        parts = {name: part.state_dict() for name, part in task.parts().items()}
+        content = {"settings": task.settings, "state": vars(self), "parts": parts}
         checkpoints.write_pt(folder / STATE, content)
 
 
@@ -137,12 +133,9 @@ def begin_or_resume(task: Task, folder: Path, options: TrainingOptions) -> State
         (folder / LOG).unlink(missing_ok=True)
         return State()
     with input_errors(f"{path} {NO_STATE}", RESTART):
-        for part, objects in task.parts().items():
-            for name, x in objects.items():
-                x.load_state_dict(content[part][name])
+        for name, part in task.parts().items():
+            part.load_state_dict(content["parts"][name])
         state = State(**content["state"])
-        # The budget or the number of checks may have changed.
-        state.checked = min(state.checked, int(options.progress(state.step, state.seconds) * options.checks))
         state.sums = {name: value.to(task.device) for name, value in state.sums.items()}
     # A killed run may have written rows after its last saved step.
     keep_rows(folder / LOG, lambda row: row.get("step", 0) <= state.step)
@@ -150,22 +143,20 @@ def begin_or_resume(task: Task, folder: Path, options: TrainingOptions) -> State
 
 
 def saved_state(
-    folder: Path, restart: bool, settings: Mapping[str, Any], partly: bool = False
+    folder: Path, restart: bool, settings: Mapping[str, Any], mmap: bool = False
 ) -> dict[str, Any] | None:
     """Return the content of a folder's state; None where there is none, or the run starts over.
 
-    partly: compare only the settings that are given, and leave the tensors, which are memory-mapped, unread. Raise InputError where
-    the file is damaged, or its settings are not these.
+    mmap: leave the tensors, which are memory-mapped, unread. Raise InputError where the file is damaged, or has other settings.
     """
     path, content = folder / STATE, dict[str, Any]()
     if restart or not path.exists():
         return None
     with suppress(InputError):
-        content = read_pt(path, mmap=partly)
+        content = read_pt(path, mmap)
     if not isinstance(saved := content.get("settings"), dict):
         raise InputError(f"{path} {NO_STATE}: {RESTART}.")
-    if partly:
-        saved = {name: saved.get(name) for name in settings}
+    saved = {name: saved.get(name) for name in settings}
     if changes := sorted(differences(saved, dict(settings))):
         # The user cannot repeat the pictures that a tokenizer redraws, as they are no option.
         repeat = "" if changes[0].startswith("redrawn_data ") else "repeat its settings to resume, or "
@@ -193,6 +184,7 @@ def _run(task: Task, folder: Path, options: TrainingOptions) -> bool:
     started, last_save = time.monotonic() - state.seconds, time.monotonic()
     progress = options.progress(state.step, state.seconds)
     check_seconds = last_check_seconds = 0.0  # of all checks of this process, and of the last check
+    checked = int(progress * options.checks)  # the last check that was due
     validation: dict[str, Any] | None = None  # figures of the current weights
     with report.bar(), stoppable() as stop:
         while progress < 1:
@@ -218,9 +210,9 @@ def _run(task: Task, folder: Path, options: TrainingOptions) -> bool:
             validation = None
             # With a budget in minutes, all checks except the last take at most a quarter of the time.
             affordable = progress >= 1 or options.minutes is None or 4 * check_seconds <= state.seconds
-            check = affordable and int(progress * options.checks) > state.checked
+            check = affordable and int(progress * options.checks) > checked
             if check:
-                state.checked = int(progress * options.checks)
+                checked = int(progress * options.checks)
                 if leads:
                     check_started = time.monotonic()
                     validation = validate(task, state, report, folder)
@@ -340,9 +332,6 @@ def set_rate(task: Task, progress: float, step: int) -> None:
 def stoppable() -> Iterator[threading.Event]:
     """Yield an event that the first Ctrl-C (or SIGTERM) sets; a second Ctrl-C interrupts at once."""
     event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield event
-        return
 
     def request(number: int, frame: object) -> None:
         if event.is_set():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -74,9 +75,7 @@ class TrainingOptions:
 
     def progress(self, step: int, seconds: float) -> float:
         """Return the used share of the budget, 0..1."""
-        shares = [step / self.steps] if self.steps else []
-        shares += [seconds / 60 / self.minutes] if self.minutes else []
-        return min(max(shares), 1.0)
+        return min(max(step / (self.steps or inf), seconds / 60 / (self.minutes or inf)), 1.0)
 
 
 @dataclass(frozen=True)

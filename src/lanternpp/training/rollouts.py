@@ -167,7 +167,6 @@ class RolloutTask(ParallelTask):
     """A parallel drafter that goes on from the weights of another, on recorded runs of the target with it."""
 
     check_pictures = MAX_HELD_OUT
-    derived = ("cfg", "layers", "levels", "aux_layers", "condition_width")
 
     @classmethod
     def material(cls, settings: DrafterSettings, teacher: Teacher, source: TrainingData) -> tuple[Any, Any]:
