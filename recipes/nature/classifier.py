@@ -26,7 +26,6 @@ from common import (
     fraction,
     script,
     tokenizer_of,
-    update,
 )
 from labelled import LabelledPictures, augment, label_pictures, redrawn, vocabulary
 from lanternpp.api.picture import Panel, comparison
@@ -45,7 +44,7 @@ from lanternpp.models.vq.autoencoder import channels_last
 from lanternpp.nn import checkpoints
 from lanternpp.nn.checkpoints import SCALE, Store, dequantised, is_quantised, pack
 from lanternpp.training.codes import Sampler, evenly_spaced
-from lanternpp.training.loop import Task, averaged, run
+from lanternpp.training.loop import Task, averaged, descend, run
 from lanternpp.training.options import Decay, Rate, Seed, Warmup
 from lanternpp.training.pictures import read_rows
 from lanternpp.training.team import autocast, team
@@ -135,7 +134,7 @@ class ClassifierTask(Task):
             scores, word_logits = self.model(torch.cat(parts))
         loss = F.cross_entropy(scores.float(), torch.cat(labels))
         naming = binary(word_logits.float(), torch.cat(words))
-        update(self.optimizers.values(), self.model.parameters(), loss + self.hparams.words * naming)
+        descend(self.optimizers.values(), loss + self.hparams.words * naming, self.model.parameters())
         return {"loss": loss, "words": naming}
 
     @torch.no_grad()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import torch
 from cyclopts import App
-from torch import Tensor
 
 from lanternpp.cli import main
 from lanternpp.cli.options import writable_folder
@@ -63,16 +62,6 @@ def read_codes(data: Path, model: Path, crops: int, device: torch.device, limit:
     dtype = compute_dtype(device)
     reader = read_tokenizer(tokenizer_of(model), dtype, kind=Autoencoder).to(device).reader()
     return PictureCodes(data, reader, model / "codes", crops, limit).build()
-
-
-def update(optimizers: Collection[torch.optim.Optimizer], clipped: Iterable[Tensor], loss: Tensor) -> None:
-    """One step of the optimizers by a loss. clipped: parameters whose gradient is clipped to a norm of 1."""
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(clipped, 1.0)
-    for optimizer in optimizers:
-        optimizer.step()
 
 
 def script(stage: Callable[..., bool], args: list[str] | None = None) -> None:

@@ -23,7 +23,6 @@ from common import (
     fraction,
     script,
     tokenizer_of,
-    update,
 )
 from lanternpp.api.model import model_folder
 from lanternpp.cli.options import verb
@@ -40,7 +39,7 @@ from lanternpp.models.vq.autoencoder import (
     read_vq,
 )
 from lanternpp.training.codes import Sampler
-from lanternpp.training.loop import Task, averaged, run
+from lanternpp.training.loop import Task, averaged, descend, run
 from lanternpp.training.options import Batch, Decay, Rate, Seed, Warmup
 from lanternpp.training.team import autocast, team
 from lanternpp.util.options import Option
@@ -159,7 +158,7 @@ class TokenizerTask(Task):
             else:
                 output, _, commitment = self.model(images)
         loss, figures = self.reconstruction_loss(output, images)
-        update([self.optimizers["model"]], self.model.parameters(), loss + commitment)
+        descend([self.optimizers["model"]], loss + commitment, self.model.parameters())
         return {**figures, self.regulariser: commitment}
 
     def reconstruction_loss(self, output: Tensor, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -193,7 +192,7 @@ class TokenizerTask(Task):
             discriminator_loss = hinge_loss(
                 self.discriminator(images)[0], self.discriminator(pixels.detach())[0]
             )
-        update([self.optimizers["discriminator"]], self.discriminator.parameters(), discriminator_loss)
+        descend([self.optimizers["discriminator"]], discriminator_loss, self.discriminator.parameters())
         return {**figures, "discriminator": discriminator_loss, "fooling": fooling}
 
     @torch.no_grad()

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common import Cooldown, fraction, update
+from common import Cooldown, fraction
 from lanternpp.accept.exact import Exact
 from lanternpp.api.model import pack_target
 from lanternpp.engine.batching import generate
@@ -25,7 +25,7 @@ from lanternpp.models.words import IGNORED_WORDS, PromptedConfig, PromptedTarget
 from lanternpp.nn.decoder import causal_mask
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.training.codes import Codes, CodesTask, Sampler, Split
-from lanternpp.training.loop import averaged, muon_and_adamw
+from lanternpp.training.loop import averaged, descend, muon_and_adamw
 from lanternpp.training.options import Batch, Decay, Seed, Warmup
 from lanternpp.training.team import autocast, compute_dtype
 from lanternpp.util.options import Option
@@ -210,7 +210,7 @@ class TargetTask(CodesTask):
         batch = [x.to(self.device) for x in (self.words[index], null, input_codes, codes)]
         with autocast(self.device):
             loss = self.loss(*batch)
-        update(self.optimizers.values(), self.others, loss)
+        descend(self.optimizers.values(), loss, self.others)
         return {"loss": loss}
 
     def loss(self, words: Tensor, null: Tensor, input_codes: Tensor, codes: Tensor) -> Tensor:

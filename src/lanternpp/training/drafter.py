@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lanternpp.api.options import Settings
 from lanternpp.api.pipeline import Pipeline
@@ -24,7 +24,7 @@ from lanternpp.errors import InputError
 from lanternpp.models.base import Target
 from lanternpp.training.codes import Codes, Sampler, folder_codes
 from lanternpp.training.features import CaptionPrompts
-from lanternpp.training.loop import Task, averaged, run, saved_state
+from lanternpp.training.loop import Task, averaged, descend, run, saved_state
 from lanternpp.training.options import DrafterSettings, Kind, TrainingData, TrainingOptions
 from lanternpp.training.pictures import PictureCodes, read_rows
 from lanternpp.training.teacher import NONE_FOLLOWED, OwnCodes, Teacher, choose_prompts, followed, warping
@@ -114,14 +114,9 @@ class DrafterTask(Task):
         index, variant, generator = self.sampler(step)
         with autocast(self.device):
             figures = self.losses(team().share(index), team().share(variant), generator)
-        for optimizer in self.optimizers.values():
-            optimizer.zero_grad()
-        (figures["loss"] + figures.get("confidence", 0)).backward()
-        team().average_gradients(self.model)
-        parameters = self.model.named_parameters()
-        nn.utils.clip_grad_norm_([p for name, p in parameters if not name.startswith("confidence")], 0.5)
-        for optimizer in self.optimizers.values():
-            optimizer.step()
+        clipped = [p for name, p in self.model.named_parameters() if not name.startswith("confidence")]
+        loss = figures["loss"] + figures.get("confidence", 0)
+        descend(self.optimizers.values(), loss, clipped, max_norm=0.5)
         return {name: value for name, value in figures.items() if value.dim() == 0}
 
     def export(self) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lanternpp.api.rates import FILE as RATES
 from lanternpp.api.results import versions
@@ -52,7 +53,7 @@ class Task(ABC):
     data: dict[str, Any]  # for the provenance
     model: nn.Module  # trained
     average: nn.Module  # its moving average: validated and exported
-    optimizers: dict[str, torch.optim.Optimizer]
+    optimizers: dict[str, Optimizer]
     modules: tuple[str, ...] = ("model", "average")  # attributes whose weights a resumed run needs
     decay: float = 0.999
     warmup: int = 200
@@ -183,8 +184,8 @@ def _run(task: Task, folder: Path, options: TrainingOptions) -> bool:
         report.say(task.first_weights)
     started, last_save = time.monotonic() - state.seconds, time.monotonic()
     progress = options.progress(state.step, state.seconds)
-    check_seconds = last_check_seconds = 0.0  # of all checks of this process, and of the last check
     checked = int(progress * options.checks)  # the last check that was due
+    check_seconds = last_check_seconds = 0.0  # of all checks of this process, and of the last check
     validation: dict[str, Any] | None = None  # figures of the current weights
     with report.bar(), stoppable() as stop:
         while progress < 1:
@@ -328,6 +329,22 @@ def set_rate(task: Task, progress: float, step: int) -> None:
         group["lr"] = group["initial_lr"] * factor
 
 
+def descend(
+    optimizers: Collection[Optimizer], loss: Tensor, clipped: Iterable[Tensor], max_norm: float = 1.0
+) -> None:
+    """Take one step of the optimizers by a loss, averaged over the team.
+
+    clipped: parameters whose gradient is clipped to `max_norm`.
+    """
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    loss.backward()
+    team().average_gradients(optimizers)
+    nn.utils.clip_grad_norm_(clipped, max_norm)
+    for optimizer in optimizers:
+        optimizer.step()
+
+
 @contextmanager
 def stoppable() -> Iterator[threading.Event]:
     """Yield an event that the first Ctrl-C (or SIGTERM) sets; a second Ctrl-C interrupts at once."""
@@ -348,7 +365,7 @@ def stoppable() -> Iterator[threading.Event]:
 
 def muon_and_adamw(
     model: nn.Module, matrices: list[nn.Parameter], muon_lr: float, lr: float, decay: float
-) -> dict[str, torch.optim.Optimizer]:
+) -> dict[str, Optimizer]:
     """Build Muon for some of a model's matrices, with updates as large as AdamW's (arXiv 2502.16982), and AdamW for the other weights.
 
     decay: the weight decay under Muon; AdamW has none.

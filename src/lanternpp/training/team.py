@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from lanternpp.errors import InputError, counted
@@ -75,10 +75,11 @@ class Team:
             )
         return batch[self.rank :: self.size]
 
-    def average_gradients(self, model: nn.Module) -> None:
-        """Replace the gradients of a model by their mean over the team, in one exchange."""
+    def average_gradients(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Replace the gradients of the optimizers' weights by their mean over the team, in one exchange."""
         if self.accelerator is not None:
-            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+            gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
             mean = self.accelerator.reduce(parameters_to_vector(gradients), "mean")
             vector_to_parameters(mean, gradients)
 
