@@ -154,7 +154,7 @@ class ParallelDrafter(Drafter):
         start: Tensor | None = None,
         hints: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """next_embeds [B, S, D], features [B, S, (1 + aux) D], anchors [B or 1, A] slots to draft from -> features after them.
+        """next_embeds [B, S, D], features [B, S, (1 + aux) D], anchors [B, A] slots to draft from -> features after them.
 
         Return [B, S, D] of the first level, and [B, A, levels, D] of further levels: each query attends to the slots up to its
         anchor and to the queries between. Rows begin at start [B]; None: at slot 0. hints [B, S + A * levels, D].
@@ -166,16 +166,16 @@ class ParallelDrafter(Drafter):
 
 
 def branches(slots: int, anchors: Tensor, levels: int, start: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return positions [b, N] and mask [b, 1, N, N] of `slots` slots and of a chain of `levels` nodes after every anchor.
+    """Return positions [B, N] and mask [B, 1, N, N] of `slots` slots and of a chain of `levels` nodes after every anchor.
 
-    N = slots + A * levels. The chain after an anchor, of anchors [B or 1, A], attends to the slots up to the anchor, and to
+    N = slots + A * levels. The chain after an anchor, of anchors [B, A], attends to the slots up to the anchor, and to
     no other chain. Rows begin at start [B]; None: at slot 0.
     """
-    device, rows = anchors.device, max(len(anchors), 1 if start is None else len(start))
+    device, rows = anchors.device, len(anchors)
     slot = torch.arange(slots, device=device).expand(rows, -1)
     level = torch.arange(levels, device=device).repeat(anchors.shape[1]).expand(rows, -1)
-    anchor = anchors.expand(rows, -1).repeat_interleave(levels, 1)
-    last_slot = torch.cat((slot, anchor), 1)  # [b, N]: the last slot that each node attends to
+    anchor = anchors.repeat_interleave(levels, 1)
+    last_slot = torch.cat((slot, anchor), 1)  # [B, N]: the last slot that each node attends to
     no_chain = torch.full_like(slot, -1)
     chain, depth = torch.cat((no_chain, anchor), 1), torch.cat((no_chain, level), 1)
     node = torch.arange(last_slot.shape[1], device=device)
