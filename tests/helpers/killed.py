@@ -20,7 +20,7 @@ from safetensors import safe_open
 from helpers.processes import SECONDS, lower_priority
 from lanternpp.cli import main
 from lanternpp.nn.files import read_pt
-from lanternpp.training import drafter, features, pictures, rollouts, teacher
+from lanternpp.training import drafter, eagle, pictures, rollouts, teacher
 from lanternpp.tuning import study  # noqa: F401
 
 JOURNALS = ("trials.jsonl", "turns.jsonl")
@@ -82,7 +82,7 @@ def run_command(
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores Ctrl-C
     os.environ |= env
     os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
-    features.SHARD_BYTES, pictures.SHARD_SIZE, pictures.BATCH_SIZE, drafter.PASSES = 1 << 14, 8, 4, 20
+    eagle.SHARD_BYTES, pictures.SHARD_SIZE, pictures.BATCH_SIZE, drafter.PASSES = 1 << 14, 8, 4, 20
     teacher.DRAWN_SHARD_SIZE = rollouts.DRAWN_SHARD_SIZE = 4
     began = time.process_time()
     if cpu_seconds is not None:

@@ -14,7 +14,7 @@ from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.errors import InputError
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.proposers.tree import TreeProposer
-from lanternpp.training.features import causal_mask
+from lanternpp.training.drafter import causal_mask
 from lanternpp.trees.static import EAGLE, StaticTree, chain
 
 pytestmark = pytest.mark.usefixtures("without_gradients")

@@ -21,7 +21,7 @@ from lanternpp.engine.verify.choose import VERIFIERS
 from lanternpp.nn.decoder import line_table
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.training.codes import Codes
-from lanternpp.training.features import drafter_inputs
+from lanternpp.training.drafter import drafter_inputs
 from lanternpp.training.options import DrafterSettings
 from lanternpp.training.rollouts import Rollout, RolloutTask, grown, record, replay, split_of
 from lanternpp.trees.static import StaticTree, chain

@@ -1,16 +1,19 @@
-"""The base class of drafters' trainings: settings, material, a step, export; and the acceptance rates that a drafter is stored with."""
+"""The base class of drafters' trainings: material, inputs, a step, export; and the acceptance rates that a drafter is stored with."""
 
 from __future__ import annotations
 
 import json
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import count, cycle, islice
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lanternpp.api.options import Settings
@@ -21,9 +24,8 @@ from lanternpp.engine.batching import ContinuousBatch
 from lanternpp.engine.observers import AcceptanceByRank
 from lanternpp.engine.sampling import Guidance
 from lanternpp.errors import InputError
-from lanternpp.models.base import Target
-from lanternpp.training.codes import Codes, Sampler, folder_codes
-from lanternpp.training.features import CaptionPrompts
+from lanternpp.models.base import PromptWarning, Target
+from lanternpp.training.codes import Codes, Sampler, Split, folder_codes
 from lanternpp.training.loop import Task, averaged, descend, run, saved_state
 from lanternpp.training.options import DrafterSettings, Kind, TrainingData, TrainingOptions
 from lanternpp.training.pictures import PictureCodes, read_rows
@@ -34,6 +36,83 @@ from lanternpp.util.files import write_text
 MAX_DEPTH = 16  # levels of the drafts whose acceptance rates are stored
 PASSES, BATCH_SIZE = 500, 2  # passes in which acceptance is counted, and pictures drawn at once
 LAMBDAS = (1.5, 2.0, 3.0)  # strengths of LANTERN++ whose rates are stored
+
+
+class CaptionPrompts:
+    """The prompts of a split, padded on the left to one length; a caption that the target cannot follow becomes the null prompt."""
+
+    def __init__(self, target: Target, split: Split):
+        self.target, self.split = target, split
+        sizes: dict[str | None, tuple[int, bool]] = {}  # slots of each prompt, and whether some are padding
+        target.cache_prompts(len(set(split.texts)))
+        for text in (None, *dict.fromkeys(split.texts)):
+            with suppress(InputError):
+                embeds, start = self._prompt([text], 2)
+                sizes[text] = embeds.shape[1], bool(start.any())
+        target.release_encoder()
+        if not sizes.keys() - {None}:
+            raise InputError("the target can follow none of the captions: was it trained on other data?")
+        self.slots = max(slots for slots, _ in sizes.values())
+        self.padded = any(padded or slots < self.slots for slots, padded in sizes.values())
+        self.texts = [text if text in sizes else None for text in split.texts]
+
+    def __call__(
+        self, index: Tensor, branches: int, drop: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the prompts of pictures index [B], [branches * B, T, D], and the slots where they begin, [branches * B].
+
+        The slots are None where no prompt is padded. A second branch is unconditional, and so is a single branch where drop [B].
+        """
+        texts = [self.texts[i] for i in index.tolist()]
+        embeds, start = self._prompt(texts, branches if drop is None else 2)
+        if drop is not None:
+            embeds, null_embeds = embeds.chunk(2)
+            start, null_start = start.chunk(2)
+            drop = drop.to(embeds.device)
+            embeds = torch.where(drop[:, None, None], null_embeds, embeds)
+            start = torch.where(drop, null_start, start)
+        if padding := self.slots - embeds.shape[1]:
+            embeds, start = F.pad(embeds, (0, 0, padding, 0)), start + padding
+        return embeds, start if self.padded else None
+
+    def _prompt(self, texts: list[str | None], branches: int) -> tuple[Tensor, Tensor]:
+        with warnings.catch_warnings(action="ignore", category=PromptWarning), torch.no_grad():
+            prompt = self.target.prompt(texts, branches)
+        return prompt.embeds, prompt.start
+
+
+def causal_mask(start: Tensor | None, count: int) -> Tensor | None:
+    """Return the causal attention mask over `count` slots of rows whose prompts begin at start [R]: [R, 1, count, count] bool.
+
+    None where no row is padded. A padding slot attends to itself alone, since a softmax over no slot would be NaN.
+    """
+    if start is None:
+        return None
+    slot = torch.arange(count, device=start.device)
+    mask = (slot[:, None] >= slot) & (slot >= start[:, None, None])
+    return (mask | (slot[:, None] == slot))[:, None]
+
+
+def slot_inputs(target: Target, prompts: Tensor, codes: Tensor) -> Tensor:
+    """Return the target's inputs, prompts [R, T, D] and all codes [R, length] except the last: [R, T + length - 1, D]."""
+    return torch.cat((prompts, target.embed(codes[:, :-1]).to(prompts.dtype)), 1)
+
+
+def drafter_inputs(
+    target: Target,
+    prompts: Tensor,
+    codes: Tensor,
+    start: Tensor | None = None,
+    aux_layers: tuple[int, ...] = (),
+) -> tuple[Tensor, Tensor]:
+    """Return next_inputs [R, S - 1, D], the input after each slot, and the target's features [R, S, D], for S = T + length - 1 slots.
+
+    prompts [R, T, D] begin at start [R]; codes [R, length]. A drafter predicts features[:, t + 1] from next_inputs[:, t] and
+    features[:, t]. With aux_layers features are [R, S, (1 + aux) D], as `Decoder.forward` returns them.
+    """
+    inputs = slot_inputs(target, prompts, codes)
+    mask = causal_mask(start, inputs.shape[1])
+    return inputs[:, 1:], target.decoder.forward_sequence(inputs, mask=mask, aux_layers=aux_layers)
 
 
 class DrafterTask(Task):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from torch import Tensor
 
 from lanternpp.drafters.eagle import DiffusionDrafter, EagleDrafter
@@ -15,16 +17,19 @@ from lanternpp.engine.sampling import Guidance
 from lanternpp.errors import InputError, counted
 from lanternpp.models.base import Target
 from lanternpp.models.latents import DiffusionTarget, noisy
-from lanternpp.training.codes import Codes, CodesTask
-from lanternpp.training.drafter import DrafterTask
-from lanternpp.training.features import FeatureCache, causal_mask, drafter_inputs, slot_inputs
+from lanternpp.nn.files import input_errors
+from lanternpp.training.codes import REMEDY, Codes, CodesTask, Done, Shard, Split, build_shards
+from lanternpp.training.drafter import CaptionPrompts, DrafterTask, causal_mask, drafter_inputs, slot_inputs
 from lanternpp.training.options import DrafterSettings, TrainingData
 from lanternpp.training.teacher import Teacher
 from lanternpp.training.team import autocast, team
+from lanternpp.util.files import digest
 
 TIMES = 4  # random times at which diffusion heads are compared for each latent; the last is the time of their last step
 MIN_ACCEPTANCE = 1e-6  # so that a place without any overlap counts 14 nats
 SAMPLES = 4  # latents drawn from the target at every position to estimate an integral
+SHARD_BYTES = 1 << 28  # of a shard of features, about
+BATCH_SIZE = 8  # pictures whose features are computed at once
 
 
 class CodeComparison:
@@ -154,6 +159,58 @@ def comparison_of(target: Target, loss: str) -> CodeComparison:
     if isinstance(target, DiffusionTarget):
         return DiffusionComparison(loss, target.channels, target.config.denoising_steps)
     return LatentComparison(loss, target.channels) if target.channels else CodeComparison(loss)
+
+
+class FeatureCache:
+    """The target's features of all pictures of a split in their variants, with and without caption, on disk; missing ones are computed.
+
+    codes_key: the key of the codes. InputError where the disk lacks room.
+    """
+
+    def __init__(self, teacher: Teacher, captions: CaptionPrompts, split: Split, codes_key: str):
+        self.target, self.captions, self.split = captions.target, captions, split
+        like = next(self.target.parameters())
+        slots, dim = captions.slots + self.target.length - 1, self.target.decoder.config.dim
+        picture_bytes = split.codes.shape[1] * 2 * slots * dim * like.element_size()
+        self.shard_size = max(min(SHARD_BYTES // picture_bytes, len(split)), 1)
+        facts = [teacher.origin, codes_key, str(like.dtype), str(captions.slots), str(self.shard_size)]
+        folder = teacher.store / f"features-{digest([*facts, *split.texts])}"
+        contents = "the features of all pictures"
+        paths = build_shards(folder, len(split), self.shard_size, self._compute, contents)
+        self.shards = []  # slices [M, variants, 2, S, D] of files, read on access
+        for path in paths:
+            with input_errors(f"{path} cannot be read", REMEDY):
+                self.shards.append(safe_open(path, framework="pt").get_slice("features"))
+
+    def __call__(self, index: Tensor, variant: Tensor, branches: int, drop: Tensor | None = None) -> Tensor:
+        """Return the features of pictures index [B] in variants [B], [branches * B, S, D] on the CPU; unconditional where drop [B]."""
+        rows = []
+        for i, v in zip(index.tolist(), variant.tolist(), strict=True):
+            shard, row = divmod(i, self.shard_size)
+            rows.append(self.shards[shard][row : row + 1, v : v + 1][0, 0])
+        conditional, unconditional = torch.stack(rows, 1)  # [B, S, D] each
+        if drop is not None:
+            conditional = torch.where(drop[:, None, None], unconditional, conditional)
+        return torch.cat((conditional, unconditional)) if branches == 2 else conditional
+
+    @torch.no_grad()
+    def _compute(self, parts: Sequence[range], done: Done) -> Iterator[Shard]:
+        device, dtype = self.target.decoder.rotary_table.device, next(self.target.parameters()).dtype
+        num_done = 0
+        for part in parts:
+            batches = []
+            for index in torch.arange(part.start, part.stop).split(BATCH_SIZE):
+                prompts, start = self.captions(index, 2)
+                variants = []
+                for variant in range(self.split.codes.shape[1]):
+                    codes = self.split.pick(index, torch.full_like(index, variant)).to(device)
+                    with autocast(device):
+                        _, features = drafter_inputs(self.target, prompts, codes.repeat(2, 1), start)
+                    variants.append(torch.stack(features.chunk(2), 1).cpu())  # [B, 2, S, D]
+                batches.append(torch.stack(variants, 1))
+                num_done += len(index)
+                done(num_done)
+            yield {"features": torch.cat(batches).to(dtype)}, {"pictures": len(part)}
 
 
 class EagleTask(CodesTask, DrafterTask):

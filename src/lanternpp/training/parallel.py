@@ -30,8 +30,7 @@ from lanternpp.drafters.parallel import ParallelConfig, ParallelDrafter
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
 from lanternpp.training.codes import evenly_spaced
-from lanternpp.training.drafter import DrafterTask
-from lanternpp.training.features import CaptionPrompts, drafter_inputs, spread_aux_layers
+from lanternpp.training.drafter import CaptionPrompts, DrafterTask, drafter_inputs
 from lanternpp.training.loop import muon_and_adamw
 from lanternpp.training.options import DrafterSettings, TrainingData
 from lanternpp.training.team import autocast
@@ -98,6 +97,15 @@ class DraftBatch:
     def last_layer(self) -> Tensor:
         """The features of the target's last layer, [B, S, D], without those of auxiliary layers."""
         return self.features[..., : self.next_inputs.shape[-1]]
+
+
+def spread_aux_layers(count: int, layers: int) -> tuple[int, ...]:
+    """Return `count` of the layers 0 .. layers - 2, evenly spread; raise InputError where there are fewer."""
+    if count >= layers:
+        raise InputError(
+            f"--aux-layers {count} is too many: the target has {layers - 1} layers below its last."
+        )
+    return tuple(layers * (i + 1) // (count + 1) - 1 for i in range(count))
 
 
 def gather_slots(x: Tensor, slot: Tensor) -> Tensor:

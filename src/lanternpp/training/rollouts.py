@@ -23,9 +23,9 @@ from lanternpp.errors import InputError
 from lanternpp.models.base import Target
 from lanternpp.nn.sources import Source
 from lanternpp.training.codes import MAX_HELD_OUT, Codes, Split, build_shards, read_file
-from lanternpp.training.features import CaptionPrompts, drafter_inputs, slot_inputs, spread_aux_layers
+from lanternpp.training.drafter import CaptionPrompts, drafter_inputs, slot_inputs
 from lanternpp.training.options import DrafterSettings, TrainingData, flag
-from lanternpp.training.parallel import DraftBatch, ParallelTask
+from lanternpp.training.parallel import DraftBatch, ParallelTask, spread_aux_layers
 from lanternpp.training.teacher import DRAWN_SHARD_SIZE, OwnCodes, Teacher, choose_prompts, key_of, warping
 from lanternpp.types import Admission, TargetOutput
 from lanternpp.util.devices import free_memory
