@@ -29,22 +29,15 @@ Cooldown = Annotated[float, Option("Last share of the budget, over which rates f
 
 
 @dataclass(frozen=True)
-class TokenizerTraining(TrainingOptions):
-    """It is validated more often by default."""
-
-    checks: Annotated[int, declared(TrainingOptions)["checks"]] = 20
-
-
-@dataclass(frozen=True)
 class ClassifierTraining(TrainingOptions):
     """Its weights have 8 bits by default."""
 
     store: Annotated[Stored, declared(TrainingOptions)["store"]] = "int8"
 
 
-def fraction(about: str) -> Option:
+def fraction(about: str, group: str = "") -> Option:
     """An option that is a share, below 1."""
-    return Option(about, ge=0, le=0.999)
+    return Option(about, ge=0, le=0.999, group=group)
 
 
 def tokenizer_of(model: Path) -> Path:

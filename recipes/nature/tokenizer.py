@@ -6,6 +6,7 @@ python recipes/nature/tokenizer.py --data photos --model my-model --minutes 60
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,7 +19,6 @@ from common import (
     Data,
     Limit,
     Model,
-    TokenizerTraining,
     check_training,
     fraction,
     script,
@@ -40,7 +40,7 @@ from lanternpp.models.vq.autoencoder import (
 )
 from lanternpp.training.codes import Sampler
 from lanternpp.training.loop import Task, averaged, descend, run
-from lanternpp.training.options import Batch, Decay, Rate, Seed, Warmup
+from lanternpp.training.options import Batch, Decay, Rate, Seed, TrainingOptions, Warmup
 from lanternpp.training.team import autocast, team
 from lanternpp.util.options import Option
 from losses import (
@@ -54,7 +54,7 @@ from losses import (
     reconstruction,
 )
 from pictures import Pictures, describe, sheet
-from weights import begin_tokenizer, checksum_of
+from weights import begin_tokenizer
 
 # Fields of `Stacks`, by the pixels of an image's side per code.
 STAGES: dict[int, dict[str, Any]] = {
@@ -114,7 +114,7 @@ class TokenizerTask(Task):
         self.config, self.hparams, self.device, self.data = config, settings, device, data
         self.train, self.val = train.to(device), val.to(device)
         self.keep_codes = keep_codes
-        known = {"start": start and checksum_of(start), "classifier": classifier and fingerprint(classifier)}
+        known = {"start": start and fingerprint(start), "classifier": classifier and fingerprint(classifier)}
         self.settings = {**vars(config), **asdict(settings), **known, "data": data["hash"]}
         self.model = channels_last(self.autoencoder(config).to(device)).train()
         if start is not None:
@@ -124,13 +124,10 @@ class TokenizerTask(Task):
         self.distance = Perceptual(channels_last(classifier.to(device))) if classifier else None
         self.discriminator = channels_last(Discriminator().to(device))
         self.since = self.discriminator.since
-        more: dict[str, Any] = {"weight_decay": 1e-4, "fused": device.type == "cuda"}
+        adamw = partial(torch.optim.AdamW, weight_decay=1e-4, fused=device.type == "cuda")
         self.optimizers = {
-            name: torch.optim.AdamW(module.parameters(), rate, betas, **more)
-            for name, module, rate, betas in (
-                ("model", self.model, settings.lr, (0.9, 0.99)),
-                ("discriminator", self.discriminator, settings.discriminator_lr, (0.5, 0.9)),
-            )
+            "model": adamw(self.model.parameters(), settings.lr, (0.9, 0.99)),
+            "discriminator": adamw(self.discriminator.parameters(), settings.discriminator_lr, (0.5, 0.9)),
         }
         self.sampler = Sampler(len(train), 1, settings.batch_size, settings.seed)
 
@@ -293,7 +290,7 @@ def main(
     ] = "nature-128",
     limit: Limit = None,
     settings: TokenizerSettings = TokenizerSettings(),
-    training: TokenizerTraining = TokenizerTraining(),
+    training: TrainingOptions = TrainingOptions(),
 ) -> bool:
     """Train a tokenizer: pictures <-> codes, or latents."""
     others = (down, codes, weights_of)

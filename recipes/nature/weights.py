@@ -12,8 +12,6 @@ from autoencoders import TrainedVQ
 from lanternpp.errors import InputError
 from lanternpp.models.vq.autoencoder import VQ, Autoencoder
 from lanternpp.models.words import PromptedTarget
-from lanternpp.nn.checkpoints import checksum
-from lanternpp.util.files import digest
 
 STACKS = ("channels", "encoder_blocks", "decoder_blocks", "thin")
 SHAPE = ("dim", "layers", "heads", "hidden")  # the options that give a target its shape
@@ -27,11 +25,6 @@ def init_weights(model: PromptedTarget) -> None:
     for name, parameter in model.decoder.blocks.named_parameters():
         if name.endswith(("wo.weight", "w2.weight")):
             nn.init.zeros_(parameter)
-
-
-def checksum_of(model: nn.Module) -> str:
-    """A hash of a model's weights."""
-    return digest(map(checksum, model.state_dict().values()))
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ from lanternpp.engine.batching import generate
 from lanternpp.engine.decode import engine_class
 from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.errors import InputError
+from lanternpp.evaluation.classifier import fingerprint
 from lanternpp.models.vq.autoencoder import VQ, Autoencoder
 from lanternpp.models.words import IGNORED_WORDS, PromptedConfig, PromptedTarget, WordsConfig, WordsTarget
 from lanternpp.nn.decoder import causal_mask
@@ -30,7 +31,7 @@ from lanternpp.training.options import Batch, Decay, Seed, Warmup
 from lanternpp.training.team import autocast, compute_dtype
 from lanternpp.util.options import Option
 from pictures import sheet
-from weights import begin_target, checksum_of, init_weights
+from weights import begin_target, init_weights
 
 SAMPLE_PICTURES = 4  # pictures drawn at a check
 
@@ -77,7 +78,9 @@ class TargetSettings:
     batch_size: Batch = 32
     lr: Annotated[float, Option("Peak rate of AdamW (tables, prefix, norms).", gt=0, le=1)] = 1.5e-3
     muon_lr: Annotated[float, Option("Peak rate of Muon (matrices), in AdamW's scale.", gt=0, le=1)] = 2e-3
-    corrupt: Annotated[float, fraction("Share of the codes it reads replaced by random ones.")] = 0.0
+    corrupt: Annotated[
+        float, fraction("Share of the codes it reads replaced by random ones.", group="Softmax")
+    ] = 0.0
     drop_captions: Annotated[float, fraction("Share of the captions that are hidden, for guidance.")] = 0.1
     decay: Decay = 0.995
     warmup: Warmup = 100
@@ -138,6 +141,7 @@ class TargetTask(CodesTask):
     name = "target"
     keep = "nll"
     kind = "words"  # in the config
+    target: type[PromptedTarget] = FactoredWords
     model: PromptedTarget
     average: PromptedTarget
 
@@ -155,7 +159,7 @@ class TargetTask(CodesTask):
         self.config, self.hparams, self.codes, self.device = config, settings, codes, device
         self.data = codes.data
         self.decay, self.warmup, self.cooldown = settings.decay, settings.warmup, settings.cooldown
-        known = {"weights_of": start and checksum_of(start), "data": codes.key}
+        known = {"weights_of": start and fingerprint(start), "data": codes.key}
         self.settings = {**asdict(config), **asdict(settings), **known}
         self.vq = vq.to(device)
         model = self.make()

@@ -6,6 +6,7 @@ import json
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from lanternpp.training import drafter, loop
 from lanternpp.training.eagle import EagleTask
 from lanternpp.training.loop import State, Task
 from lanternpp.training.options import DrafterSettings, TrainingData, TrainingOptions
-from target import Head, Shape
+from target import Shape
 from tokenizer import TokenizerSettings
 from words import TargetSettings
 
@@ -83,8 +84,9 @@ def target(
         return stage(targets, TargetSettings, data, model, training, **usual | given)
 
 
-mixture = partial(target, head="mixture", own=Head(components=3))
-diffusion = partial(target, head="diffusion", own=Head(None, 3, 16, 1))
+mixture = partial(target, head="mixture", shape=replace(SHAPE, components=3))
+DENOISER = replace(SHAPE, denoising_steps=3, denoiser_width=16, denoiser_blocks=1)
+diffusion = partial(target, head="diffusion", shape=DENOISER)
 
 
 def classifier(data: Path, model: Path, steps: int = 8, stop: int | None = None, **given: Any) -> bool:

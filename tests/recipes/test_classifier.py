@@ -10,7 +10,7 @@ from helpers.refusals import rejects
 from helpers.stages import classifier as train
 from helpers.stages import provenance
 
-from labelled import augment, redrawn, vocabulary
+from classifier import augment, redrawn, vocabulary
 from lanternpp.evaluation.classifier import read_classifier
 from lanternpp.evaluation.features import ClassifierFeatures, extract
 from lanternpp.evaluation.pictures import Gallery

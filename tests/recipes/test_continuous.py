@@ -21,7 +21,7 @@ from lanternpp.models.vq.autoencoder import VQ, read_kl, read_vq
 from lanternpp.nn.sources import Source
 from lanternpp.training.codes import Codes, Split
 from lanternpp.training.eagle import TIMES, DiffusionComparison, LatentComparison
-from latents import ContinuousTask, DiffusionTask, LatentTask
+from target import ContinuousTask, DiffusionTask, LatentTask
 from words import TargetSettings
 
 
@@ -170,7 +170,7 @@ def test_options_of_codes_and_of_other_heads_are_rejected(
 ) -> None:
     rejects("--head mixture", read_vq, latents / "tokenizer")
     rejects("--kind kl", mixture, data, model)
-    rejects(r"corrupt 0\.1", mixture, data, latents, corrupt=0.1)
+    rejects("--corrupt is for --head softmax", mixture, data, latents, corrupt=0.1)
     other = tmp_path / "other"
     shutil.copytree(latents, other, ignore=shutil.ignore_patterns("drafter"))
     rejects("choose paper or guided", eagle, data, other, loss="lk")

@@ -108,11 +108,11 @@ def test_latents_from_photos_to_a_comparison(head: tuple[object, ...], run, data
         ("tokenizer", ("--lr", 2), "--lr 2.0 is out of range"),
         ("tokenizer", ("--minutes", -1), "--minutes -1.0 is out of range"),
         ("target", SHAPE, "holds no tokenizer: run recipes/nature/tokenizer.py"),
-        ("target", ("--head", "diffusion", "--components", 3), "--components 3 is of --head mixture"),
+        ("target", ("--head", "diffusion", "--components", 3), "--components is for --head mixture"),
         (
             "target",
             ("--head", "mixture", "--denoising-steps", 3),
-            "--denoising-steps 3 is of --head diffusion",
+            "--denoising-steps is for --head diffusion",
         ),
         ("target", ("--dim", 30), "dim 30 over 6 heads"),
         ("target", (*SHAPE, "--corrupt", 1.5), "--corrupt 1.5 is out of range"),

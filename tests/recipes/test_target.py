@@ -18,6 +18,7 @@ from lanternpp.models.vq.autoencoder import read_vq
 from lanternpp.models.words import WordsConfig, WordsTarget
 from lanternpp.training.codes import Codes
 from pictures import Pictures
+from weights import SHAPE as FIELDS
 from weights import init_weights
 from words import (
     TargetSettings,
@@ -52,7 +53,9 @@ def test_cached_codes_are_the_tokenizers_and_written_once(data: Path, model: Pat
 
 def task(model: Path, codes: Codes, **settings: Any) -> TargetTask:
     vq = read_vq(model / "tokenizer")
-    config = WordsConfig(**vocabulary(codes, 4), **vars(SHAPE), grid=4, vocab=64)
+    config = WordsConfig(
+        **vocabulary(codes, 4), **{name: getattr(SHAPE, name) for name in FIELDS}, grid=4, vocab=64
+    )
     return TargetTask(config, TargetSettings(**settings), codes, vq, CPU)
 
 

@@ -43,13 +43,13 @@ def flag(name: str) -> str:
     return "--self" if name == "own" else "--" + name.replace("_", "-")
 
 
-def check_kind(options: Any, kind: Kind) -> None:
-    """Raise InputError where a field of a dataclass of options is given and is of another kind of drafter."""
+def check_kind(options: Any, kind: str, selector: str = "--kind") -> None:
+    """Raise InputError where a field of a dataclass of options is given, and its group is another kind than the selector's."""
     for name, option in declared(type(options)).items():
         group = option.group.lower()
         if group not in ("", kind) and getattr(options, name) != getattr(type(options), name):
             raise InputError(
-                f"{flag(name)} is for drafters of --kind {group}: leave it out, or give that --kind."
+                f"{flag(name)} is for {selector} {group}: leave it out, or give that {selector}."
             )
 
 
