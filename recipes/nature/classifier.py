@@ -184,7 +184,7 @@ class ClassifierTask(Task):
             name: LabelledPictures(pictures.to(device), labels.to(device), words.to(device))
             for name, (pictures, labels, words) in splits.items()
         }
-        self.data, self.store, self.decay, self.warmup = data, store, settings.decay, settings.warmup
+        self.data, self.store = data, store
         self.settings = {
             **asdict(config),
             **asdict(settings),

@@ -120,7 +120,6 @@ class TokenizerTask(Task):
         if start is not None:
             self.first_weights = begin_tokenizer(self.model, start)
         self.average = averaged(self.model)
-        self.decay, self.warmup, self.cooldown = settings.decay, settings.warmup, settings.cooldown
         self.distance = Perceptual(channels_last(classifier.to(device))) if classifier else None
         self.discriminator = channels_last(Discriminator().to(device))
         self.since = self.discriminator.since

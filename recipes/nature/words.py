@@ -158,7 +158,6 @@ class TargetTask(CodesTask):
         torch.manual_seed(settings.seed)
         self.config, self.hparams, self.codes, self.device = config, settings, codes, device
         self.data = codes.data
-        self.decay, self.warmup, self.cooldown = settings.decay, settings.warmup, settings.cooldown
         known = {"weights_of": start and fingerprint(start), "data": codes.key}
         self.settings = {**asdict(config), **asdict(settings), **known}
         self.vq = vq.to(device)

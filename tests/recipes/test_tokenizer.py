@@ -130,7 +130,8 @@ def test_a_perceptual_weight_needs_a_classifier_and_is_logged_in_both_parts(
 
 def test_the_rate_is_constant_until_it_falls_to_zero_over_the_cooldown() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 1.0)
-    task = SimpleNamespace(cooldown=0.25, warmup=4, param_groups=lambda: optimizer.param_groups)
+    hparams = TokenizerSettings(cooldown=0.25, warmup=4)
+    task = SimpleNamespace(hparams=hparams, param_groups=lambda: optimizer.param_groups)
     group = optimizer.param_groups[0]
     group["initial_lr"] = 2.0
     rates = []

@@ -118,7 +118,6 @@ def drafter_inputs(
 class DrafterTask(Task):
     """The training of a drafter for a frozen target, on its codes. A subclass for each kind builds the network and has the loss."""
 
-    hparams: Any  # `DrafterSettings.of` a kind
     average: Any  # a `Drafter`
 
     def __init__(self, settings: Any, teacher: Teacher, codes: Codes, source: TrainingData | None = None):
@@ -126,7 +125,6 @@ class DrafterTask(Task):
         self.guidance = Guidance(settings.cfg)
         self.hparams, self.teacher, self.codes = settings, teacher, codes
         self.device, self.data = teacher.device, codes.data
-        self.decay, self.warmup = settings.decay, settings.warmup
         self.target = teacher.trainable()
         drafter = self.make()
         self.config: Any = drafter.config

@@ -48,6 +48,7 @@ class Task(ABC):
     """The base class of trainings. `settings` are the values that a resumed run must share."""
 
     name: str
+    hparams: Any  # with seed, decay, warmup and, for a rate that is constant before its cooldown, cooldown
     device: torch.device
     settings: dict[str, Any]
     data: dict[str, Any]  # for the provenance
@@ -55,10 +56,6 @@ class Task(ABC):
     average: nn.Module  # its moving average: validated and exported
     optimizers: dict[str, Optimizer]
     modules: tuple[str, ...] = ("model", "average")  # attributes whose weights a resumed run needs
-    decay: float = 0.999
-    warmup: int = 200
-    # Share of the budget over which the rate falls to zero; None: a cosine over all of it.
-    cooldown: float | None = None
     first_weights: str | None = None  # says which weights were taken from another model
     keep: str | None = None  # the validation figure whose minimum decides which average is exported
 
@@ -236,11 +233,11 @@ def _run(task: Task, folder: Path, options: TrainingOptions) -> bool:
 def update(task: Task, state: State, progress: float) -> None:
     """Take one step, update the moving average (buffers are copied), and add the losses of the step to `state`."""
     set_rate(task, progress, state.step)
-    torch.manual_seed((task.settings["seed"] * 1_000_003 + state.step + (team().rank << 40)) % 2**63)
+    torch.manual_seed((task.hparams.seed * 1_000_003 + state.step + (team().rank << 40)) % 2**63)
     for name, value in task.step(state.step, progress).items():
         state.sums[name] = state.sums[name] + value.detach() if name in state.sums else value.detach().clone()
     state.counted += 1
-    decay = min(task.decay, (1 + state.step) / (10 + state.step))
+    decay = min(task.hparams.decay, (1 + state.step) / (10 + state.step))
     with torch.no_grad():
         torch._foreach_lerp_(list(task.average.parameters()), list(task.model.parameters()), 1 - decay)
         if buffers := list(task.average.buffers()):
@@ -316,15 +313,16 @@ def revision() -> str | None:
 
 
 def set_rate(task: Task, progress: float, step: int) -> None:
-    """Set the learning rates: a linear warm-up over steps, then a constant that falls to zero over the task's cooldown.
+    """Set the learning rates: a linear warm-up over steps, then a constant that falls to zero over the cooldown, a share of the budget.
 
     Without a cooldown: a cosine over the budget, down to 2 % of the rate.
     """
-    if task.cooldown is None:
+    cooldown = getattr(task.hparams, "cooldown", None)
+    if cooldown is None:
         factor = 0.02 + 0.98 * (0.5 + 0.5 * math.cos(math.pi * progress))
     else:
-        factor = min((1 - progress) / task.cooldown, 1.0)
-    factor *= min((step + 1) / task.warmup, 1.0)
+        factor = min((1 - progress) / cooldown, 1.0)
+    factor *= min((step + 1) / task.hparams.warmup, 1.0)
     for group in task.param_groups():
         group["lr"] = group["initial_lr"] * factor
 
