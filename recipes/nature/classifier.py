@@ -185,29 +185,19 @@ class ClassifierTask(Task):
             for name, (pictures, labels, words) in splits.items()
         }
         self.data, self.store = data, store
-        self.settings = {
-            **asdict(config),
-            **asdict(settings),
-            "data": data["hash"],
-            "redrawn_data": data["redrawn"],
-        }
+        known = {"data": data["hash"], "redrawn_data": data["redrawn"]}
+        self.settings = {**asdict(config), **asdict(settings), **known}
         self.model: Classifier = channels_last(Classifier(config).to(device)).train()
         self.average: Classifier = averaged(self.model)
-        groups = [
-            {
-                "params": [p for p in self.model.parameters() if (p.ndim > 1) == matrices],
-                "weight_decay": decay,
-            }
-            for matrices, decay in ((True, settings.weight_decay), (False, 0.0))
-        ]
-        self.optimizers = {"adamw": torch.optim.AdamW(groups, settings.lr, (0.9, 0.99))}
-        redrawn_share = round(settings.share * settings.batch_size)
-        again = min(redrawn_share, settings.batch_size - 1, len(splits["redrawn"].labels))
-        self.samplers = {
-            "train": Sampler(len(splits["train"].labels), 1, settings.batch_size - again, settings.seed)
-        }
+        matrices = [p for p in self.model.parameters() if p.ndim > 1]
+        others = [p for p in self.model.parameters() if p.ndim <= 1]
+        groups: Any = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others}]
+        self.optimizers = {"adamw": torch.optim.AdamW(groups, settings.lr, (0.9, 0.99), weight_decay=0.0)}
+        num_train, num_redrawn = (len(splits[name].labels) for name in ("train", "redrawn"))
+        again = min(round(settings.share * settings.batch_size), settings.batch_size - 1, num_redrawn)
+        self.samplers = {"train": Sampler(num_train, 1, settings.batch_size - again, settings.seed)}
         if again:
-            self.samplers["redrawn"] = Sampler(len(splits["redrawn"].labels), 1, again, settings.seed + 1)
+            self.samplers["redrawn"] = Sampler(num_redrawn, 1, again, settings.seed + 1)
 
     def step(self, step: int, progress: float) -> dict[str, Tensor]:
         """One update."""
@@ -273,21 +263,15 @@ class ClassifierTask(Task):
         """The validation pictures of the greatest loss, with the predicted and the true labels."""
         split = self.splits["val"]
         scores, _ = self.predict(self.average, split)
-        worst = (
-            F.cross_entropy(scores, split.labels, reduction="none")
-            .argsort(descending=True)[:SAMPLE_PICTURES]
-            .cpu()
-        )
+        losses = F.cross_entropy(scores, split.labels, reduction="none")
+        worst = losses.argsort(descending=True)[:SAMPLE_PICTURES].cpu()
         images = to_bytes(split.pictures.centre(worst))
         sure = scores.softmax(-1).amax(-1)
         panels = []
         for i, pixels in zip(worst.tolist(), images, strict=True):
             taken, truth = (self.config.labels[int(x)] for x in (scores[i].argmax(), split.labels[i]))
-            panels.append(
-                Panel(
-                    [Image.fromarray(pixels.numpy())], taken, [f"is {truth}", f"{100 * sure[i]:.0f} % sure"]
-                )
-            )
+            notes = [f"is {truth}", f"{100 * sure[i]:.0f} % sure"]
+            panels.append(Panel([Image.fromarray(pixels.numpy())], taken, notes))
         with files.replacing(path) as temporary:
             comparison("Predicted labels, and the true ones", panels, 192).save(temporary, format="PNG")
 

@@ -116,9 +116,8 @@ def hinge_loss(real: Tensor, fake: Tensor) -> Tensor:
 def feature_matching(fake: list[Tensor], real: list[Tensor]) -> Tensor:
     """L1 distance of the discriminator's features (pix2pixHD, 1711.11585)."""
     pairs = zip(fake, real, strict=True)
-    return torch.stack(
-        [F.l1_loss(generated.float(), target.detach().float()) for generated, target in pairs]
-    ).mean()
+    losses = [F.l1_loss(generated.float(), target.detach().float()) for generated, target in pairs]
+    return torch.stack(losses).mean()
 
 
 def adaptive_weight(first: Tensor, second: Tensor, cap: float = 1e4) -> Tensor:

@@ -180,14 +180,12 @@ class TokenizerTask(Task):
             (adversarial_gradient,) = torch.autograd.grad(fooling, pixels)
         balance = adaptive_weight(reconstruction_gradient, adversarial_gradient)
         weight = ramp * self.hparams.adversarial_weight * balance
-        self.optimizers["model"].zero_grad()
-        output.backward(reconstruction_gradient + weight * adversarial_gradient)
-        torch.nn.utils.clip_grad_norm_(self.model.decoder.parameters(), 1.0)
-        self.optimizers["model"].step()
+        gradient = reconstruction_gradient + weight * adversarial_gradient
+        # The sum has this gradient on the pixels.
+        descend([self.optimizers["model"]], (output * gradient).sum(), self.model.decoder.parameters())
         with autocast(self.device):
-            discriminator_loss = hinge_loss(
-                self.discriminator(images)[0], self.discriminator(pixels.detach())[0]
-            )
+            real, fake = (self.discriminator(x)[0] for x in (images, pixels.detach()))
+            discriminator_loss = hinge_loss(real, fake)
         descend([self.optimizers["discriminator"]], discriminator_loss, self.discriminator.parameters())
         return {**figures, "discriminator": discriminator_loss, "fooling": fooling}
 
@@ -217,10 +215,8 @@ class TokenizerTask(Task):
     def final(self) -> dict[str, Any]:
         """The figures of `describe` for some training pictures."""
         with autocast(self.device):
-            codes = torch.cat(
-                [self.average.encode(images) for images in self.train.centres(64, USAGE_PICTURES)]
-            )
-        return {f"train_{name}": value for name, value in self.describe(codes).items()}
+            codes = [self.average.encode(images) for images in self.train.centres(64, USAGE_PICTURES)]
+        return {f"train_{name}": value for name, value in self.describe(torch.cat(codes)).items()}
 
     def describe(self, codes: Tensor) -> dict[str, float]:
         """The share of the codebook that codes [M, length] use, and their perplexity, exp(entropy)."""
@@ -254,10 +250,8 @@ class KLTask(TokenizerTask):
     def describe(self, codes: Tensor) -> dict[str, float]:
         """Standard deviations of moments [M, length, 2 C]: `spread`, of the means over places; `noise`, at a place."""
         mean, log_var = codes.float().chunk(2, -1)
-        return {
-            "spread": mean.flatten(0, 1).std(0).mean().item(),
-            "noise": (log_var / 2).exp().mean().item(),
-        }
+        spread, noise = mean.flatten(0, 1).std(0).mean(), (log_var / 2).exp().mean()
+        return {"spread": spread.item(), "noise": noise.item()}
 
 
 @verb
@@ -325,11 +319,8 @@ def main(
     facts, device = describe(train, val, data), team().device(training.device)
     task = KLTask if kind == "kl" else TokenizerTask
     kept = codes_of is not None
-    return run(
-        task(config, settings, train, val, facts, device, start, classifier, kept),
-        model / "tokenizer",
-        training,
-    )
+    made = task(config, settings, train, val, facts, device, start, classifier, kept)
+    return run(made, model / "tokenizer", training)
 
 
 if __name__ == "__main__":

@@ -170,11 +170,9 @@ class TargetTask(CodesTask):
         matrices = [p for p in self.model.decoder.blocks.parameters() if p.ndim == 2]
         self.optimizers = muon_and_adamw(self.model, matrices, settings.muon_lr, settings.lr, decay=0.1)
         self.others = self.optimizers["adamw"].param_groups[0]["params"]
-        self.sampler = Sampler(
-            len(codes.train), codes.train.codes.shape[1], settings.batch_size, settings.seed
-        )
-        self.words = word_ids(self.model, codes.train)
-        self.val_words = word_ids(self.model, codes.val)
+        num_pictures, variants = codes.train.codes.shape[:2]
+        self.sampler = Sampler(num_pictures, variants, settings.batch_size, settings.seed)
+        self.words, self.val_words = (word_ids(self.model, split) for split in (codes.train, codes.val))
         self.baseline = self.simplest()
         self.prompts = [text for text, _ in Counter(codes.train.texts).most_common() if split_words(text)]
 
@@ -243,10 +241,9 @@ class TargetTask(CodesTask):
             found = self.codes.val.pick(part).to(self.device)
             codes = self.average.from_cache(found, generator)
             null = torch.zeros(len(part), dtype=torch.bool, device=self.device)
+            words = self.val_words[part].to(self.device)
             with autocast(self.device):
-                logits = code_logits(
-                    self.average, self.val_words[part].to(self.device), null, codes, self.dtype
-                )
+                logits = code_logits(self.average, words, null, codes, self.dtype)
             yield codes, logits
 
     @torch.no_grad()

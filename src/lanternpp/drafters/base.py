@@ -67,9 +67,8 @@ class Drafter(nn.Module, ABC):
     kind: ClassVar[str] = ""  # in the config of a trained drafter, as the room's `DRAFTERS` names it
     config_class: ClassVar[type[DrafterConfig]] = DrafterConfig
     about: ClassVar[str] = ""  # the checkpoints that `read` takes, for the message about an unknown one
-    proposer: ClassVar[str] = (
-        "lanternpp.proposers.tree:TreeProposer"  # the class that drafts with it: (drafter, tree)
-    )
+    # The class that drafts with it: (drafter, tree).
+    proposer: ClassVar[str] = "lanternpp.proposers.tree:TreeProposer"
 
     @classmethod
     def claims(cls, source: Source) -> bool:

@@ -81,9 +81,8 @@ class DiffusionDrafter(EagleDrafter):
 
     def __init__(self, config: DiffusionDrafterConfig, rotary_table: Tensor):
         super().__init__(config, rotary_table)
-        self.denoiser = Denoiser(
-            config.decoder.dim, config.channels, config.denoiser_width, config.denoiser_blocks
-        )
+        sizes = config.denoiser_width, config.denoiser_blocks
+        self.denoiser = Denoiser(config.decoder.dim, config.channels, *sizes)
 
     @classmethod
     def read(cls, source: Source, target: Target, dtype: torch.dtype) -> Self:

@@ -39,9 +39,8 @@ class ParallelConfig(DrafterConfig):
     queries: Slots = 7  # levels beyond the first; deeper ones repeat the last query
     turn: Width = 256  # H: width of the layers that condition on the previous code
     aux_layers: AuxLayers = ()  # layers of the target below its last, counted from 0, whose output is read too
-    confidence: bool = (
-        False  # whether the probability that a code is kept is predicted; older drafters lack it
-    )
+    # Whether the probability that a code is kept is predicted; older drafters lack it.
+    confidence: bool = False
 
     def __post_init__(self) -> None:
         if list(self.aux_layers) != sorted(set(self.aux_layers)):
