@@ -83,9 +83,8 @@ def test_the_inputs_at_prompt_slots_are_those_of_code_0(target: Target, folder: 
     start = int(prompt.start)
     next_embeds = target.embed(torch.tensor([[0, 0, 0, 0, 0, 9]]))
     assert 0 < start < 5
-    expected = drafter.forward_sequence(
-        next_embeds[:, start:], features[:, start:]
-    )  # rows of prompt slots are all alike
+    # Rows of prompt slots are all alike.
+    expected = drafter.forward_sequence(next_embeds[:, start:], features[:, start:])
     assert torch.allclose(proposer.features[:, 0], expected[:, -1], atol=1e-5)
 
 

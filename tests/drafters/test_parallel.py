@@ -43,7 +43,6 @@ def test_layers_that_the_target_lacks_are_rejected(aux_layers: list[int], said: 
     target = read_target(folder, torch.float32)
     config = ParallelConfig.like(target.decoder.config, aux_layers=(0, 1)[: len(aux_layers)])
     tensors = ParallelDrafter(config, target.decoder.rotary_table).state_dict()
-    checkpoints.save(
-        folder / "parallel", {"kind": "parallel", **config.flat(), "aux_layers": aux_layers}, tensors
-    )
+    saved = {"kind": "parallel", **config.flat(), "aux_layers": aux_layers}
+    checkpoints.save(folder / "parallel", saved, tensors)
     rejects(said, read, folder)

@@ -116,11 +116,9 @@ def test_the_target_overfits_six_pictures(kind: type[LatentTask], latents: Path)
     split = Split(moments, ("a red square", "a blue square", "a photo") * 2, ("",) * 6)
     shape: dict[str, Any] = {"dim": 32, "layers": 2, "heads": 2, "hidden": 48, "grid": 4, "slots": 3}
     shape |= {"words": ("red", "blue", "square"), "subjects": ("square",), "channels": 4}
-    config = (
-        ContinuousConfig(**shape, components=3)
-        if kind is ContinuousTask
-        else DiffusionConfig(**shape, denoiser_width=32, denoiser_blocks=2, denoising_steps=6)
-    )
+    config: Any = ContinuousConfig(**shape, components=3)
+    if kind is DiffusionTask:
+        config = DiffusionConfig(**shape, denoiser_width=32, denoiser_blocks=2, denoising_steps=6)
     settings = TargetSettings(batch_size=6, lr=1e-2, muon_lr=1e-2, warmup=2, drop_captions=0.0)
     kl = read_kl(latents / "tokenizer")
     cached = Codes(split, split, {"codes": "made"})
@@ -157,9 +155,8 @@ def test_diffusion_heads_are_compared_at_the_same_noisy_latents() -> None:
     same = torch.cat((flat, p.flatten(1), flat, flat), 1)  # means, then logarithms of standard deviations
     other = torch.cat((flat, (p + torch.tensor([1.0, 0.0])).flatten(1), flat, flat), 1)
     assert comparison.loss(same, same) == 0 and comparison.acceptance(same, same).min() == 1
-    assert comparison.loss(other, same).item() == pytest.approx(
-        0.25
-    )  # one number of two is one deviation off
+    # One number of two is one deviation off.
+    assert comparison.loss(other, same).item() == pytest.approx(0.25)
     overlap = 2 * torch.special.ndtr(torch.tensor(-0.5)).item()
     assert comparison.acceptance(other, same).mean().item() == pytest.approx(overlap, abs=0.01)
     assert comparison.agreement(same, same) == 1 > comparison.agreement(other, same)

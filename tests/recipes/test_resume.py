@@ -33,11 +33,8 @@ def test_a_stopped_and_resumed_run_repeats_the_uninterrupted_one(
     name: str, stop: int, data: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     stage, part, fixture, needs = CASES[name]
-    known, uninterrupted, resumed = (
-        request.getfixturevalue(fixture),
-        tmp_path / "uninterrupted",
-        tmp_path / "resumed",
-    )
+    known = request.getfixturevalue(fixture)
+    uninterrupted, resumed = tmp_path / "uninterrupted", tmp_path / "resumed"
     for place in (uninterrupted, resumed):
         for each in needs:
             shutil.copytree(known / each, place / each)

@@ -53,9 +53,8 @@ def test_cached_codes_are_the_tokenizers_and_written_once(data: Path, model: Pat
 
 def task(model: Path, codes: Codes, **settings: Any) -> TargetTask:
     vq = read_vq(model / "tokenizer")
-    config = WordsConfig(
-        **vocabulary(codes, 4), **{name: getattr(SHAPE, name) for name in FIELDS}, grid=4, vocab=64
-    )
+    shape = {name: getattr(SHAPE, name) for name in FIELDS}
+    config = WordsConfig(**vocabulary(codes, 4), **shape, grid=4, vocab=64)
     return TargetTask(config, TargetSettings(**settings), codes, vq, CPU)
 
 
@@ -74,9 +73,8 @@ def test_words_and_subjects_come_from_captions_and_labels() -> None:
 
 
 def test_it_overfits_six_pictures(model: Path) -> None:
-    codes = random_codes(
-        ("a red square", "a blue square", "a red tulip", "a blue tulip", "a rose", "a photo")
-    )
+    texts = "a red square", "a blue square", "a red tulip", "a blue tulip", "a rose", "a photo"
+    codes = random_codes(texts)
     made = task(model, codes, batch_size=6, drop_captions=0.0, lr=1e-2, muon_lr=1e-2)
     assert "a photo" not in made.prompts, "it names no subject"
     before = made.validate_on(torch.arange(6))
@@ -133,14 +131,9 @@ def test_the_exported_weights_have_the_validated_loss(data: Path, model: Path) -
     assert type(target) is WordsTarget
     assert target.config.subjects == ("blue", "red")
     codes = read_codes(data, model, 1, CPU)
+    words, null = word_ids(target, codes.val), torch.zeros(4, dtype=torch.bool)
     with torch.no_grad():
-        logits = code_logits(
-            target,
-            word_ids(target, codes.val),
-            torch.zeros(4, dtype=torch.bool),
-            codes.val.codes[:, 0].long(),
-            torch.float32,
-        )
+        logits = code_logits(target, words, null, codes.val.codes[:, 0].long(), torch.float32)
     nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), codes.val.codes.flatten().long())
     found = provenance(model, "target")["validation"]
     assert found["nll"] == pytest.approx(nll.item(), abs=0.02) and found["validation_pictures"] == 4
@@ -164,9 +157,8 @@ def test_training_begins_with_the_weights_of_another_model(data: Path, model: Pa
     init_weights(random)
     words, null = torch.ones(1, first.slots, dtype=torch.int64), torch.zeros(1, dtype=torch.bool)
     codes = torch.arange(16)[None]
-    mine, same, other_logits = (
-        code_logits(x, words, null, codes, torch.float32) for x in (first, then, random)
-    )
+    targets = first, then, random
+    mine, same, other_logits = (code_logits(x, words, null, codes, torch.float32) for x in targets)
     assert (mine - same).abs().max() < 1e-3 * (mine - other_logits).abs().max()
     shape = "--dim 32 --layers 2 --heads 2 --hidden 48"
     rejects(shape, train, data, other, **start, shape=replace(SHAPE, layers=1))

@@ -41,10 +41,8 @@ def test_the_codes_of_another_model_are_kept_while_the_decoder_learns(
         moved = name.startswith("decoder") and "norm" not in name
         assert torch.equal(mine, theirs) <= (not moved), name
         assert torch.equal(mine, theirs) or name.startswith("decoder"), name
-    pictures = Pictures.read(data, "train", 32)
-    error = [
-        losses.reconstruction(vq.decode(vq.encode(x)), x) for vq in (old, new) for x in pictures.centres(12)
-    ]
+    (images,) = Pictures.read(data, "train", 32).centres(12)
+    error = [losses.reconstruction(vq.decode(vq.encode(images)), images) for vq in (old, new)]
     assert adversarial or error[1] < error[0]
 
 
@@ -70,9 +68,8 @@ def test_a_budget_in_minutes_includes_validations_and_is_used_once(
     monkeypatch.setattr(time, "monotonic", lambda: Slow.now)
     small = {"batch_size": 4, "adversarial": False, "perceptual": 0.0, "size": 32, "codes": 64}
     monkeypatch.setattr(loop, "LOG_STEPS", 1)
-    train_slowly = partial(
-        stage, tokenizer, TokenizerSettings, data, tmp_path, TrainingOptions(minutes=2), **small
-    )
+    training = TrainingOptions(minutes=2)
+    train_slowly = partial(stage, tokenizer, TokenizerSettings, data, tmp_path, training, **small)
     assert train_slowly()
     rows = log(tmp_path, "tokenizer")
     assert 110 <= Slow.now <= 122
@@ -104,11 +101,8 @@ def test_metrics_of_known_errors() -> None:
 
 def test_the_perceptual_loss_is_of_features_and_falls_along_its_gradient(tmp_path: Path) -> None:
     distance = Perceptual(read_classifier(write_classifier(tmp_path, side=32)))
-    assert [tuple(x.shape[1:]) for x in distance.features(torch.rand(2, 3, 32, 32))] == [
-        (8, 16, 16),
-        (16, 8, 8),
-        (16, 4, 4),
-    ]
+    shapes = [tuple(x.shape[1:]) for x in distance.features(torch.rand(2, 3, 32, 32))]
+    assert shapes == [(8, 16, 16), (16, 8, 8), (16, 4, 4)]
     generator = torch.Generator().manual_seed(0)
     truth = torch.rand(2, 3, 32, 32, generator=generator) * 2 - 1
     images = (truth + 0.5 * torch.randn(truth.shape, generator=generator)).requires_grad_()

@@ -43,16 +43,14 @@ def test_spellings_of_a_file_name_are_one_picture_and_further_captions_warn(data
     before, path = read_rows(data, "val"), data / "val" / "metadata.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     names = ("./{}", f"{data}/val/{{}}", "{}", "red//../{}")
-    lines = [
-        {**row, "file_name": name.format(row["file_name"])} for row, name in zip(lines, names, strict=True)
-    ]
+    pairs = zip(lines, names, strict=True)
+    lines = [{**row, "file_name": name.format(row["file_name"])} for row, name in pairs]
     path.write_text("".join(json.dumps(row) + "\n" for row in lines))
     after = read_rows(data, "val")
     assert (after.files, after.texts, after.key) == (before.files, before.texts, before.key)
     path.write_text(path.read_text() + json.dumps({"file_name": before.files[0], "text": "another"}) + "\n")
-    with pytest.warns(
-        DataWarning, match=r"1 lines of .*val/metadata.jsonl name a picture again: .* the last"
-    ):
+    said = r"1 lines of .*val/metadata.jsonl name a picture again: .* the last"
+    with pytest.warns(DataWarning, match=said):
         assert read_rows(data, "val").texts == ("another", *before.texts[1:])
 
 

@@ -230,16 +230,14 @@ def test_teacher_forced_features_are_those_of_the_engines_drafter(name: str, tmp
     prompts, start = captions(torch.tensor([0]), 2)
     assert (start is not None) == (name != "words")
     next_inputs, features = drafter_inputs(target, prompts, codes, start)
-    drafted = drafter.forward_sequence(
-        next_inputs, features[:, :-1], causal_mask(start, next_inputs.shape[1])
-    )
+    mask = causal_mask(start, next_inputs.shape[1])
+    drafted = drafter.forward_sequence(next_inputs, features[:, :-1], mask)
     assert drafted.isfinite().all()
     for count, expected in seen.items():
         if count < target.length:
             here = drafted[:, prompts.shape[1] + count - 2]
-            assert (here - expected).abs().max() < 1e-6, (
-                f"after {count} codes"
-            )  # rotations are kept in float32
+            # Rotations are kept in float32.
+            assert (here - expected).abs().max() < 1e-6, f"after {count} codes"
     assert len(seen) > 4
 
 
@@ -260,19 +258,15 @@ def test_features_from_the_disk_give_the_losses_of_computed_ones(
 ) -> None:
     write_model(tmp_path)
     generator = torch.Generator().manual_seed(1)
-    codes = torch.randint(32, (6, 2, 16), generator=generator).to(torch.uint16)
-    split = Split(codes, ("a red tulip", "tulip", "red tulip") * 2)
+    pictures = torch.randint(32, (6, 2, 16), generator=generator).to(torch.uint16)
+    split = Split(pictures, ("a red tulip", "tulip", "red tulip") * 2)
     figures = []
     for cache in (False, True):
         dropped = 0.4 if loss == "paper" else 0.1
         settings = DrafterSettings(cfg=3.0, loss=loss, batch_size=4, drop_captions=dropped)
         teacher = teacher_of(read_target(tmp_path, torch.float32), tmp_path / "codes")
-        made = EagleTask(
-            settings.of("eagle"),
-            teacher,
-            Codes(split, split, {"codes": "made"}),
-            TrainingData(cache_features=cache),
-        )
+        codes, source = Codes(split, split, {"codes": "made"}), TrainingData(cache_features=cache)
+        made = EagleTask(settings.of("eagle"), teacher, codes, source)
         torch.manual_seed(0)
         figures.append([made.step(step, 0.0)["loss"].item() for step in range(4)])
     assert figures[0] == pytest.approx(figures[1], rel=1e-3)

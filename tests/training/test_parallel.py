@@ -189,10 +189,9 @@ def test_the_gradient_does_not_depend_on_the_recorded_code() -> None:
     slopes = []
     for code in range(4):
         logits = q[0][0].log().requires_grad_()
-        ps, log_q = torch.stack((p[0][0], p[1][code])), q[1][code].log()
-        reach, keep = chain_acceptance(
-            ps, torch.stack((logits.log_softmax(-1), log_q)), torch.tensor([code, 0])
-        )
+        ps = torch.stack((p[0][0], p[1][code]))
+        log_qs = torch.stack((logits.log_softmax(-1), q[1][code].log()))
+        reach, keep = chain_acceptance(ps, log_qs, torch.tensor([code, 0]))
         (slope,) = torch.autograd.grad(chain_gain(reach * keep, keep), logits)
         slopes.append(slope / slope.norm())
     for slope in slopes[1:]:

@@ -36,10 +36,8 @@ def engine_of(
     rule: Acceptance | None = None,
     verifier: str = "block",
 ) -> Engine:
-    proposer, guidance = Parallel(drafter, StaticTree(chain(4))), Guidance(3.0)
-    return Engine(
-        target, proposer, rule or Exact(), Sampling(), guidance, batch, verifier=VERIFIERS[verifier]
-    )
+    parts = Parallel(drafter, StaticTree(chain(4))), rule or Exact(), Sampling(), Guidance(3.0)
+    return Engine(target, *parts, batch, verifier=VERIFIERS[verifier])
 
 
 def nodes_of(run: Rollout, at: Tensor) -> Tensor:
@@ -94,20 +92,15 @@ def test_training_drafts_as_the_engine_did(
 
     monkeypatch.setattr(Parallel, "propose", recorded)
     drafter = parallel(target, aux_layers=aux_layers)
-    for network in (
-        target,
-        drafter,
-    ):  # where only the distance of two slots counts, as with prompts of several lengths
+    # Only the distance of two slots counts, as with prompts of several lengths.
+    for network in (target, drafter):
         network.decoder.rotary_table = line_table(32, network.decoder.config.head_dim)
     ((_, run),) = record(engine_of(target, drafter, 1), ["stone"], [0])
     assert run.kept.max() > 1 and len(seen) == len(run.kept) > 4
     settings = settings_of(anchors=len(seen), noise=0.0, aux_layers=len(aux_layers))
     begin = grown(drafter, settings, target)
-    made = RolloutTask(
-        settings,
-        teacher_of(target),
-        Codes(split_of([run], ["stone"]), split_of([run] * 2, ["stone"] * 2), {"codes": "runs"}, begin),
-    )
+    train, val = (split_of([run] * count, ["stone"] * count) for count in (1, 2))
+    made = RolloutTask(settings, teacher_of(target), Codes(train, val, {"codes": "runs"}, begin))
     made.train.slots += padding
     read = made.batch(made.train, torch.tensor([0]), None, torch.Generator())
     assert read.hints is not None and read.hints.any() and read.start is not None
@@ -128,20 +121,16 @@ def test_a_larger_drafter_first_drafts_as_the_smaller_one() -> None:
     small = parallel(target)
     large = grown(small, settings_of(layers=2, levels=9, aux_layers=2), target)
     older = grown(parallel(target, confidence=False), settings_of(), target)
-    assert (
-        large.get_parameter("confidence.weight").any() and not older.get_parameter("confidence.weight").any()
-    )
-    layers = len(small.decoder.blocks)
-    assert (
-        len(large.decoder.blocks) == layers + 1 and large.config.queries == 8 and large.aux_layers == (0, 1)
-    )
+    trained, new = (drafter.get_parameter("confidence.weight") for drafter in (large, older))
+    assert trained.any() and not new.any()
+    assert len(large.decoder.blocks) == len(small.decoder.blocks) + 1
+    assert large.config.queries == 8 and large.aux_layers == (0, 1)
     assert grown(large, settings_of(levels=9), target).config == large.config
     for name, number in (("levels", 2), ("aux_layers", 1), ("condition_width", 8)):
         option = f"--{name.replace('_', '-')} {number}: the drafter has .* already"
         rejects(option, grown, large, settings_of(**{"levels": 9, name: number}), target)
-    rejects(
-        "--aux-layers 3 is too many: .* 2 layers", grown, small, settings_of(levels=9, aux_layers=3), target
-    )
+    deep = settings_of(levels=9, aux_layers=3)
+    rejects("--aux-layers 3 is too many: .* 2 layers", grown, small, deep, target)
     torch.manual_seed(0)
     dim = small.decoder.config.dim
     next_inputs, features = torch.randn(1, 6, dim), torch.randn(1, 6, 3 * dim)
@@ -154,11 +143,8 @@ def test_a_larger_drafter_first_drafts_as_the_smaller_one() -> None:
     with torch.no_grad():
         large.fc.weight[:, 2 * dim :].normal_()
         assert not torch.allclose(large.forward_sequence(next_inputs, features, anchors, 8)[0], after[0])
-    assert all(
-        p.any()
-        for name, p in large.decoder.blocks[-1].named_parameters()
-        if "wo" not in name and "w2" not in name
-    )
+    added = dict(large.decoder.blocks[-1].named_parameters())
+    assert all(p.any() for name, p in added.items() if "wo" not in name and "w2" not in name)
 
 
 def settings_of(**settings: Any) -> DrafterSettings:

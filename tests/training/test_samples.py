@@ -131,9 +131,8 @@ def test_drafters_of_every_family_are_trained_on_its_own_pictures_and_on_recorde
     prompts.write_text("\n".join(texts))
     own = TrainingData(own=True, prompts=prompts, samples=4, sample_batch=4)
     one = DrafterSettings(batch_size=2, warmup=1).of("eagle")
-    all_levels = DrafterSettings(
-        batch_size=2, warmup=1, levels=3, anchors=4, condition_width=8, aux_layers=1
-    ).of("parallel")
+    shape = {"levels": 3, "anchors": 4, "condition_width": 8, "aux_layers": 1}
+    all_levels = DrafterSettings(batch_size=2, warmup=1, **shape).of("parallel")
     runs = replace(own, samples=None, rollouts=3, drafter=folder / "parallel")
     facts = {}
     for part, kind, settings, source, steps in (
