@@ -90,7 +90,7 @@ def random_codes(texts: tuple[str, ...], labels: tuple[str, ...] | None = None, 
     """Random codes of a picture for each caption, the same to train and to validate."""
     codes = torch.randint(vocab, (len(texts), 1, 16), generator=torch.Generator().manual_seed(1))
     split = Split(codes.to(torch.uint16), texts, labels or ("",) * len(texts))
-    return Codes(split, split, {"codes": "made"})
+    return Codes(split, split, "made")
 
 
 def made_codes(count: int) -> Codes:

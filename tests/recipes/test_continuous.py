@@ -121,7 +121,7 @@ def test_the_target_overfits_six_pictures(kind: type[LatentTask], latents: Path)
         config = DiffusionConfig(**shape, denoiser_width=32, denoiser_blocks=2, denoising_steps=6)
     settings = TargetSettings(batch_size=6, lr=1e-2, muon_lr=1e-2, warmup=2, drop_captions=0.0)
     kl = read_kl(latents / "tokenizer")
-    cached = Codes(split, split, {"codes": "made"})
+    cached = Codes(split, split, "made")
     made = kind(config, settings, cached, kl, torch.device("cpu"))
     before = made.validate_on(torch.arange(6))
     for step in range(80):

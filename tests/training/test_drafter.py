@@ -265,7 +265,7 @@ def test_features_from_the_disk_give_the_losses_of_computed_ones(
         dropped = 0.4 if loss == "paper" else 0.1
         settings = DrafterSettings(cfg=3.0, loss=loss, batch_size=4, drop_captions=dropped)
         teacher = teacher_of(read_target(tmp_path, torch.float32), tmp_path / "codes")
-        codes, source = Codes(split, split, {"codes": "made"}), TrainingData(cache_features=cache)
+        codes, source = Codes(split, split, "made"), TrainingData(cache_features=cache)
         made = EagleTask(settings.of("eagle"), teacher, codes, source)
         torch.manual_seed(0)
         figures.append([made.step(step, 0.0)["loss"].item() for step in range(4)])

@@ -100,7 +100,7 @@ def test_training_drafts_as_the_engine_did(
     settings = settings_of(anchors=len(seen), noise=0.0, aux_layers=len(aux_layers))
     begin = grown(drafter, settings, target)
     train, val = (split_of([run] * count, ["stone"] * count) for count in (1, 2))
-    made = RolloutTask(settings, teacher_of(target), Codes(train, val, {"codes": "runs"}, begin))
+    made = RolloutTask(settings, teacher_of(target), Codes(train, val, "runs", initial_drafter=begin))
     made.train.slots += padding
     read = made.batch(made.train, torch.tensor([0]), None, torch.Generator())
     assert read.hints is not None and read.hints.any() and read.start is not None

@@ -9,7 +9,7 @@ import json
 import shutil
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
@@ -128,18 +128,14 @@ class Codes:
 
     train: Split
     val: Split
-    data: dict[str, Any]  # for the provenance; "codes" is the key
+    key: str  # a hash of all that decides the codes
+    facts: dict[str, Any] = field(default_factory=dict)
     initial_drafter: Any = None  # the drafter with whose weights a training begins
 
-    @classmethod
-    def of(cls, train: Split, val: Split, key: str, **facts: Any) -> Self:
-        """Return codes whose data are the facts, the sizes of both splits and the key."""
-        return cls(train, val, data={**facts, "train": len(train), "val": len(val), "codes": key})
-
     @property
-    def key(self) -> str:
-        """A hash of all that decides the codes."""
-        return str(self.data["codes"])
+    def data(self) -> dict[str, Any]:
+        """The entry in the provenance."""
+        return {**self.facts, "train": len(self.train), "val": len(self.val), "codes": self.key}
 
     def build(self) -> Self:
         """Return these codes. Other material, which must first be encoded or drawn, returns its codes by the same method."""
@@ -243,4 +239,4 @@ def folder_codes(folder: Path, target: Target) -> Codes:
     num_held_out = min(max(len(split) // HELD_OUT_RATIO, 1), MAX_HELD_OUT)
     val = evenly_spaced(len(split), num_held_out).tolist()
     train = sorted(set(range(len(split))) - set(val)) or val
-    return Codes.of(split.select(train), split.select(val), key, folder=folder.resolve().name)
+    return Codes(split.select(train), split.select(val), key, {"folder": folder.resolve().name})

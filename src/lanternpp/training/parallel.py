@@ -169,9 +169,8 @@ class ParallelTask(DrafterTask):
         anchor_codes = self.anchors(codes.shape[1], generator)
         prompts, start = captions(index, self.guidance.branches)
         with torch.no_grad():
-            next_inputs, features = drafter_inputs(
-                self.target, prompts, self.guidance.rows(codes), start, self.config.aux_layers
-            )
+            rows, aux_layers = self.guidance.rows(codes), self.config.aux_layers
+            next_inputs, features = drafter_inputs(self.target, prompts, rows, start, aux_layers)
         anchors = (prompts.shape[1] - 1 + anchor_codes).to(self.device).expand(len(codes), -1)
         guided = self.guidance.merge(features)
         unguided = features[..., : next_inputs.shape[-1]] if generator is None else None

@@ -163,8 +163,8 @@ class PictureCodes:
             splits[split] = Split.of(shards)
             skipped += rows.bad
             rows.warn()
-        data = self.data.resolve().name
-        return Codes.of(**splits, key=self.key, folder=data, skipped=skipped[:20], crops=self.crops)
+        facts = {"folder": self.data.resolve().name, "skipped": skipped[:20], "crops": self.crops}
+        return Codes(**splits, key=self.key, facts=facts)
 
     def _encode(self, rows: Rows, variants: int, parts: Sequence[range], done: Done) -> Iterator[Shard]:
         """Encode the pictures `parts` of a split, a shard for each part."""

@@ -127,7 +127,7 @@ class Runs(OwnCodes):
         items = sorted((name, value) for name, value in dials.items() if value is not None)
         drafting = f"{teacher.cfg} {config.queries} {config.aux_layers} {self.seed} {self.draw_settings.accept} {items}"
         self.key = digest([teacher.origin, origin, *self.texts, drafting])
-        self.facts = {"codes": self.key, "runs": source.rollouts, "drafter": origin}
+        self.facts = {"runs": source.rollouts, "drafter": origin}
         if source.data is not None:
             self.facts["folder"] = source.data.resolve().name
         self.facts["prompts"] = self.num_prompts
@@ -149,7 +149,7 @@ class Runs(OwnCodes):
                 runs.append(run)
         parts = slice(-self.num_held_out), slice(-self.num_held_out, None)
         train, val = (split_of(runs[part], self.texts[part]) for part in parts)
-        return Codes(train, val, self.facts, self.drafter)
+        return Codes(train, val, self.key, self.facts, self.drafter)
 
     def engine(self) -> Engine:
         """Return the engine that draws, with the packed drafter."""

@@ -218,8 +218,8 @@ class OwnCodes:
         pictures = Split.of([read_file(path, "codes", "texts") for path in paths])
         num_train = count - self.num_held_out
         train, val = pictures.select(range(num_train)), pictures.select(range(num_train, count))
-        cfg, sampling = self.teacher.cfg, asdict(self.teacher.sampling)
-        return Codes.of(train, val, self.key, self=True, prompts=self.num_prompts, cfg=cfg, sampling=sampling)
+        facts = {"self": True, "prompts": self.num_prompts, "cfg": self.teacher.cfg}
+        return Codes(train, val, self.key, facts | {"sampling": asdict(self.teacher.sampling)})
 
     def _draw(self, parts: Sequence[range], done: Done) -> Iterator[Shard]:
         """Draw the pictures `parts`, a shard for each part."""
