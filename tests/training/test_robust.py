@@ -107,6 +107,15 @@ def test_a_batch_that_processes_cannot_share_is_rejected() -> None:
     rejects(said, team.share, torch.zeros(9))
 
 
+def test_gradients_of_any_layout_are_averaged() -> None:
+    team, layer = Team(), torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    team.accelerator = SimpleNamespace(reduce=lambda x, how: 2 * x)
+    layer(torch.randn(1, 3, 8, 8).to(memory_format=torch.channels_last)).square().sum().backward()
+    before = layer.weight.grad.clone()
+    team.average_gradients([torch.optim.SGD(layer.parameters())])
+    assert torch.equal(layer.weight.grad, 2 * before)
+
+
 def read(model: Path, dtype: torch.dtype = torch.float32) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", DrafterWarning)

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from lanternpp.errors import InputError, counted
 from lanternpp.nn.files import input_errors
@@ -80,8 +79,9 @@ class Team:
         if self.accelerator is not None:
             groups = [group for optimizer in optimizers for group in optimizer.param_groups]
             gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
-            mean = self.accelerator.reduce(parameters_to_vector(gradients), "mean")
-            vector_to_parameters(mean, gradients)
+            mean = self.accelerator.reduce(torch.cat([x.flatten() for x in gradients]), "mean")
+            for gradient, part in zip(gradients, mean.split([x.numel() for x in gradients]), strict=True):
+                gradient.copy_(part.view(gradient.shape))
 
     def sums(self, values: Iterable[float]) -> list[float]:
         """Return the sum over the team of each value, in one exchange."""
