@@ -101,10 +101,9 @@ class Watch(TorchDispatchMode):
         if func.namespace == "prim":  # asks for a device
             return func(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::")
-        if name not in FUSED:
+        if name not in FUSED and func._can_decompose():
             with self:  # in inference mode functions of several operations come here as one
-                if (parts := func.decompose(*args, **kwargs)) is not NotImplemented:
-                    return parts
+                return func.decompose(*args, **kwargs)
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         masks = name in INDEXED and any(x.dtype == torch.bool for x in tree_leaves(args[1]) if x is not None)
         if name.startswith(READS) or masks:
