@@ -189,30 +189,26 @@ def peak():  # getrusage would begin at the peak of the process that started thi
     return 1024 * int(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1])
 
 with blank():
-    net = nn.ModuleList(nn.Embedding(4096, 4096, dtype=torch.bfloat16) for _ in range(int(sys.argv[2])))
+    net = nn.ModuleList(nn.Embedding(1024, 4096, dtype=torch.bfloat16) for _ in range(16))
 torch.zeros(8).bfloat16()
 before = peak()
 Source.open(Path(sys.argv[1])).fill(net, [SAME], torch.bfloat16)
 size = sum(p.nbytes for p in net.parameters())
 assert all(p[0, 0] == p[-1, -1] == i for i, p in enumerate(net.parameters()))
 assert "torch._dynamo" not in sys.modules, "seconds of imports that reading needs nothing of"
-print((peak() - before) / size, size)
+assert size == 128 << 20
+print(peak() - before - size)
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="peak memory is read from Linux's /proc")
 @pytest.mark.parametrize("name", ["big.safetensors", "big.pt"])
 def test_loading_takes_little_more_memory_than_the_weights(name: str, tmp_path: Path) -> None:
-    count = 16
-    big = {f"{i}.weight": torch.full((4096, 4096), float(i), dtype=torch.bfloat16) for i in range(count)}
+    big = {f"{i}.weight": torch.full((1024, 4096), float(i), dtype=torch.bfloat16) for i in range(16)}
     save_file(big, tmp_path / name) if name.endswith("s") else torch.save({"model": big}, tmp_path / name)
-    del big
-    done = python("-c", PEAK, tmp_path / name, count)
-    (tmp_path / name).unlink()
+    done = python("-c", PEAK, tmp_path / name)
     assert done.returncode == 0, done.stderr
-    ratio, size = map(float, done.stdout.split())
-    assert size == count * 2**25
-    assert ratio < 1.2
+    assert int(done.stdout) < 80 << 20, "64 MB are read at a time"
 
 
 @pytest.mark.parametrize("split", [False, True])
