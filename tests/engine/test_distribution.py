@@ -44,9 +44,9 @@ from lanternpp.trees.dynamic import DynamicTree
 from lanternpp.trees.static import StaticTree, chain
 from lanternpp.types import Draft
 
-DRAWS, FEWER_DRAWS, PICTURES = 400_000, 50_000, 20_000  # fewer: for one of many similar cases
-# Factors of PICTURES for the cases in which an error of a tenth in q changes too little to show in 20,000.
-TIMES = {"chain, flatter q": 3, "tree, flatter q": 3, "tree": 3, "independent tree": 3, "jacobi maximal": 10}
+DRAWS, FEWER_DRAWS, PICTURES = 400_000, 50_000, 10_000  # fewer: for one of many similar cases
+# Factors of PICTURES for the cases in which an error of a tenth in q changes too little to show in 10,000.
+TIMES = {"chain, flatter q": 6, "tree, flatter q": 6, "tree": 6, "independent tree": 6, "jacobi maximal": 20}
 UNLIKELY = 1e-3  # the seeds are fixed: a test passes always or never
 
 ALL_CODES = ((0,), (1,), (2,), (0, 0), (1, 0), (2, 0), (2, 1))
