@@ -98,7 +98,7 @@ CASES = {  # verifiers, drafts
 
 def pictures(case: str) -> int:
     """How many pictures of a case are drawn."""
-    return PICTURES * (10 if "gumbel" in case else TIMES.get(case, 1))
+    return PICTURES * (20 if "gumbel" in case else TIMES.get(case, 1))
 
 
 @pytest.mark.parametrize(
