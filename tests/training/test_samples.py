@@ -142,10 +142,10 @@ def test_drafters_of_every_family_are_trained_on_its_own_pictures_and_on_recorde
     ):
         assert train(folder, kind, settings, source, folder / part, TrainingOptions(steps, checks=1))
         facts[part] = json.loads((folder / part / "provenance.json").read_text())
+    single, half = (read_target(folder, dtype) for dtype in (torch.float32, torch.bfloat16))
+    assert key_of(single) == key_of(half), "pictures of another device would be drawn again"
     assert facts["next"]["data"]["runs"] == 3 and len(facts["next"]["validation"]["accept"]) == 3
     pipe = Pipeline.from_pretrained(folder, folder / "next", device="cpu", dtype="float64")
-    half = read_target(folder, torch.bfloat16)
-    assert key_of(half) == key_of(pipe.target), "pictures of another device would be drawn again"
     known = facts["drafter"]["settings"]
     assert known["cfg"] == pipe.settings("ar").cfg == facts["drafter"]["data"]["cfg"]
     assert known["kv_heads"] == pipe.target.decoder.config.kv_heads
