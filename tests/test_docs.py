@@ -95,9 +95,8 @@ def test_notebooks_run_and_are_stored_without_outputs(tmp_path: Path, monkeypatc
     without the names of those before."""
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "jupyter"))
-    new, shown = nbformat.v4.new_code_cell, []
+    new, together, shown = nbformat.v4.new_code_cell, nbformat.v4.new_notebook(), []
     tiny = f"model, n, k = {str(write_model(tmp_path / 'tiny'))!r}, 2, 4"
-    together = nbformat.v4.new_notebook()
     for path in NOTEBOOKS:
         notebook = nbformat.read(path, 4)
         nbformat.validate(notebook)
@@ -107,8 +106,7 @@ def test_notebooks_run_and_are_stored_without_outputs(tmp_path: Path, monkeypatc
         assert re.findall(r"^(\w+) =", code[place].source, re.M) == ["model", "n", "k"]
         together.cells += [new("%reset -f"), *code[: place + 1], new(tiny), *code[place + 1 :]]
         shown.append(code)
-    client = NotebookClient(together, timeout=120, resources={"metadata": {"path": str(tmp_path)}})
-    client.execute()
+    NotebookClient(together, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
     for code in shown:
         assert any(output.output_type == "display_data" for cell in code for output in cell.outputs)
 

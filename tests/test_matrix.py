@@ -57,6 +57,7 @@ CFG = [1.0, 3.0]
 # Toy prompts differ with the word's length: the first is padded, the last is not.
 CONDITIONS = ["a", None, "hill"]
 SEEDS = [3, 4, 1 << 40]
+TARGET = ToyTarget(grid=3)
 
 every_proposer = pytest.mark.parametrize("proposer", PROPOSERS)
 every_cfg = pytest.mark.parametrize("cfg", CFG)
@@ -88,19 +89,13 @@ def combinations():
 
 
 @cache
-def target() -> ToyTarget:
-    return ToyTarget(grid=3)
-
-
-@cache
 def draw(
     proposer: str, rule: str, sampling: str, cfg: float, batch: int, verify: str = "token"
 ) -> list[FinishedSample]:
     """The conditions, through the whole loop."""
-    model = target()
-    acceptance = RULES[rule](neighbours(model.codebook, 5))
-    parts = PROPOSERS[proposer](model), acceptance, SAMPLINGS[sampling], Guidance(cfg), batch
-    return generate(Engine(model, *parts, verifier=VERIFIERS[verify]), CONDITIONS, SEEDS)
+    acceptance = RULES[rule](neighbours(TARGET.codebook, 5))
+    parts = PROPOSERS[proposer](TARGET), acceptance, SAMPLINGS[sampling], Guidance(cfg), batch
+    return generate(Engine(TARGET, *parts, verifier=VERIFIERS[verify]), CONDITIONS, SEEDS)
 
 
 def codes(samples: list[FinishedSample]) -> list[list[int]]:
@@ -110,21 +105,19 @@ def codes(samples: list[FinishedSample]) -> list[list[int]]:
 @pytest.mark.parametrize(("proposer", "verify", "rule", "sampling", "cfg"), list(combinations()))
 def test_samples_do_not_depend_on_the_batch_and_their_passes_add_up(proposer, verify, rule, sampling, cfg):
     alone = draw(proposer, rule, sampling, cfg, 1, verify)
-    together = draw(
-        proposer, rule, sampling, cfg, 2, verify
-    )  # the last one is admitted when another is finished
+    # the last one is admitted when another is finished
+    together = draw(proposer, rule, sampling, cfg, 2, verify)
     assert codes(together) == codes(alone)
     assert [sample.accepted for sample in together] == [sample.accepted for sample in alone]
-    model = target()
-    most = PROPOSERS[proposer](model).depth + 1
+    most = PROPOSERS[proposer](TARGET).depth + 1
     for sample in together:
-        assert sample.codes.shape == (model.length,)
-        assert 0 <= sample.codes.min() and sample.codes.max() < model.vocab
-        assert sample.accepted[0] == 1 and sum(sample.accepted) == model.length
+        assert sample.codes.shape == (TARGET.length,)
+        assert 0 <= sample.codes.min() and sample.codes.max() < TARGET.vocab
+        assert sample.accepted[0] == 1 and sum(sample.accepted) == TARGET.length
         assert all(1 <= kept <= most for kept in sample.accepted)
-        assert proposer != "none" or len(sample.accepted) == model.length
+        assert proposer != "none" or len(sample.accepted) == TARGET.length
         if proposer in ORACLES:  # all its codes are accepted
-            full, rest = divmod(model.length - 1, most)
+            full, rest = divmod(TARGET.length - 1, most)
             assert sample.accepted == [1] + [most] * full + [rest] * (rest > 0)
 
 

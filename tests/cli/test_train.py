@@ -192,7 +192,7 @@ def test_only_a_drafter_that_was_trained_there_is_replaced(
     assert not (workdir / "mm/parallel" / FILE).exists(), "the rates of the weights before"
 
 
-def test_acceptance_is_counted_on_held_out_prompts(
+def test_a_folder_of_codes_is_learned_from_and_acceptance_counted_on_held_out_prompts(
     run, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn, record = [], drafter.record_rates
@@ -204,21 +204,14 @@ def test_acceptance_is_counted_on_held_out_prompts(
     monkeypatch.setattr(drafter, "record_rates", spy)
     assert run("train", "--model", "t2i", *own("t2i")).code == 0
     (kept,) = (workdir / "t2i" / "codes").glob("self-*")
-    assert run("train", "--model", "t2i", "-o", "mine", "--codes", kept, *SMALL).code == 0
-    assert drawn[0] == ("a photo of a tulip",)
-    assert drawn[1] and set(drawn[1]) <= {"a red tulip", "the red", "a photo of a tulip"}
-
-
-def test_a_folder_of_codes_is_learned_from(run, workdir: Path) -> None:
-    assert run("train", "--model", "janus", *own("janus")).code == 0
-    (kept,) = (workdir / "janus" / "codes").glob("self-*")
-    train = ("train", "--model", "janus", "-o", "mine", *SMALL)
-    assert run(*train, "--codes", kept).code == 0
+    assert run("train", "--model", "t2i", "-o", "mine", *SMALL, "--codes", kept).code == 0
     facts = json.loads((workdir / "mine/provenance.json").read_text())["data"]
     assert (facts["train"], facts["val"], facts["folder"]) == (9, 1, kept.name)
-    train = ("train", "--model", "janus", "-o", "other", *SMALL)
+    assert drawn[0] == ("a photo of a tulip",)
+    assert drawn[1] and set(drawn[1]) <= {"a red tulip", "the red", "a photo of a tulip"}
+    train = ("train", "--model", "t2i", "-o", "other", *SMALL)
     run(*train, "--codes", kept, "--self").refused("--self has no effect with --codes")
-    run(*train, "--codes", "janus").refused("is no file of this model's codes: it needs finite `codes` [n, ")
+    run(*train, "--codes", "t2i").refused("is no file of this model's codes: it needs finite `codes` [n, ")
     run(*train, "--codes", "none").refused("none has no codes: --codes takes a folder")
 
 

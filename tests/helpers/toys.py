@@ -35,10 +35,6 @@ HOLES = torch.tensor([[0.0, 0.4, 0.6], [1.0, 0.0, 0.0], [0.5, 0.5, 0.0]], dtype=
 BRANCHING = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))  # a tree
 
 
-# `torch.manual_seed` also keeps a trace of its caller for every GPU, which takes as long as making a toy.
-seed_generator = torch.default_generator.manual_seed
-
-
 def noise(draws: int, seed: int = 0) -> Noise:
     """The noise of the second step of so many samples."""
     return Noise(torch.arange(draws) + (seed << 32), torch.ones(draws, dtype=torch.int64))
@@ -49,7 +45,9 @@ class ToyTarget(Target):
 
     def __init__(self, vocab: int = 12, grid: int = 4, seed: int = 0, layers: int = 2):
         super().__init__()
-        seed_generator(seed)
+        torch.default_generator.manual_seed(
+            seed
+        )  # without the trace that `torch.manual_seed` keeps for a GPU
         self.vocab, self.width, self.length = vocab, grid, grid * grid
         shape = DecoderConfig(dim=16, layers=layers, heads=2, hidden=24)
         self.decoder = Decoder(shape, grid_table(self.slots, grid, shape.head_dim))
@@ -267,7 +265,7 @@ def parallel(
     target: ToyTarget, queries: int = 4, aux_layers: tuple[int, ...] = (), confidence: bool = True
 ) -> ParallelDrafter:
     """A random drafter whose queries and `turn` layers matter."""
-    seed_generator(3)
+    torch.manual_seed(3)
     dim = target.embed(torch.zeros(1, 1, dtype=torch.int64)).shape[-1]
     heads = max(1, dim // 8)
     rotary_table = grid_table(target.slots, target.width, dim // heads)
@@ -288,7 +286,7 @@ def parallel(
 
 def eagle(target: Target, seed: int = 1) -> EagleDrafter:
     """A random EAGLE drafter of the toy's width."""
-    seed_generator(seed)
+    torch.manual_seed(seed)
     shape = target.decoder.config
     config = EagleConfig.like(DecoderConfig(shape.dim, 1, shape.heads, shape.hidden))
     return EagleDrafter(config, target.decoder.rotary_table).double().eval().requires_grad_(False)
