@@ -209,9 +209,8 @@ def test_a_large_batch_has_at_most_a_slot_for_each_picture(pipe: Pipeline) -> No
     plain = pipe([PROMPT] * 2, seed=[3, 4], method="ar", batch_size=2)
     large = pipe([PROMPT] * 2, seed=[3, 4], method="ar", batch_size=1_000_000)
     assert large.stats.settings["batch_size"] == 2 and torch.equal(large.codes, plain.codes)
-    spare = pipe(
-        PROMPT, seed=3, method="ar", batch_size=4
-    )  # as a picture of a batch of 4 is drawn again alone
+    # as a picture of a batch of 4 is drawn again alone
+    spare = pipe(PROMPT, seed=3, method="ar", batch_size=4)
     assert spare.stats.settings["batch_size"] == 4
 
 

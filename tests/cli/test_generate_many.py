@@ -175,9 +175,8 @@ def test_the_figures_of_a_job(job) -> None:
     assert figures["codes_per_pass"] == pytest.approx(160 / figures["passes"])
     assert figures["settings"]["batch_size"] == 8 and figures["folder"] == "out" and figures["tv_cost"] > 0
     large = json.loads(job("-o", "large", "--json", "--batch-size", 1_000_000).out)
-    assert (
-        large["settings"]["batch_size"] == 1_000_000
-    )  # as the pictures have it, so that a longer list goes on
+    # as the pictures have it, so that a longer list goes on
+    assert large["settings"]["batch_size"] == 1_000_000
 
 
 @pytest.mark.parametrize(

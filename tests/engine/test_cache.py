@@ -77,9 +77,10 @@ def test_committing_a_path_equals_decoding_its_codes_one_by_one(kept_paths):
     decoder = network()
     tree, paths = eagle_tree()
     x, later = torch.randn(ROWS, len(paths), 16).double(), torch.randn(ROWS, 3, 16).double()
+    # the last one repeated as padding
     path = torch.tensor(
         [[paths.index(p[: min(d, len(p))]) for d in range(6)] for p in (p or (1, 1) for p in kept_paths)]
-    )  # the last one repeated as padding
+    )
     kept = torch.tensor([0 if p is None else len(p) + 1 for p in kept_paths])
     scattered, _ = prefilled(decoder)
     decoder(x, scattered.nodes(tree.depth, tree.mask), scattered)

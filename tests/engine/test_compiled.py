@@ -186,9 +186,8 @@ def reset_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(
-    "case", sorted(CASES.keys() - {"eagle2", "lantern-static"})
-)  # whose verification others have
+# Others have the verification of the two that are left out.
+@pytest.mark.parametrize("case", sorted(CASES.keys() - {"eagle2", "lantern-static"}))
 def test_every_part_of_a_step_is_one_graph_that_serves_all_steps(pipe: Pipeline, case: str) -> None:
     method, more = CASES[case]
     plain, traced = (engine(pipe, method, **more) for _ in range(2))

@@ -89,10 +89,8 @@ CASES = {  # verifiers, drafts
     "jacobi uniform": (TOKEN, lambda t: Jacobi(2)),
     "jacobi maximal": (TOKEN, lambda t: Jacobi(2, "maximal")),
     # `test_jacobi_exact.py` enumerates the other couplings.
-    "gumbel above": (
-        TOKEN,
-        lambda t: Jacobi(2, "gumbel", "above"),
-    ),  # draws the same codes from any other code
+    # From other initial codes it draws the same ones.
+    "gumbel above": (TOKEN, lambda t: Jacobi(2, "gumbel", "above")),
     "gumbel mixed": (TOKEN, lambda t: Jacobi(2, "gumbel", "mixed", 2)),
 }
 

@@ -27,9 +27,8 @@ from losses import denoising_loss, variational_bound
 
 DRAWS, STEPS = 60_000, 4
 EDGES = torch.linspace(-2.5, 3.5, 61, dtype=torch.float64)
-P, Q = (
-    torch.tensor(distribution, dtype=torch.float64) for distribution in ((0.4, 0.7), (0.3, 0.9))
-)  # mean, standard deviation
+# mean, standard deviation
+P, Q = (torch.tensor(distribution, dtype=torch.float64) for distribution in ((0.4, 0.7), (0.3, 0.9)))
 
 
 class GaussianHead(Denoiser):
@@ -91,9 +90,8 @@ def test_temperature_narrows_every_step() -> None:
 
 
 def test_guidance_goes_from_the_unconditional_prediction_through_the_conditional_one() -> None:
-    both = torch.tensor(
-        [0.5, 0.6, 0.2, 0.6], dtype=torch.float64
-    )  # the same width, so that v is linear in the mean
+    # the same width, so that v is linear in the mean
+    both = torch.tensor([0.5, 0.6, 0.2, 0.6], dtype=torch.float64)
     guided = DiffusionSampling(1.0, 0, 1.0, 1, STEPS, 2.0, denoiser=GaussianHead().double())
     drawn = guided.children(both.expand(100, 1, -1), 1, noise(100), Noise.DRAFT)
     plain = sampling().children(

@@ -45,9 +45,8 @@ class ToyTarget(Target):
 
     def __init__(self, vocab: int = 12, grid: int = 4, seed: int = 0, layers: int = 2):
         super().__init__()
-        torch.default_generator.manual_seed(
-            seed
-        )  # without the trace that `torch.manual_seed` keeps for a GPU
+        # without the trace that `torch.manual_seed` keeps for a GPU
+        torch.default_generator.manual_seed(seed)
         self.vocab, self.width, self.length = vocab, grid, grid * grid
         shape = DecoderConfig(dim=16, layers=layers, heads=2, hidden=24)
         self.decoder = Decoder(shape, grid_table(self.slots, grid, shape.head_dim))

@@ -139,9 +139,8 @@ def test_the_enumerated_distribution_is_that_of_the_rule(
         targets.append(p)
         return chain_tails(p, q, codes)
 
-    chain_distribution(
-        recorded, p, q
-    )  # records the target's rows of every draft, in the order in which C gets them
+    # records the target's rows of every draft, in the order in which C gets them
+    chain_distribution(recorded, p, q)
     distribution = distributions_of(p, q, rule)
     found, _ = chain_distribution(lambda _, q, codes: in_c(targets[0], q, codes, rule), distribution, q)
     assert distance(found, sequences(distribution)) < 1e-6

@@ -39,11 +39,8 @@ METHODS = {
 }
 
 
-PARALLEL = {
-    "proposer": "parallel",
-    "neighbours": 8,
-    "residual": "optimal",
-}  # as the shipped model's lantern++ has it
+# as the shipped model's lantern++ has it
+PARALLEL = {"proposer": "parallel", "neighbours": 8, "residual": "optimal"}
 
 
 @pytest.fixture(scope="module")

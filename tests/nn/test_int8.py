@@ -32,9 +32,8 @@ def test_the_effect_is_measured_on_logits() -> None:
     effect = int8.compared(before, after, (10, 5))
     assert effect.max_logit_difference == pytest.approx(1.0986, abs=1e-4)
     assert effect.mean_logit_difference == pytest.approx(1.0986 / 4, abs=1e-4)
-    assert effect.total_variation == pytest.approx(
-        0.25 / 2, abs=1e-6
-    )  # 1/2, 1/2 becomes 1/4, 3/4 in one of two
+    # 1/2, 1/2 becomes 1/4, 3/4 in one of two
+    assert effect.total_variation == pytest.approx(0.25 / 2, abs=1e-6)
 
 
 def test_without_torchao_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,9 +28,8 @@ def test_after_a_rejection_the_next_code_follows_the_distribution_after_similar_
     draft = Draft(proposer._tree, torch.tensor([[0, 0, 1]] * 3), proposer._probs)
     logits = CHAIN.double().log()[draft.codes]
     root = torch.zeros(3, 2, dtype=torch.int64)
-    path = torch.tensor(
-        [[0, 0], [0, 1], [0, 2]]
-    )  # both rejected and 2 drawn; the draft code accepted; its sibling accepted
+    # both rejected and 2 drawn; the draft code accepted; its sibling accepted
+    path = torch.tensor([[0, 0], [0, 1], [0, 2]])
     kept, bonus = torch.tensor([1, 2, 2]), torch.tensor([2, 2, 2])
     proposer.observe(TargetOutput(draft, logits, logits, Verdict(path, kept, root, bonus)))
     ours = CHAIN.double()[0] if codebook else CHAIN.double()[:2].mean(0)

@@ -220,9 +220,8 @@ def test_other_paths_and_methods(http):
     assert error_of(http.get(IMAGES))[0] == 405
     for path in ("/healthz", "/v1/models", "/metrics"):
         assert http.head(path).status_code == 200 and int(http.head(path).headers["content-length"]) > 0
-    form = http.post(
-        IMAGES, content='{"prompt": "tulip"}', headers={"content-type": "text/plain"}
-    )  # no preflight
+    # no preflight
+    form = http.post(IMAGES, content='{"prompt": "tulip"}', headers={"content-type": "text/plain"})
     assert error_of(form)[0] == 400
 
 

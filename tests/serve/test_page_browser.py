@@ -145,9 +145,8 @@ def test_a_race_shows_both_pictures_and_figures_which_can_be_downloaded(
         assert not bands.is_visible()
         page.get_by_label("Show passes").check()
         expect(bands).to_be_visible()
-        assert (
-            bands.locator(".tint0").get_attribute("d").startswith("M0 0h1v1h-1z")
-        )  # the prefill decides a code
+        # the prefill decides a code
+        assert bands.locator(".tint0").get_attribute("d").startswith("M0 0h1v1h-1z")
         if screenshot := os.environ.get("LANTERNPP_SCREENSHOT"):
             page.screenshot(path=screenshot, full_page=True)
 
@@ -268,9 +267,8 @@ def test_the_page_with_keys_wrong_prompts_and_several_pictures(browser: Browser,
         assert float(page.locator("#side .price dd").inner_text()) >= 0
         assert page.locator("#gallery li").count() == 6
         words = page.locator("#words dd").count()
-        page.route(
-            "**/generations", lambda route: route.fulfill(status=401)
-        )  # the server's keys have changed
+        # the server's keys have changed
+        page.route("**/generations", lambda route: route.fulfill(status=401))
         page.get_by_role("button", name="Race").click()
         page.get_by_label("API key").fill(KEY)
         page.get_by_label("API key").press("Enter")

@@ -169,9 +169,5 @@ def test_a_new_client_waits_for_at_most_one_turn_of_each_other():
 def test_cancelling_does_not_improve_a_clients_turn():
     waiting = queue("a", "a", "b", "b")[1:]
     assert seeds(waiting) == [2, 1, 3]
-    assert seeds(queue("a", first=9, tickets=waiting)) == [
-        2,
-        1,
-        3,
-        9,
-    ]  # after its own first, as b's second is
+    # after its own first, as b's second is
+    assert seeds(queue("a", first=9, tickets=waiting)) == [2, 1, 3, 9]

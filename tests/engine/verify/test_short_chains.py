@@ -24,9 +24,8 @@ from lanternpp.types import Draft, TargetOutput, Tree
 
 CASES = [(3, 1), (3, 2), (3, 3), (4, 2)]
 KINDS = ["random", "near", "with zeros", "a point", "forced", "all of them"]
-Ends = list[
-    Tensor
-]  # by number of draft codes, from 1 on: whether a chain ends after these codes, [V ** number]
+# by number of draft codes, from 1 on: whether a chain ends after these codes, [V ** number]
+Ends = list[Tensor]
 
 
 def ends_of(vocab: int, depth: int, seed: int = 0, peek: int = 0) -> Ends:
