@@ -286,9 +286,7 @@ class Model:
         self._pack_while_reading(source, int8)
         target = family.read(source, self.dtype, self.device).eval().requires_grad_(False)
         if "tensor_parallel" in source.given and target.decoder.ranks == 1:
-            raise InputError(
-                f"{folder.name} is not run by transformers, which divides models; leave out tensor_parallel"
-            )
+            raise InputError(f"transformers does not divide {folder.name}; leave out tensor_parallel")
         if int8 and source.packing is None:
             self.effect = in_eight_bits(target)
         if self.packed:

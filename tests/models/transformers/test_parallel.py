@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from helpers import ranks
@@ -28,8 +29,9 @@ def test_processes_draw_together_what_one_draws_alone(tmp_path: Path) -> None:
     for folder in (tmp_path / "drawn").iterdir():
         alone = ranks.drawn(Pipeline.from_pretrained(folder, device="cpu", dtype="float64"))
         assert first[folder.name] == alone, folder.name
-    assert "has no `tp_plan`" in first["without a plan"]
-    assert first["ours"].startswith("ours is not run by transformers, which divides models")
+    # Before transformers 5.23 a class without a plan is no error of its own.
+    assert re.search("has no `tp_plan`|^transformers does not divide", first["without a plan"])
+    assert first["ours"].startswith("transformers does not divide ours;")
     assert "1 heads of keys and values do not divide among 2 processes" in first["one head"]
 
 
