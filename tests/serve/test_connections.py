@@ -6,6 +6,7 @@ import resource
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 import httpx
 import psutil
@@ -190,9 +191,13 @@ def few_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (FEW // 2, FEW))
 
 
-def test_a_process_survives_floods_of_headers_and_of_connections(model) -> None:
+@pytest.mark.parametrize("uvloop", [True, False])
+def test_a_process_survives_floods_of_headers_and_of_connections(uvloop: bool, model, tmp_path: Path) -> None:
     """The attack needs no key; memory does not grow, and other clients are answered meanwhile."""
-    with serving(model, "--no-page", "--api-key", KEY, limit=few_files) as (process, address):
+    # The extra `serve` alone brings no uvloop.
+    (tmp_path / "uvloop.py").write_text("raise ImportError")
+    path = {} if uvloop else {"PYTHONPATH": str(tmp_path)}
+    with serving(model, "--no-page", "--api-key", KEY, limit=few_files, **path) as (process, address):
 
         def draw() -> None:
             body = {"prompt": "red tulip"}

@@ -34,6 +34,9 @@ if sys.platform != "win32":
 
 log = logging.getLogger("lanternpp.serve")
 OTHER_FILES = 64  # open files other than connections
+# asyncio accepts up to this many connections at once, before one can be closed: more could take all files that are left.
+ACCEPTED_AT_ONCE = 8
+QUEUE = 2048  # connections that the kernel holds until they are accepted
 LOG_INTERVAL = 60.0  # minimum seconds between two log lines with the same message
 GRACEFUL_SECONDS = 5  # for writing the last responses after drawing has ended
 
@@ -100,9 +103,12 @@ class Connection(H11Protocol):
     def _make_room(self) -> None:
         """Close the connection whose time ends first; this one where all other clients wait for the server."""
         limit = self.limits.connections
-        self.limits.warn(f"all {limit} connections are in use; the one that waits longest is closed")
-        connections: list[Any] = [self, *self.connections]
-        min(connections, key=lambda connection: connection._deadline).transport.abort()
+        # Closed connections leave `connections` later, after others may have come.
+        remaining = [connection for connection in self.connections if not connection.transport.is_closing()]
+        if len(remaining) > limit:
+            self.limits.warn(f"all {limit} connections are in use; the one that waits longest is closed")
+            connections: list[Any] = [self, *remaining]
+            min(connections, key=lambda connection: connection._deadline).transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Receive bytes of a request.
@@ -199,6 +205,7 @@ def uvicorn_config(app: ASGIApp, proxies: Sequence[str] = (), limits: Limits | N
     return uvicorn.Config(
         app,
         http=type("LimitedConnection", (Connection,), {"limits": limits}),
+        backlog=ACCEPTED_AT_ONCE,
         ws="none",
         lifespan="off",
         log_level="error",
@@ -264,6 +271,7 @@ def run(
             """Call `ready` once uvicorn has started."""
             await super().startup(sockets)
             if self.started:
+                bound.listen(QUEUE)  # uvicorn has set the backlog
                 ready()
 
         async def on_tick(self, counter: int) -> bool:
