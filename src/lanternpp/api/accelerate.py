@@ -121,8 +121,9 @@ class Held(Pipeline):
             try:
                 if target.arrange(format, slots, list(zip(*branches, strict=True))):
                     self.release()
-                names = ("temperature", "top_k", "top_p")
-                sampling = {name: getattr(processors, name) for name in names}
+                # As transformers does: a top-k above the number of codes keeps all.
+                top_k = min(processors.top_k, target.vocab)
+                sampling = {"temperature": processors.temperature, "top_k": top_k, "top_p": processors.top_p}
                 settings = self.checked(method, dials, cfg=guidance.scale, batch_size=len(seeds), **sampling)
                 # The picture of a call may have fewer rows than the pictures that accelerate's dials are for.
                 settings = for_target(settings, target, self.name, {**dials, "window_rows": None})

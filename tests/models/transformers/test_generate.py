@@ -679,3 +679,13 @@ def test_the_script_of_the_documentation_draws(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     exec(compile(script[1], "docs/models.md", "exec"), {})
     assert Image.open("fox.png").size == (64, 64)
+
+
+def test_a_top_k_above_the_codes_keeps_all_codes(made: Callable[[str], Case]) -> None:
+    case = made("emu3")
+    lanternpp.accelerate(case.model)
+    drawn = []
+    for top_k in (0, 100_000):
+        torch.manual_seed(0)
+        drawn.append(case.model.generate(**case.inputs(1), do_sample=True, top_k=top_k))
+    assert torch.equal(*drawn)
