@@ -69,22 +69,24 @@ def read(folder: Path, target: Target) -> PublishedDrafter:
 def test_the_features_are_those_of_the_authors(target: Target, folder: Path) -> None:
     drafter = read(folder, target)
     pair = published.numbers("pairs", (11, 128))[None]
-    features = drafter.forward_sequence(pair[..., :64], pair[..., 64:])[0, 6:]
+    features = drafter.forward_sequence(pair[..., :64], pair[..., 64:])[0, 5:]
     assert (features - GOLDEN["drafter"]).abs().max() < 1e-4
 
 
-def test_the_inputs_at_prompt_slots_are_those_of_code_0(target: Target, folder: Path) -> None:
+@pytest.mark.parametrize("table", ["output.weight", "tok_embeddings.weight"])
+def test_the_inputs_at_prompt_slots_and_padding_are_those_of_code_0(
+    table: str, target: Target, folder: Path
+) -> None:
+    path, embeddings = folder / "pytorch_model.bin", published.llamagen(True)[table]
+    torch.save(torch.load(path) | {"embed_tokens.weight": embeddings}, path)
     drafter = read(folder, target)
     proposer = TreeProposer(drafter, build_tree("chain-2"))
     proposer.open(target, Sampling(), Guidance(), 1)
     prompt = target.prompt(["a red tulip"], 1)
     features, root = published.numbers("features", (1, 6, 64)), torch.tensor([9])
     proposer.begin(Admission(0, torch.tensor([0]), "a red tulip", prompt, features, root))
-    start = int(prompt.start)
-    next_embeds = target.embed(torch.tensor([[0, 0, 0, 0, 0, 9]]))
-    assert 0 < start < 5
-    # Rows of prompt slots are all alike.
-    expected = drafter.forward_sequence(next_embeds[:, start:], features[:, start:])
+    assert 0 < int(prompt.start) < 5
+    expected = drafter.forward_sequence(embeddings[[0, 0, 0, 0, 0, 9]][None], features)
     assert torch.allclose(proposer.features[:, 0], expected[:, -1], atol=1e-5)
 
 

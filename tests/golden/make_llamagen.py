@@ -76,7 +76,10 @@ def path(node: int) -> list[int]:
 
 
 def drafter() -> Tensor:
-    """Features of a published drafter's layer, the authors' block without its first norm, at 5 slots."""
+    """Features of a published drafter's layer, the authors' block without its first norm, at the last slot of a prompt and 5 more.
+
+    LANTERN's drafters rotate by one slot less of zeros than their target: at its last slot a prompt meets the first code.
+    """
     given = checkpoints.published_drafter(checkpoints.llamagen(True))
     args = ModelArgs(dim=64, n_head=1, multiple_of=8, ffn_dim_multiplier=96 / 170, norm_eps=1e-6)
     block = TransformerBlock(args, 0.0)
@@ -92,8 +95,8 @@ def drafter() -> Tensor:
     block.load_state_dict(weights)
     pair = checkpoints.numbers("pairs", (SLOTS + 5, 128))[None]
     x = nn.functional.linear(pair, given["fc.weight"], given["fc.bias"])
-    rotations = precompute_freqs_cis_2d(GRID, 64, 10000, SLOTS)[: SLOTS + 5]
-    return block.eval()(x, rotations, None)[0, SLOTS:]
+    rotations = precompute_freqs_cis_2d(GRID, 64, 10000, SLOTS - 1)[: SLOTS + 5]
+    return block.eval()(x, rotations, None)[0, SLOTS - 1 :]
 
 
 @torch.no_grad()

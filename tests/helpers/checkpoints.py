@@ -95,8 +95,11 @@ def llama_named(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def published_drafter(target: dict[str, Tensor], hidden: int = 96) -> dict[str, Tensor]:
-    """An EAGLE drafter as its own code names it, for a target in the official layout."""
-    table = target["tok_embeddings.weight"]
+    """An EAGLE drafter as its own code names it, for a target in the official layout.
+
+    LANTERN's training copies the head of a target that is one file into the drafter's table.
+    """
+    table = target.get("output.weight", target["tok_embeddings.weight"])
     dim = table.shape[1]
     layer = "layers.0"
     shapes = {f"{layer}.self_attn.{x}_proj.weight": (dim, dim) for x in "qkvo"}

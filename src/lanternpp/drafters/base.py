@@ -69,6 +69,7 @@ class Drafter(nn.Module, ABC):
     about: ClassVar[str] = ""  # the checkpoints that `read` takes, for the message about an unknown one
     # The class that drafts with it: (drafter, tree).
     proposer: ClassVar[str] = "lanternpp.proposers.tree:TreeProposer"
+    attends_to_padding = False  # of prompts
 
     @classmethod
     def claims(cls, source: Source) -> bool:
@@ -84,6 +85,10 @@ class Drafter(nn.Module, ABC):
             drafter = cls(config, target.decoder.rotary_table)
         source.fill(drafter, [SAME], dtype)
         return drafter
+
+    def embed(self, target: Target, codes: Tensor) -> Tensor:
+        """Embed codes [B, N] as [B, N, D], as the target does."""
+        return target.embed(codes)
 
     def prompt_inputs(self, prompt: Tensor) -> Tensor:
         """Return the drafter's inputs for a prompt [R, T - 1, D], the target's shifted by one position; the same shape."""

@@ -25,9 +25,9 @@ from lanternpp.types import Nodes
 from lanternpp.util.jsonfile import Between
 
 REQUIRED_TENSORS = {"embed_tokens.weight", "fc.weight", "layers.0.self_attn.q_proj.weight"}
-PAIRED = ("t2i", "t2i2")  # `input_type` of drafters whose rotary pairs are neighbouring channels
+LLAMAGEN = ("c2i", "t2i", "t2i2")  # `input_type` of LlamaGen's drafters
 Q_NORM, K_NORM = "layers.0.self_attn.q_norm.weight", "layers.0.self_attn.k_norm.weight"
-MIN_COSINE = 0.9  # between the drafter's and the target's embedding of code 0
+MIN_COSINE = 0.9  # between products with embeddings of the drafter and of its target
 
 
 @dataclass(frozen=True)
@@ -117,17 +117,18 @@ class PublishedConfig:
 
 
 class PublishedDrafter(EagleDrafter):
-    """An EAGLE drafter whose input at prompt positions is the embedding of its vocabulary's entry 0.
+    """An EAGLE drafter that others trained; a Chameleon's reads prompts as any does, by the target's embeddings.
 
-    Its authors trained it with this input, and its accept lengths are reproduced only with it. Of the prompt the drafter
-    reads the target's features alone.
+    LlamaGen's has a table of its own, which its authors' training copies from the target's embeddings or from its head. It reads
+    code 0 at every prompt slot, padding included, and rotates by the places of the codes that it reads.
     """
 
     about = "config.json and pytorch_model.bin as EAGLE's code writes them"
 
-    def __init__(self, config: EagleConfig, rotary_table: Tensor):
+    def __init__(self, config: EagleConfig, rotary_table: Tensor, codes: int = 0):
         super().__init__(config, rotary_table)
-        self.entry = nn.Parameter(torch.zeros(1, config.decoder.dim))
+        self.attends_to_padding = codes > 0
+        self.table = nn.Parameter(torch.zeros(codes, config.decoder.dim)) if codes else None
 
     @classmethod
     def claims(cls, source: Source) -> bool:
@@ -139,32 +140,41 @@ class PublishedDrafter(EagleDrafter):
         """Read the drafter in `source` for a target; InputError where it was trained for another target."""
         config = published_shape(source, target)
         check_fit(source, config.decoder.dim, target)
+        own_table = source.config.get("input_type") in LLAMAGEN
+        # The place of the code after a slot; of the last slot there is none, nor is there a rotation.
+        table = target.decoder.rotary_table.roll(-1, 0) if own_table else target.decoder.rotary_table
         with blank(source.path):
-            drafter = cls(config, target.decoder.rotary_table)
+            drafter = cls(config, table, target.vocab if own_table else 0)
         norm_rows = None
         if Q_NORM in source.metas:  # drafters of Chameleon
             norm_rows = source.shape(Q_NORM, 2)[0], source.shape(K_NORM, 2)[0]
-        paired = source.config.get("input_type") in PAIRED
         rules = [
-            *llama_rules(config.decoder, r"layers\.(\d+)", r"decoder.blocks.\1", paired, norm_rows),
+            *llama_rules(config.decoder, r"layers\.(\d+)", r"decoder.blocks.\1", own_table, norm_rows),
             Rename(r"fc\.(weight|bias)", r"fc.\1"),
             Rename(r"norm\.weight", "decoder.norm.weight"),
-            Rename(r"embed_tokens\.weight", "entry", rows=(0, 1)),
+            Rename(r"embed_tokens\.weight", "table"),
         ]
-        source.fill(drafter, rules, dtype, skip=(r".*rotary_emb\..*",))
-        if source.shape("embed_tokens.weight", 2)[0] == target.vocab:
-            # The drafter has a copy of the target's embeddings, unless it was trained for another target.
-            code = torch.zeros(1, 1, dtype=torch.int64, device=target.decoder.rotary_table.device)
-            expected = target.embed(code)[0].detach().to("cpu", torch.float32)
-            if F.cosine_similarity(drafter.entry.detach().cpu().float(), expected).item() < MIN_COSINE:
+        skipped = (r".*rotary_emb\..*", "" if own_table else r"embed_tokens\.weight")
+        source.fill(drafter, rules, dtype, skipped)
+        if drafter.table is not None:
+            codes = target.examples(8)
+            embeds = target.embed(codes[None]).detach()
+            products = embeds @ drafter.table[codes.cpu()].detach().to(embeds).T
+            expected = embeds @ embeds[0].T, target.head(embeds)[..., codes]
+            cosines = [F.cosine_similarity(products.flatten(), x.detach().flatten(), 0) for x in expected]
+            if max(cosines) < MIN_COSINE:
                 raise InputError(
                     f"drafter {source.path} was trained for another target: its embeddings are not this target's"
                 )
         return drafter
 
+    def embed(self, target: Target, codes: Tensor) -> Tensor:
+        """Embed codes [B, N] by the drafter's own table, if it has one."""
+        return super().embed(target, codes) if self.table is None else F.embedding(codes, self.table)
+
     def prompt_inputs(self, prompt: Tensor) -> Tensor:
-        """Return entry 0 at every position of a prompt [R, T - 1, D]; the same shape."""
-        return self.entry.to(prompt.dtype).expand_as(prompt)
+        """Return code 0 of the own table, if there is one, at every position of a prompt [R, T - 1, D]; the same shape."""
+        return prompt if self.table is None else self.table[:1].to(prompt.dtype).expand_as(prompt)
 
 
 def published_shape(source: Source, target: Target) -> EagleConfig:

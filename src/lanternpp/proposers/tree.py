@@ -38,16 +38,19 @@ class TreeProposer(AutoregressiveProposer):
         check_heads(target, self.drafter)
 
     def drafter_forward(self, codes: Tensor, features: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:
-        """Run the drafter over codes [B, N], embedded by the target, with features [R, N, D] at their parents."""
-        return self.drafter(self.guidance.rows(self.target.embed(codes)), features, nodes, cache)
+        """Run the drafter over codes [B, N] with features [R, N, D] at their parents."""
+        return self.drafter(
+            self.guidance.rows(self.drafter.embed(self.target, codes)), features, nodes, cache
+        )
 
     def begin(self, new: Admission) -> None:
         """Prefill the drafter with the prompt's features, each paired with the input at the next position."""
         super().begin(new)
-        root = self.target.embed(new.root[:, None]).expand(len(new.rows), -1, -1)
+        root = self.drafter.embed(self.target, new.root[:, None]).expand(len(new.rows), -1, -1)
         prompt = self.drafter.prompt_inputs(new.prompt.embeds[:, 1:].to(root.dtype))
         next_embeds = torch.cat((prompt, root), 1)
-        prompt_cache = self.cache.rows(new.rows, new.prompt.start, new.features.shape[1])
+        start = new.prompt.start * (not self.drafter.attends_to_padding)
+        prompt_cache = self.cache.rows(new.rows, start, new.features.shape[1])
         self.features[new.rows, 0] = prompt_cache.prefill(self.drafter, next_embeds, new.features)[:, -1]
 
 

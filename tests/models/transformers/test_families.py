@@ -640,6 +640,8 @@ def test_a_published_drafter_may_have_norms_of_queries_and_keys(
     torch.save(tensors, tmp_path / "pytorch_model.bin")
     (tmp_path / "config.json").write_text('{"num_attention_heads": 4, "rms_norm_eps": 1e-5}')
     drafter = PublishedDrafter.read(Source.open(tmp_path), target, torch.float32)
+    prompt = target.prompt([PROMPT], 1).embeds
+    assert torch.equal(drafter.prompt_inputs(prompt), prompt), "the prompt is read as it is"
     queries = tensors["layers.0.self_attn.q_norm.weight"].repeat_interleave(4 // norms, 0)
     assert torch.equal(drafter.decoder.blocks[0].qk_norm.weight[:4], queries)
 
