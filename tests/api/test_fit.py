@@ -27,11 +27,13 @@ from lanternpp.api.fit import (
     MIN_PASSES,
     PLAIN,
     Step,
+    Steps,
     bound,
     cost_settings,
     disturbed,
     measure,
     plain_settings,
+    warm_step,
 )
 from lanternpp.api.options import Settings
 from lanternpp.api.rates import FILE, Counter, Counts, read_rates, strength
@@ -91,17 +93,15 @@ def pipe(model: Path) -> Pipeline:
 
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """Makes `measure` give these seconds by draft, of at most `most` drafts; returns the drafts of every measurement."""
+    """Makes `measure` give these times by draft, of at most `most` drafts; returns the drafts of every measurement."""
 
-    def time(seconds: dict[str, float], spread: float = 1.0, most: int = 99) -> list[list[str]]:
+    def time(times: dict[str, float], spread: float = 1.0, most: int = 99) -> list[list[str]]:
         asked: list[list[str]] = []
 
-        def given(drafts, length: int) -> tuple[Step, ...]:
+        def given(drafts, length: int) -> Steps:
             asked.append([name for name, _ in drafts])
-            return tuple(
-                Step(name, 2 + i, seconds.get(name, 100.0), 1.0, spread)
-                for i, name in enumerate(asked[-1][:most])
-            )
+            measured = enumerate(asked[-1][:most])
+            return {name: Step(2 + i, times.get(name, 100.0), 1.0, spread) for i, name in measured}
 
         monkeypatch.setattr(fit, "measure", given)
         return asked
@@ -194,20 +194,20 @@ def test_another_process_reads_what_was_measured(model: Path, timed, own_cache: 
 
 
 def test_drafts_beyond_the_budget_are_measured_by_later_processes(model: Path, timed) -> None:
-    for slower in (1.0, 8.0):  # than the machine was, for a while
-        asked = timed({name: slower * seconds for name, seconds in STEPS.items()}, most=5)
+    for _ in range(2):
+        asked = timed(STEPS, most=5)
         pipe = pipeline(model)
         assert [drafted(pipe), drafted(pipe)] == ["chain-2"] * 2 and len(asked) == 1, "once in a process"
     assert asked == [[PLAIN, "chain-3", "chain-5", "chain-1", "chain-7"]]
     assert drafted(pipeline(model)) == "chain-2" and len(asked) == 1
 
 
-def test_of_two_processes_that_measure_at_once_the_first_to_write_sets_the_scale(own_cache: Path) -> None:
+def test_of_two_processes_that_measure_at_once_the_first_to_write_sets_a_step(own_cache: Path) -> None:
     slow, fast = fit.Store(), fit.Store()
-    known, twice_as_fast = Step(PLAIN, 2, 1.0, 0.8, 1.0), Step(PLAIN, 2, 0.5, 0.4, 1.0)
-    fast.add_steps("a", (known,))
-    slow.add_steps("a", (twice_as_fast, Step("chain-4", 6, 0.9, 0.6, 1.0)))
-    assert slow.steps["a"] == (known, Step("chain-4", 6, 1.8, 1.2, 1.0))
+    known, other, later = Step(6, 1.5, 0.8, 1.0), Step(6, 1.6, 0.8, 1.0), Step(8, 1.8, 1.2, 1.0)
+    fast.add_steps("a", {"chain-4": known})
+    slow.add_steps("a", {"chain-4": other, "chain-6": later})
+    assert slow.steps["a"] == {"chain-4": known, "chain-6": later}
 
 
 def test_disturbed_measurements_are_not_stored(model: Path, timed, own_cache: Path) -> None:
@@ -277,11 +277,11 @@ def test_counts_add_up_where_nothing_can_be_written(own_cache: Path, monkeypatch
     some = replace(HALVES, passes=MIN_PASSES // 2)
     first = fit.Store()
     assert first.add_counts("a", some) and first.complete_counts("a") is None
-    first.add_steps("a", (Step(PLAIN, 2, 1.0, 1.0, 1.0),))
+    first.add_steps("a", {PLAIN: Step(2, 1.0, 1.0, 1.0)})
     monkeypatch.setattr(fit, "write_json", Mock(side_effect=InputError("a read-only file system")))
     with pytest.warns(UserWarning, match="not kept for the next run") as said:
         other = fit.Store()
-        other.add_steps("a", (Step("chain-1", 4, 1.0, 1.0, 1.0),))
+        other.add_steps("a", {"chain-1": Step(4, 1.0, 1.0, 1.0)})
         assert not other.add_counts("a", some)
     assert len(said) == 1 and len(other.steps["a"]) == 2
     enough = Counts(((16.0,),) * 8, ((8.0,),) * 8, MIN_PASSES)
@@ -340,13 +340,11 @@ def test_every_method_with_a_fixed_shape_can_be_measured(model: Path, method: st
     sixteen = Counts(((8.0,) * 5,) * 16, ((4.0,) * 5,) * 16, 1000)
     monkeypatch.setattr(type(pipe._fit), "counts", lambda self, settings: sixteen)
     fitted = pipe.fit(settings)
-    steps = {step.draft: step for step in pipe._fit._measured(key_of(cost_settings(settings)))}
+    steps = pipe._fit._measured(key_of(cost_settings(settings)))
     assert fit.draft_name(fitted) in steps and len(steps) >= 2
-    assert steps[PLAIN].rows == 2 * batch
+    assert (steps[PLAIN].rows, steps[PLAIN].time) == (2 * batch, 1)
     assert all(
-        step.rows > 2 * batch and 0 < step.target < step.seconds
-        for name, step in steps.items()
-        if name != PLAIN
+        step.rows > 2 * batch and 0 < step.target < step.time for name, step in steps.items() if name != PLAIN
     )
     assert len(pipe(PROMPT, n=batch, method=method, cfg=2.0, batch_size=batch).images) == batch
 
@@ -367,11 +365,11 @@ def test_a_measurement_ends_with_its_budget_but_has_two_drafts(pipe: Pipeline, m
     drafts = [(f"chain-{n}", lambda n=n: engine(f"chain-{n}")) for n in (1, 2, 3, 4)]
     monkeypatch.setattr(fit, "SECONDS", 0.0)
     monkeypatch.setattr(fit, "SHARE", 0.0)
-    assert [step.draft for step in measure(drafts, 16)] == [*made] == ["chain-1", "chain-2"]
+    assert [*measure(drafts, 16)] == [*made] == ["chain-1", "chain-2"]
     monkeypatch.setattr(fit, "SECONDS", 1000.0)
     made.clear()
-    assert [step.draft for step in measure(drafts, 16)] == ["chain-1", "chain-2", "chain-3"]
-    assert measure([drafts[0], drafts[3]], 16) == measure([drafts[3], drafts[0]], 16) == ()
+    assert [*measure(drafts, 16)] == ["chain-1", "chain-2", "chain-3"]
+    assert measure([drafts[0], drafts[3]], 16) == measure([drafts[3], drafts[0]], 16) == {}
 
 
 def test_a_machine_without_a_processor_name_is_identified_by_its_cores(tmp_path: Path, monkeypatch) -> None:
@@ -399,12 +397,10 @@ def test_a_step_is_timed_after_one_of_the_same_engine_unless_it_is_slow(
         return taken, taken
 
     monkeypatch.setattr(TimedEngine, "midway_step", step)
-    drafts = [
-        (name, lambda n=name: pipe.new_engine(pipe.settings(n, cfg=1.0))) for name in ("ar", "parallel")
-    ]
-    plain, drafted = measure(drafts, 16)
-    assert plain.seconds == pytest.approx(cold * seconds * plain.rows)
-    assert drafted.seconds == pytest.approx(cold * seconds * drafted.rows) and drafted.rows > plain.rows
+    engines = (pipe.new_engine(pipe.settings(name, cfg=1.0)) for name in ("ar", "parallel"))
+    plain, drafted = map(TimedEngine, engines)
+    for timed in (plain, drafted, plain):
+        assert warm_step(timed)[0] == cold * seconds * timed.rows
 
 
 def test_steps_that_all_waited_for_a_core_are_disturbed(pipe: Pipeline, monkeypatch) -> None:
@@ -416,12 +412,13 @@ def test_steps_that_all_waited_for_a_core_are_disturbed(pipe: Pipeline, monkeypa
 
     monkeypatch.setattr(TimedEngine, "midway_step", step)
     drafts = [(name, lambda n=name: pipe.new_engine(pipe.settings(n))) for name in ("ar", "parallel")]
-    assert disturbed(measure(drafts, 16))
+    steps = measure(drafts, 16)
+    assert disturbed(steps.values()) and {step.time for step in steps.values()} == {1}
 
 
 def test_memory_or_arithmetic_bounds_a_machine_by_the_times_of_its_passes() -> None:
     def steps(*passes: tuple[int, float]) -> list[Step]:
-        return [Step(f"chain-{rows}", rows, 2 * seconds, seconds, 1.0) for rows, seconds in passes]
+        return [Step(rows, 2 * target, target, 1.0) for rows, target in passes]
 
     assert bound(steps((2, 1.0), (8, 1.1))) is None
     assert bound(steps((2, 1.0), (8, 1.1), (26, 1.9))) == (
@@ -431,10 +428,10 @@ def test_memory_or_arithmetic_bounds_a_machine_by_the_times_of_its_passes() -> N
         "memory bounds passes over up to 8 rows on this machine, arithmetic larger ones"
     )
     assert bound(steps((2, 1.0), (8, 2.5), (26, 7.0))).startswith("arithmetic bounds this machine")
-    assert disturbed([Step("a", 2, 1, 1, spread) for spread in (1.0, 1.1, 1.4)])
-    assert not disturbed([Step("a", 2, 1, 1, spread) for spread in (1.0, 1.1, 1.3)])
-    assert disturbed([Step("a", rows, 1, target, 1.0) for rows, target in ((2, 1), (16, 3.2), (8, 4.2))])
-    assert not disturbed([Step("a", rows, 1, target, 1.0) for rows, target in ((2, 1), (16, 3.2), (8, 4.1))])
+    assert disturbed([Step(2, 1, 1, spread) for spread in (1.0, 1.1, 1.4)])
+    assert not disturbed([Step(2, 1, 1, spread) for spread in (1.0, 1.1, 1.3)])
+    assert disturbed(steps((2, 1), (16, 3.2), (8, 4.2)))
+    assert not disturbed(steps((2, 1), (16, 3.2), (8, 4.1)))
 
 
 def test_the_shipped_drafters_have_acceptance_rates() -> None:

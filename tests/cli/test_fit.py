@@ -20,8 +20,8 @@ PROMPT = "a red tulip"
 
 @pytest.fixture
 def fitted(model: Path, monkeypatch: pytest.MonkeyPatch):
-    """Every draft code of `parallel` is accepted half of the time, and steps take these seconds."""
-    seconds: dict[str, float] = {}
+    """Every draft code of `parallel` is accepted half of the time, and steps take these times."""
+    times: dict[str, float] = {}
     monkeypatch.delenv("LANTERNPP_FIT")
     settings = Pipeline.from_pretrained(model, device="cpu").settings("parallel")
     rows = [{"strength": strength(settings), "counts": asdict(Counts(((8.0,),) * 8, ((4.0,),) * 8, 900))}]
@@ -29,10 +29,10 @@ def fitted(model: Path, monkeypatch: pytest.MonkeyPatch):
     path.write_text(json.dumps({"acceptance": rows}))
 
     def measure(drafts, length):
-        return tuple(Step(name, 2, seconds.get(name, 9.0), 1.0, 1.0) for name, _ in drafts)
+        return {name: Step(2, times.get(name, 9.0), 1.0, 1.0) for name, _ in drafts}
 
     monkeypatch.setattr(fit, "measure", measure)
-    yield seconds
+    yield times
     path.unlink()
 
 

@@ -10,7 +10,7 @@ import platform
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, lru_cache, partial
@@ -60,13 +60,18 @@ MAX_SPREAD, MAX_RATIO = 1.15, 1.3
 
 @dataclass(frozen=True)
 class Step:
-    """A measured step with one draft. Seconds are medians."""
+    """A measured step with one draft. Its times are medians, in steps of plain decoding that were timed beside it.
 
-    draft: str  # a tree, "window-8", or "plain"
+    They do not change when the machine becomes slower for a while.
+    """
+
     rows: Annotated[int, Between(1, 1 << 32)]  # of the target's pass
-    seconds: Annotated[float, Between(1e-9, 1e9)]
-    target: Annotated[float, Between(0, 1e9)]  # seconds of the target's pass in the step
+    time: Annotated[float, Between(1e-9, 1e9)]
+    target: Annotated[float, Between(0, 1e9)]  # time of the target's pass in the step
     spread: float  # the larger of median over minimum, and of seconds over seconds of CPU time on a CPU
+
+
+Steps = dict[str, Step]  # by the draft: a tree, "window-8", or "plain"
 
 
 Span = tuple[float, float]  # seconds of a step, and of the target's pass in the step
@@ -78,16 +83,15 @@ def warm_step(timed: TimedEngine) -> Span:
     return span if span[0] > SLOW_STEP else timed.midway_step()
 
 
-def measure(drafts: Iterable[tuple[str, Callable[[], Engine]]], length: int) -> tuple[Step, ...]:
+def measure(drafts: Iterable[tuple[str, Callable[[], Engine]]], length: int) -> Steps:
     """Time the steps of some drafts until the budget is used up, or there is too little memory for an engine.
 
     drafts: names, and functions that make the engine. The first is plain decoding, which is timed after every timed step of
-    another draft: a step's time relative to plain decoding's does not change when the machine becomes slower for a while. The second
-    is always measured too, the others as far as the budget allows. length: codes of a picture.
+    another draft. The second is always measured too, the others as far as the budget allows. length: codes of a picture.
     """
     (plain_name, make_plain), *drafted_engines = drafts
     began = time.perf_counter()
-    steps: tuple[Step, ...] = ()
+    steps: Steps = {}
     with suppress(InputError):  # such as too little memory for an engine
         plain = TimedEngine(make_plain())
         plain.midway_step(zero_cache=True)  # with the set-up of a first use
@@ -97,13 +101,12 @@ def measure(drafts: Iterable[tuple[str, Callable[[], Engine]]], length: int) -> 
             # The next draft is expected to take the mean time of plain decoding and of the drafts before it.
             if steps and elapsed + elapsed / len(steps) > budget:
                 break
-            steps = joined(steps, measure_beside(plain, plain_name, make_engine, name))
+            plain_step, drafted_step = measure_beside(plain, make_engine)
+            steps = {plain_name: plain_step} | steps | {name: drafted_step}
     return steps
 
 
-def measure_beside(
-    plain: TimedEngine, plain_name: str, make_engine: Callable[[], Engine], name: str
-) -> tuple[Step, Step]:
+def measure_beside(plain: TimedEngine, make_engine: Callable[[], Engine]) -> tuple[Step, Step]:
     """Time steps of plain decoding and of a draft in turn, the latter in an engine that is freed at the end."""
     drafted = TimedEngine(make_engine())
     drafted.midway_step(zero_cache=True)
@@ -118,36 +121,27 @@ def measure_beside(
     # On a CPU, seconds beyond the thread's own CPU time were spent waiting for a core.
     on_cpu = plain.engine.codes.device.type == "cpu"
     wait_ratio = wall_seconds / thread_seconds if thread_seconds and on_cpu else 1.0
+    plain_seconds = [seconds for seconds, _ in plain_spans]
 
-    def step(name: str, rows: int, spans: Sequence[Span]) -> Step:
-        plain_seconds = [seconds for seconds, _ in plain_spans]
-        seconds, target_seconds = (
-            median(plain_seconds) * median(map(truediv, part, plain_seconds))
-            for part in zip(*spans, strict=True)
+    def step(rows: int, spans: Sequence[Span]) -> Step:
+        seconds, target_seconds = zip(*spans, strict=True)
+        spread = max(wait_ratio, median(seconds) / min(seconds))
+        step_time, target_time = (
+            median(map(truediv, part, plain_seconds)) for part in (seconds, target_seconds)
         )
-        step_seconds = [seconds for seconds, _ in spans]
-        spread = max(wait_ratio, median(step_seconds) / min(step_seconds))
-        return Step(name, rows, seconds, target_seconds, spread)
+        return Step(rows, step_time, target_time, spread)
 
-    return step(plain_name, plain.rows, plain_spans), step(name, drafted.rows, drafted_spans)
+    return step(plain.rows, plain_spans), step(drafted.rows, drafted_spans)
 
 
-def joined(reference: Sequence[Step], steps: Sequence[Step]) -> tuple[Step, ...]:
-    """Return the reference and `steps` of other drafts, scaled to the reference's pace by `steps[0]`, plain decoding's."""
-    seconds = {step.draft: step.seconds for step in reference}
-    scale = seconds.get(steps[0].draft, steps[0].seconds) / steps[0].seconds if steps else 1.0
-    new_steps = (step for step in steps if step.draft not in seconds)
-    return (*reference, *(replace(s, seconds=s.seconds * scale, target=s.target * scale) for s in new_steps))
-
-
-def disturbed(steps: Sequence[Step]) -> bool:
+def disturbed(steps: Collection[Step]) -> bool:
     """Return whether other work took the cores while the steps were measured."""
     pairs = combinations(sorted(steps, key=lambda step: step.rows), 2)
     slower = (small.target > MAX_RATIO * large.target for small, large in pairs if small.rows < large.rows)
     return any(slower) or sum(step.spread for step in steps) > MAX_SPREAD * len(steps)
 
 
-def bound(steps: Sequence[Step]) -> str | None:
+def bound(steps: Collection[Step]) -> str | None:
     """Return a sentence on what bounds passes on this machine; None where too little was measured to tell."""
     rows = sorted({step.rows for step in steps})
     if len(rows) < 3:
@@ -171,7 +165,7 @@ class Store:
     """
 
     facts: Mapping[str, str] = field(default_factory=dict)
-    steps: dict[str, tuple[Step, ...]] = field(default_factory=dict)
+    steps: dict[str, Steps] = field(default_factory=dict)
     counts: dict[str, Counts] = field(default_factory=dict)
 
     @property
@@ -184,10 +178,10 @@ class Store:
         counts = self.counts.get(key)
         return counts if counts is not None and counts.passes >= MIN_PASSES else None
 
-    def add_steps(self, key: str, steps: tuple[Step, ...]) -> None:
+    def add_steps(self, key: str, steps: Steps) -> None:
         """Add the steps of a key; steps of an earlier process stay."""
         self.read()
-        self.steps[key] = joined(self.steps.pop(key, ()), steps)
+        self.steps[key] = steps | self.steps.pop(key, {})
         self._write()
 
     def add_counts(self, key: str, counts: Counts) -> bool:
@@ -208,7 +202,7 @@ class Store:
             return
         # Where nothing can be written, this process has more measurements than the file.
         for key, steps in stored.steps.items():
-            self.steps[key] = joined(steps, self.steps.get(key, ()))
+            self.steps[key] = self.steps.get(key, {}) | steps
         for key, counts in stored.counts.items():
             self.counts[key] = max(counts, self.counts.get(key, counts), key=lambda counts: counts.passes)
 
@@ -267,7 +261,7 @@ class Fit:
         self._uncounted: set[tuple[str, str]] = set()  # keys and drafts whose acceptance is to be counted
         # By key: drafts that this process had in a measurement, and steps that other processes are not to read.
         self._offered = defaultdict[str, set[str]](set)
-        self._disturbed: dict[str, tuple[Step, ...]] = {}
+        self._disturbed = defaultdict[str, Steps](dict)
 
     @own_devices()
     def __call__(self, settings: Settings) -> Settings:
@@ -287,13 +281,11 @@ class Fit:
         steps = self._steps(settings, {name: draft for name, (draft, _) in candidates.items()})
         if not steps.keys() > {PLAIN}:
             return unfitted
-        seconds = {
-            name: step.seconds * passes(self.length, candidates[name][1]) for name, step in steps.items()
-        }
-        shortest = min(seconds.values())
-        if seconds[PLAIN] == shortest:
+        times = {name: step.time * passes(self.length, candidates[name][1]) for name, step in steps.items()}
+        shortest = min(times.values())
+        if times[PLAIN] == shortest:
             return candidates[PLAIN][0]
-        fast = [name for name in seconds if name != PLAIN and seconds[name] * (1 - MARGIN) <= shortest]
+        fast = [name for name in times if name != PLAIN and times[name] * (1 - MARGIN) <= shortest]
         return candidates[min(fast, key=lambda name: steps[name].rows)][0]
 
     def counts(self, settings: Settings) -> Counts | None:
@@ -303,7 +295,7 @@ class Fit:
 
     def bound(self, settings: Settings) -> str | None:
         """Return a sentence on what bounds passes on this machine; None where such settings were not measured."""
-        return bound(self._measured(key_of(cost_settings(settings))))
+        return bound(self._measured(key_of(cost_settings(settings))).values())
 
     def count(self, settings: Settings, engine: Engine) -> None:
         """Let an engine count the acceptance of its drafts, where a fit waits for the counts."""
@@ -311,24 +303,24 @@ class Fit:
         if (key, draft_name(settings)) in self._uncounted and self.counts(settings) is None:
             Counter(engine, partial(self.store.add_counts, key))
 
-    def _steps(self, settings: Settings, candidates: Mapping[str, Settings]) -> dict[str, Step]:
+    def _steps(self, settings: Settings, candidates: Mapping[str, Settings]) -> Steps:
         """Return the candidates' steps, stored or measured now; the next process measures those beyond the budget."""
         key = key_of(cost_settings(settings))
-        missing = candidates.keys() - {step.draft for step in self._measured(key)} - self._offered[key]
+        missing = candidates.keys() - self._measured(key).keys() - self._offered[key]
         if missing:
             self._offered[key] |= missing
             names = [name for name in candidates if name == PLAIN or name in missing]
             engines = ((name, partial(self.make_engine, candidates[name])) for name in names)
             new_steps = measure(engines, self.length)
-            if disturbed(new_steps):
-                self._disturbed[key] = joined(self._measured(key), new_steps)
+            if disturbed(new_steps.values()):
+                self._disturbed[key] = new_steps | self._disturbed[key]
             elif new_steps:
                 self.store.add_steps(key, new_steps)
-        return {step.draft: step for step in self._measured(key) if step.draft in candidates}
+        return {name: step for name, step in self._measured(key).items() if name in candidates}
 
-    def _measured(self, key: str) -> tuple[Step, ...]:
+    def _measured(self, key: str) -> Steps:
         """Return the measured steps of a key. A stored step takes precedence over a disturbed one of the same draft."""
-        return joined(self.store.steps.get(key, ()), self._disturbed.get(key, ()))
+        return self._disturbed[key] | self.store.steps.get(key, {})
 
     @staticmethod
     @lru_cache(64)

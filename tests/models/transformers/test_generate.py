@@ -314,7 +314,7 @@ def test_drafts_of_an_accelerated_model_are_fitted_to_the_machine(
     lanternpp.accelerate(case.model, method="jacobi-coupled")
     drawn = case.model.generate(**given)
     (steps,) = held(case.model, None)._fit.store.steps.values()
-    assert {"plain", "window-16", "window-4"} <= {step.draft for step in steps}
+    assert {"plain", "window-16", "window-4"} <= steps.keys()
     assert len(drawn) == len(case.model.generate(**given)) == 2
 
 
