@@ -347,6 +347,7 @@ def test_pictures_of_other_sizes_have_rows_of_their_own(
         ("anole", "128x64", "128x64 cannot be drawn; squares of 64 pixels can"),
         ("janus", "48x48", "48x48 cannot be drawn.*squares of 64 pixels"),
         ("emu3", "20x16", r"20x16.*multiples of 8"),
+        ("emu3", "960x544", "120x68 codes do not fit the model's 256 positions"),
         ("liquid", "128", "squares of 64, 512 pixels"),
         ("simplear", "512x256", "squares of 64, 1024, 768, 512, 256 pixels"),
         ("simplear", "512", "32x32 codes do not fit the model's 256 positions"),
@@ -582,6 +583,8 @@ def test_a_prompt_of_emu35_may_show_pictures(
     assert target.conditional(shown) == conditional
     unconditional = [*ids(f"{task}. USER: "), *tokens, *ids(f" ASSISTANT: {drawn}")]
     assert target.unconditional(shown) == unconditional
+    wide = target.shaped((Raster(1, 5, True), 8))
+    assert wide.depicted("red sea", [picture.resize((50, 50))]).pictures[0].shape == (3, 3), "9 codes hold 5"
     own = target.depicted("red sea", [Image.new("RGB", (50, 50)), picture])
     assert own.shape[0] == Raster(3, 5, True)
     size = ids("<|image start|>3*5<|image token|>")

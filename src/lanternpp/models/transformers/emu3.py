@@ -31,7 +31,7 @@ class Emu3(TransformersTarget):
     class_name, model_type = "Emu3ForConditionalGeneration", "emu3"
     about = "Emu3-Gen in transformers' layout"
     request, null_request = (BEGIN, REQUEST, *SIZE), (BEGIN, NEGATIVE, *SIZE)
-    any_size, default_size, max_codes = True, "720", 8100
+    any_size, default_size, max_codes = True, "720", 8192
     defaults = {"cfg": 3.0, "top_k": 2048}  # noqa: RUF012
 
     def __init__(self, model: Any):

@@ -9,6 +9,7 @@ of src/tokenizer_emu3_ibq, and pictures by BAAI/Emu3.5-VisionTokenizer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +94,10 @@ class Emu35(TokenizerBeside):
         return [*begin, *self.token_ids(codes).tolist(), self.text.id(END)]
 
     def depicted(self, prompt: str, pictures: Sequence[Any], own_shape: bool = True) -> Depicted:
-        """Encode pictures, each as about as many codes as a picture from text has, in its own shape."""
+        """Encode pictures, each in its own shape as about as many codes as a square with those of a picture from text."""
         raster, depicted = self.raster, Depicted(prompt)
-        grids = [self.read_picture(picture, raster.rows * raster.columns) for picture in pictures]
+        side = isqrt(raster.rows * raster.columns - 1) + 1  # 64 for all sizes of the authors
+        grids = [self.read_picture(picture, side * side) for picture in pictures]
         if own_shape and not self.fixed_size:
             rows, columns = grids[-1].shape
             raster = Raster(rows, columns, True)

@@ -2,7 +2,7 @@
 
 A prompt of Alpha-VLLM/Lumina-mGPT-7B-512, -768 and -1024 is Anole's with the height and the width, in steps of 32 px,
 between <racm3:break> and the first code; a row end follows every row. The unconditional branch is the same without text and <s>
-(lumina_mgpt/inference_solver.py; the demo draws with guidance 4 and top-k 2000).
+(lumina_mgpt/inference_solver.py; README.md draws with guidance 4 and top-k 2000).
 """
 
 from __future__ import annotations
