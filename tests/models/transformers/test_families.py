@@ -660,7 +660,7 @@ def test_sizes_and_sampling_defaults_of_glm_image(
     glm[1].generation_config.update(temperature=0.9, top_p=0.75, do_sample=True)
     glm[1].save_pretrained(tmp_path)
     found = read_target(tmp_path, torch.float32, given={"size": "32"}).defaults
-    assert (found["cfg"], found["temperature"], found["top_p"]) == (1.0, 0.9, 0.75)
+    assert found == {"cfg": 1.0, "temperature": 0.9, "top_k": 50, "top_p": 0.75}
 
 
 def test_unsupported_calls_of_glm_image_are_rejected(glm_pipe: Pipeline, tmp_path: Path) -> None:

@@ -39,7 +39,8 @@ class GlmImage(TransformersTarget):
 
     def __init__(self, model: Any):
         sampling, dials = vars(model.generation_config), ("temperature", "top_k", "top_p")
-        self.defaults = {"cfg": 1.0} | {name: sampling[name] for name in dials if sampling.get(name)}
+        given = {name: sampling[name] for name in dials if sampling.get(name) is not None}
+        self.defaults = {"cfg": 1.0, "top_k": 50} | given  # 50 is transformers' own
         super().__init__(model, model.model.language_model, range(model.config.text_config.vision_vocab_size))
 
     def raster_of(self, source: Source, size: str | None) -> Raster:
