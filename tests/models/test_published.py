@@ -7,9 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import checkpoints as llamagen
 from helpers.families import EVERY, write_eagle, write_ibq
 from helpers.hub import Outcome, hub, run_with_hub
+from safetensors.torch import load_file
 
 PROMPT = "a photo of the red tulip"
 FAMILIES = {  # target, drafter, prompt
@@ -44,6 +46,11 @@ def write_repositories(root: Path) -> None:
     tokenizer.mkdir(parents=True)
     shutil.move(root / "lumina2" / "movqgan_270M.ckpt", tokenizer)
     write_ibq(root.parent / "BAAI" / "Emu3.5-VisionTokenizer")
+    vqgan = root.parent / "Alpha-VLLM/Chameleon_7B_mGPT/original_tokenizers/vqgan.ckpt"
+    vqgan.parent.mkdir(parents=True)
+    own = root / "Lumina-mGPT-7B-64" / "vqgan.safetensors"
+    torch.save({"state_dict": load_file(own)}, vqgan)
+    own.unlink()
     write_eagle(root / "eagle")
 
 

@@ -497,7 +497,7 @@ def test_missing_files_beside_a_checkpoint_are_named(models: Path, tmp_path: Pat
     moved = tmp_path / "elsewhere"
     moved.mkdir()
     for name, file, reason in (
-        (LUMINA, "vqgan.safetensors", r"vqgan\.ckpt there"),
+        (LUMINA, "vqgan.safetensors", r"vqgan\.ckpt there.* not on this"),
         ("lumina2", "movqgan_270M.ckpt", r"movqgan_270M\.ckpt there.* not on this"),
         ("emu3.5", "Emu3.5-VisionTokenizer", r"Emu3\.5-VisionTokenizer there.* not on this"),
         ("simplear", "vq_cosmos.safetensors", r"vq_cosmos\.safetensors there.*docs/models\.md"),

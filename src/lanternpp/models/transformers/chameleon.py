@@ -2,7 +2,7 @@
 
 A prompt of leloy/Anole-7b-v0.1-hf is <s> text <reserved08706> <racm3:break>, and the unconditional branch <s> <racm3:break>
 (facebookresearch/chameleon, inference/chameleon.py, which draws with guidance 3, temperature 0.7 and top-p 0.9). transformers' class
-has no VQ decoder: its weights are in the checkpoint (Anole's) or in Meta's `vqgan.ckpt`, beside it.
+has no VQ decoder: its weights are in the checkpoint (Anole's) or in Meta's `vqgan.ckpt`, which Alpha-VLLM publish.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Chameleon(TokenizerBeside):
     vq_files: ClassVar[tuple[str, ...]] = (
         *("vqgan.ckpt", "vqgan.safetensors", "tokenizer/vqgan.ckpt", "tokenizer/vqgan.safetensors"),
     )
+    vq_hub: ClassVar[str] = "Alpha-VLLM/Chameleon_7B_mGPT/original_tokenizers/vqgan.ckpt"
 
     def __init__(self, model: Any, row_end: int | None = None):
         codes = self.image_tokens(model.model.vocabulary_mapping.vocab_map)

@@ -8,6 +8,7 @@ A prompt is <bos> text " Generate an image based on this description." <boi>, an
 from __future__ import annotations
 
 from lanternpp.models.transformers.beside import LanguageModel
+from lanternpp.models.transformers.chameleon import Chameleon
 
 REQUEST = "{prompt} Generate an image based on this description."
 
@@ -22,4 +23,4 @@ class Liquid(LanguageModel):
     text_tokens, levels, sides = 256_000, (8192,), (32,)
     # Its config.json says "gelu", which meant the approximation when Gemma was published.
     fields = {"hidden_act": "gelu_pytorch_tanh"}  # noqa: RUF012
-    vq_files = ("vqgan.ckpt", "vqgan.safetensors")
+    vq_files, vq_hub = Chameleon.vq_files, Chameleon.vq_hub
