@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers.models import write_model
@@ -126,6 +128,19 @@ def test_the_time_of_observers_is_not_part_of_a_step(monkeypatch) -> None:
         monkeypatch.setattr("time.perf_counter", lambda seconds=seconds: seconds)
         watch.entered(phase.removesuffix(" again"))
     assert watch.take(30.0) == {"draft": 7, "pass": 2, "verify": 3, "rest": 14}
+
+
+def test_the_card_of_the_engine_is_timed_where_another_one_is_current(monkeypatch) -> None:
+    timed, event = [], SimpleNamespace(record=lambda stream="current": timed.append(stream))
+    event.elapsed_time = lambda end: 1000.0
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device="current": timed.append(device))
+    codes = SimpleNamespace(device=torch.device("cuda:1"))
+    watch = Stopwatch(SimpleNamespace(codes=codes, observers=[]))
+    for phase in ("pass", "rest"):
+        watch.entered(phase)
+    assert watch.take(3.0)["pass"] == 1 and timed == [codes.device] * 3
 
 
 @pytest.fixture(scope="module")

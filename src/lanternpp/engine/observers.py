@@ -64,7 +64,8 @@ class Stopwatch(Observer):
     """
 
     def __init__(self, engine: Engine):
-        self.cuda = engine.codes.device.type == "cuda"
+        self.device = engine.codes.device
+        self.cuda = self.device.type == "cuda"
         self._marks: list[tuple[Phase, Any]] = []
         engine.observers.append(self)
 
@@ -72,19 +73,18 @@ class Stopwatch(Observer):
         """Record when a phase begins."""
         mark: Any = torch.cuda.Event(enable_timing=True) if self.cuda else time.perf_counter()
         if self.cuda:
-            mark.record()
+            mark.record(torch.cuda.current_stream(self.device))
         self._marks.append((phase, mark))
 
     def take(self, seconds: float) -> dict[str, float]:
         """Return the seconds in each of PHASES since the last call, of a run that took `seconds` in all."""
         if self.cuda:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self.device)
         seconds_in: dict[str, float] = dict.fromkeys((*PHASES, "observe"), 0.0)
         for (phase, start), (_, end) in pairwise(self._marks):
             seconds_in[phase] += start.elapsed_time(end) / 1000 if self.cuda else end - start
         self._marks.clear()
-        del seconds_in["rest"]
-        rest = max(seconds - sum(seconds_in.values()), 0.0)
+        rest = max(seconds + seconds_in["rest"] - sum(seconds_in.values()), 0.0)
         del seconds_in["observe"]
         return seconds_in | {"rest": rest}
 
@@ -144,6 +144,6 @@ def trimmed_mean(values: Sequence[float]) -> float:
 
 def synchronized_time(engine: Engine) -> float:
     """Wait until the engine's device is idle; return the seconds of a clock."""
-    if engine.codes.device.type == "cuda":
-        torch.cuda.synchronize()
+    if (device := engine.codes.device).type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter()
