@@ -20,17 +20,15 @@ DRAW = ("generate", "a red tulip", "--model")
 
 
 def test_auto_is_half_precision_on_every_gpu_and_on_cpus_with_bfloat16(monkeypatch) -> None:
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    cpu = torch.device("cpu")
     for amx, avx in product((False, True), repeat=2):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda avx=avx: avx)
         kind = torch.bfloat16 if amx or avx else torch.float32
         assert pick_dtype("auto", cpu) is kind is pick_dtype("int8", cpu)
-    for native, kind in ((True, torch.bfloat16), (False, torch.float16)):
-        monkeypatch.setattr(
-            torch.cuda, "is_bf16_supported", lambda including_emulation=True, native=native: native
-        )
-        assert pick_dtype("auto", gpu) is kind
+    cards = {torch.device("cuda:0"): (7, 5), torch.device("cuda:1"): (8, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", cards.__getitem__)
+    assert [pick_dtype("auto", card) for card in cards] == [torch.float16, torch.bfloat16]
 
 
 def test_without_bfloat16_the_kernels_decide_the_dtype_which_is_reported(run, model, monkeypatch) -> None:

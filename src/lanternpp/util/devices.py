@@ -55,7 +55,7 @@ def half_width(device: torch.device) -> torch.dtype | None:
     float16; on a CPU with AMX or AVX-512-BF16 bfloat16, else None.
     """
     if device.type == "cuda":
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
+        native = torch.cuda.get_device_capability(device) >= (8, 0)
         return torch.bfloat16 if native else torch.float16
     probes = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
     native = any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
