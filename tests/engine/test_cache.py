@@ -107,6 +107,9 @@ def test_a_padding_slot_gives_no_nan_and_does_not_count(dtype):
         memory = cache.rows(torch.arange(ROWS), torch.tensor([2, 3]), 4)
         features = decoder(embeds, memory.nodes(), memory)
         assert features.isfinite().all()
+        memory = Cache(DEEP, 1, SLOTS, decoder.norm.weight).rows(torch.arange(1), torch.tensor([0]), 3)
+        padding = decoder(embeds[1:, :3], memory.nodes(), memory)  # as LANTERN's drafters read it
+        assert torch.allclose(features[1:, :3], padding, rtol=0.05)
         ends.append((features[:, -1], decode_one_by_one(decoder, cache, later)))
     assert torch.equal(ends[0][0], ends[1][0]) and torch.equal(ends[0][1], ends[1][1])
 

@@ -113,11 +113,13 @@ class RowCache:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
     def nodes(self, start: int = 0, end: int | None = None) -> Nodes:
-        """Return positions, slots and mask of prompt slots, by default of all; a padding slot attends to itself alone."""
+        """Return positions, slots and mask of prompt slots, by default of all; padding slots attend to padding alone."""
         keys = torch.arange(self._count, device=self._rows.device)  # [T]
         queries = keys[start:end]  # [N]
-        causal = (keys <= queries[:, None]) & (keys >= self._start[:, None, None])  # [r, N, T]
-        mask = causal | (keys == queries[:, None])
+        is_padding = keys < self._start[:, None]  # [r, T]
+        mask = (keys <= queries[:, None]) & (
+            is_padding[:, None] == is_padding[:, start:end, None]
+        )  # [r, N, T]
         slots = queries.expand(len(self._rows), -1)
         return Nodes(slots, slots, mask[:, None])
 
