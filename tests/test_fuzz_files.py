@@ -27,11 +27,11 @@ from hypothesis import strategies as st
 from lanternpp import InputError, Pipeline, models
 from lanternpp.api.defaults import Defaults
 from lanternpp.api.model import read_target
+from lanternpp.api.settings import convert_override
 from lanternpp.evaluation.classifier import read_classifier
 from lanternpp.nn import checkpoints
 from lanternpp.nn.sources import SAME, Source, blank
 from lanternpp.trees import build_tree
-from lanternpp.util.registry import Importable
 
 PROMPT = "a red tulip"
 TIMES = int(os.environ.get("FUZZ", "1"))
@@ -299,5 +299,5 @@ def test_a_pt_file(tmp_path: Path, content: Any, zipped: bool, flips: list, cut:
 def test_a_tree(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "tree.json"
     path.write_bytes(content)
-    one_sentence(lambda: build_tree(Importable(str(path))))
+    one_sentence(lambda: convert_override("tree", path))
     one_sentence(lambda: build_tree("[" + content.decode("utf-8", "replace")))

@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from lanternpp.api.defaults import FILE, Defaults
 from lanternpp.api.settings import resolve
 from lanternpp.trees import build_tree
 from lanternpp.trees.dynamic import DynamicTree
-from lanternpp.util.registry import Importable, find
+from lanternpp.util.registry import find
 
 PROMPT = "a red tulip"
 MARK = "imported_by_a_file"  # a module that must not be imported
@@ -50,14 +51,16 @@ def test_defaults_import_nothing(forbidden: str, part: str, deep: bool, tmp_path
         pipe(PROMPT, method="lantern++", **{part: ours})
 
 
-def test_only_the_caller_may_name_a_tree_file(forbidden: str, tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "model")
-    (tmp_path / "t.json").write_text("[[0],[1]]")
-    update_json(folder / "defaults.json", tree=str(tmp_path / "t.json"))
+def test_only_the_caller_may_name_a_tree_file_which_is_read_at_every_call(
+    forbidden: str, tmp_path: Path
+) -> None:
+    folder, file = write_model(tmp_path / "model"), tmp_path / "t.json"
+    update_json(folder / "defaults.json", tree=str(file))
     pipe = Pipeline.from_pretrained(str(folder))
-    rejects(r"tree .* is unknown", pipe, PROMPT)
-    drawn = pipe(PROMPT, method="eagle", tree=str(tmp_path / "t.json"))
-    assert drawn.stats.settings["tree"].endswith("t.json")
+    for paths in ("[[0],[1]]", "[[0],[1],[2]]"):
+        file.write_text(paths)
+        rejects(r"tree .* is unknown", pipe, PROMPT)
+        assert pipe(PROMPT, method="eagle", tree=file).stats.settings["tree"] == paths
 
 
 @pytest.mark.parametrize("network", ["target", "drafter", "parallel", "tokenizer"])
@@ -88,15 +91,16 @@ def test_a_checkpoint_that_others_published_imports_nothing(forbidden: str, tmp_
     rejects("is no model family known here", Pipeline.from_pretrained, str(tmp_path))
 
 
-def test_a_name_that_the_caller_gives_is_imported_also_after_copies(tmp_path: Path) -> None:
-    name = Importable("lanternpp.trees.dynamic:DynamicTree")
-    given = resolve("eagle", {}, {"tree": DynamicTree(nodes=9)})
-    for copied in (lambda value: value, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))):
-        assert build_tree(copied(given).tree).size == 10 and str(given.tree) == f"{name} (an object)"
-        assert build_tree(copied(name)).size == 60
-    assert name == str(name) and hash(name) == hash(str(name))
-    for plain in (str(name), json.loads(json.dumps(name))):
-        rejects("command line and in Python", build_tree, plain)
+def test_parts_that_the_caller_gives_stay_the_same_in_copies_and_are_text_in_files() -> None:
+    name = "lanternpp.trees.dynamic:DynamicTree"
+    trees = {name: (name, 60), f"{name} (an object)": (DynamicTree(nodes=9), 10)}
+    for text, (tree, size) in trees.items():
+        settings = resolve("eagle", {}, {"tree": tree})
+        for copied in (settings, copy.deepcopy(settings), pickle.loads(pickle.dumps(settings))):
+            assert build_tree(copied.tree).size == size and str(copied.tree) == text
+        for plain in (asdict(settings)["tree"], json.loads(json.dumps(settings.tree))):
+            rejects("command line and in Python", build_tree, plain)
+    assert resolve("eagle", {}, {"tree": name}) == resolve("eagle", {}, {"tree": DynamicTree})
 
 
 @pytest.mark.parametrize("name", [None, 3, ["exact"], {"a": 1}, ""])

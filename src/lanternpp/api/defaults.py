@@ -62,7 +62,8 @@ TUNED_DIALS = (*DRAFT_DIALS, *names(RuleDials))  # the settings that an entry ma
 
 def conditions(settings: Settings, placement: Mapping[str, Any]) -> dict[str, Any]:
     """Return the conditions that a tuning is valid for. placement: device type and dtype; the rest are settings."""
-    return {name: placement[name] if name in placement else getattr(settings, name) for name in CONDITIONS}
+    values = {**asdict(settings), **placement}
+    return {name: values[name] for name in CONDITIONS}
 
 
 @dataclass(frozen=True)

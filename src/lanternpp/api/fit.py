@@ -37,7 +37,7 @@ from lanternpp.trees.static import Shape, chain, is_chain
 from lanternpp.util.devices import device_name, own_devices, usable_cores
 from lanternpp.util.files import digest, user_cache
 from lanternpp.util.jsonfile import Between, key_of, read_object, validated, write_json
-from lanternpp.util.registry import Importable
+from lanternpp.util.registry import GivenEntry
 
 SWITCH = "LANTERNPP_FIT"  # in the environment; 0: nothing is fitted, as with --no-fit
 PLAIN = "plain"
@@ -346,7 +346,7 @@ def draft_shape(settings: Settings) -> Shape | None:
     """Return the shape of a method's drafts; None without drafts or a fixed shape, for compiled steps, and for the caller's own parts."""
     parts = settings.proposer, settings.accept, settings.tree
     # The code of a caller's part may change while its name stays.
-    if any(isinstance(part, Importable) and ":" in part for part in parts):
+    if any(isinstance(part, GivenEntry) for part in parts):
         return None
     if settings.compile or settings.min_survival or settings.proposer == NO_DRAFT:
         return None

@@ -31,10 +31,11 @@ from lanternpp.errors import InputError
 from lanternpp.models.base import Target
 from lanternpp.proposers import PROPOSERS
 from lanternpp.proposers.parallel import unshortened_reason
-from lanternpp.trees import TREES, build_tree, shape_name
+from lanternpp.trees import PATHS, TREES, build_tree, shape_name
 from lanternpp.trees.base import TreeBuilder
 from lanternpp.trees.static import check as check_shape
-from lanternpp.util.registry import GivenEntry, check_class, check_instance, find, importable, unknown
+from lanternpp.util.jsonfile import read_json
+from lanternpp.util.registry import check_class, check_instance, find, given, unknown
 
 # By the kind of a part: its name in messages, its classes by name, its base class, and whether an object may take its place.
 PARTS: dict[str, tuple[str, Mapping[str, Any], type, bool]] = {
@@ -53,7 +54,7 @@ def resolve(
 ) -> Settings:
     """Merge overrides, the model's defaults for the method, its defaults for all methods, and the method's row.
 
-    Overrides are the caller's own: the names in them may be imported (`Importable`), names in defaults may not.
+    Overrides are the caller's own: the names in them may be imported, names in defaults may not.
     auto: the caller named no method; a message says so.
     Raises InputError where a name is unknown, or an override is a dial that no part of the method reads. Such a dial of the row or
     of the defaults is dropped: an override has replaced the part that read it. A draft whose shape is an override is not fitted.
@@ -165,18 +166,18 @@ def with_tree(settings: Settings, tree: str | None) -> Settings:
 
 
 def convert_override(name: str, value: Any) -> Any:
-    """Convert an override to the type of its field; a part may be a class, and a rule an object. Raises InputError."""
+    """Convert an override to the type of its field: a part as `given`, a tree's paths or their file as text. Raises InputError."""
     dial = DIALS.get(name)
     if dial is None:
         return value  # `resolve` raises
+    if name not in PARTS or isinstance(value, str | Path):
+        value = _read(dial, value, dial.spoken)
+    text = str(value)
     if name == "tree" and isinstance(value, list | tuple):
         return shape_name(check_shape(value, "tree"))
-    if name in PARTS and not isinstance(value, str | Path):
-        label, _, base, may_be_object = PARTS[name]
-        if isinstance(value, type) or may_be_object:
-            check_class(label, GivenEntry(value), value if isinstance(value, type) else type(value), base)
-            return GivenEntry(value)
-    return importable(_read(dial, value, dial.spoken))
+    if name == "tree" and text.endswith(".json"):  # read now, as the file may change later
+        return shape_name(check_shape(read_json(Path(text), PATHS), f"tree file {text}"))
+    return given(PARTS[name][0], value) if name in PARTS and not text.startswith("[") else value
 
 
 def _read(dial: Dial, value: Any, label: str) -> Any:

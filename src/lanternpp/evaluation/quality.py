@@ -19,7 +19,7 @@ from lanternpp.evaluation.features import EXTRACTORS, ClassifierFeatures, Clip, 
 from lanternpp.evaluation.pictures import Gallery, reference_folder
 from lanternpp.nn.files import check_finite, input_errors
 from lanternpp.util.devices import pick_device
-from lanternpp.util.registry import check_class, check_instance, find, importable
+from lanternpp.util.registry import check_class, check_instance, find, given
 
 NUM_NEIGHBOURS = 3  # k of precision and recall
 MIN_PICTURES = NUM_NEIGHBOURS + 1  # precision and recall compare a picture with its neighbours
@@ -70,7 +70,7 @@ class Quality:
         if classifier is None and features is None and reference is None and scorer is not None:
             return cls(None, None, None, None, None, scorer)
         name = features or "classifier"
-        kind = find("features", importable(name), EXTRACTORS)
+        kind = find("features", given("features", name), EXTRACTORS)
         check_class("features", name, kind, Extractor)
         extractor = classifier if classifier and kind is ClassifierFeatures else kind(folder, device)
         if kind not in EXTRACTORS.values():

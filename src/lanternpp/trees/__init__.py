@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from textwrap import shorten
 from typing import cast
 
 from lanternpp.errors import InputError
 from lanternpp.trees.base import TreeBuilder
 from lanternpp.trees.static import SHAPES, Shape, StaticTree
-from lanternpp.util.jsonfile import parse_json, read_json
-from lanternpp.util.registry import Importable, check_class, check_instance, find
+from lanternpp.util.jsonfile import parse_json
+from lanternpp.util.registry import check_class, check_instance, find
 
 PATHS = "a tree is a list of paths such as [[0], [0, 0], [1]]"
 
@@ -24,16 +23,10 @@ TREES: dict[str, Shape | str] = {
 
 
 def build_tree(name: str) -> TreeBuilder:
-    """Return the builder of a name: an entry of `TREES`, or paths as JSON; raise InputError where there is none.
-
-    An `Importable` may also be the name of a file of paths, or "package.module:Name" of a class, of a builder or of a
-    list of paths.
-    """
+    """Return the builder of a name: an entry of `TREES`, paths as JSON, or what the caller gave. InputError where there is none."""
     if name.startswith("["):
         source = f"tree {shorten(name, 40, placeholder='...')!r}"
         return StaticTree(parse_json(name, source, PATHS), source)
-    if isinstance(name, Importable) and name.endswith(".json"):
-        return StaticTree(read_json(Path(name), PATHS), f"tree file {Path(name)}")
     entry = find("tree", name, TREES, "a .json file with a list of paths")
     if isinstance(entry, list | tuple):
         return StaticTree(entry, f"tree {str(name)!r}")

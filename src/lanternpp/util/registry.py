@@ -1,4 +1,4 @@
-"""Classes by name: an entry of a registry, or "package.module:Class" for a class of the caller's own."""
+"""Classes by name: an entry of a registry, or a class of the caller's own, also by "package.module:Class"."""
 
 from __future__ import annotations
 
@@ -23,26 +23,18 @@ IMPORT_SOURCE_HINT = (
 )
 
 
-class Importable(str):
-    """A name given on the command line or in Python, which may be "package.module:Class" or a file.
-
-    An `Importable` equals the plain name. Names from files and requests are plain `str`, which `find` looks up in the registry
-    and never imports; a name that is written as JSON or text is a plain `str` when it is read.
-    """
-
-
-class GivenEntry(Importable):
-    """A class or instance that the caller gave in place of a name, as text the class's name.
+class GivenEntry(str):
+    """A class or instance that the caller gave in place of a name, as text the name that it was imported by or its class's name.
 
     Two `GivenEntry` are equal only if they hold the same class or instance, as two classes may have the same name.
     """
 
     entry: Any
 
-    def __new__(cls, entry: Any) -> Self:
+    def __new__(cls, entry: Any, name: str | None = None) -> Self:
         """Wrap a class or an object."""
         entry_class, suffix = (entry, "") if isinstance(entry, type) else (type(entry), " (an object)")
-        self = super().__new__(cls, f"{entry_class.__module__}:{entry_class.__qualname__}{suffix}")
+        self = super().__new__(cls, name or f"{entry_class.__module__}:{entry_class.__qualname__}{suffix}")
         self.entry = entry
         return self
 
@@ -53,10 +45,10 @@ class GivenEntry(Importable):
         return not self == other
 
     def __hash__(self) -> int:
-        return hash((str(self), id(self.entry)))
+        return hash(id(self.entry))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return GivenEntry, (self.entry,)
+        return GivenEntry, (self.entry, str(self))
 
     def __deepcopy__(self, memo: object) -> str:
         return str(self)
@@ -66,13 +58,19 @@ class GivenEntry(Importable):
 IMPORT_FOLDERS: list[str] = []
 
 
-def importable(name: Any) -> Any:
-    """Return a caller's value: a name as an `Importable`, any other value unchanged."""
-    return Importable(name) if isinstance(name, str) and not isinstance(name, Importable) else name
+def given(kind: str, value: Any) -> str:
+    """Return a class, an object or a name, given on the command line or in Python, as a name for `find`; import "package.module:Name".
+
+    Names from files and requests are not for this function. Raise InputError.
+    """
+    if not isinstance(value, str):
+        return GivenEntry(value)
+    is_place = ":" in value and not isinstance(value, GivenEntry)
+    return GivenEntry(_import_for_user(kind, value), value) if is_place else value
 
 
 def find(kind: str, name: str, table: Mapping[str, Any], alternative: str = "") -> Any:
-    """Return the entry `name` of a registry, or import an `Importable` of the form "package.module:Name".
+    """Return the entry `name` of a registry, or the entry that the caller gave, and import nothing else.
 
     Raise InputError with the known names if `name` is unknown; alternative: a further allowed value, for the message.
     """
@@ -81,8 +79,6 @@ def find(kind: str, name: str, table: Mapping[str, Any], alternative: str = "") 
     entry = table.get(name) if isinstance(name, str) else None
     if entry is not None:
         return imported(kind, entry)
-    if isinstance(name, Importable) and ":" in name:
-        return _import_for_user(kind, str(name))
     hint = f"; {IMPORT_SOURCE_HINT}" if ":" in str(name) else ""
     raise InputError(unknown(kind, str(name), table) + (f", or {alternative}" if alternative else "") + hint)
 
