@@ -12,7 +12,7 @@ from PIL import Image
 
 from lanternpp import Pipeline
 from lanternpp.api.calls import Request
-from lanternpp.api.pipeline import Result
+from lanternpp.api.results import Result, Setup
 from lanternpp.api.settings import with_tree
 from lanternpp.engine.decode import Engine
 
@@ -110,8 +110,13 @@ def test_a_gpu_without_compiled_steps_gets_a_hint(
     device: str, drawn: dict[str, object], options: tuple[str, ...], said: bool, compare, monkeypatch
 ) -> None:
     describe = Pipeline.describe
+
+    def described(*given: object) -> Setup:
+        setup = describe(*given)
+        return replace(setup, settings=setup.settings | drawn)
+
     monkeypatch.setattr(Pipeline, "device", SimpleNamespace(type=device))
-    monkeypatch.setattr(Pipeline, "describe", lambda *given: describe(*given) | drawn)
+    monkeypatch.setattr(Pipeline, "describe", described)
     assert ("`lanternpp models warm`" in compare(*options).err) is said
 
 

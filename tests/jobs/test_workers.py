@@ -57,11 +57,11 @@ def test_prompts_and_machines_that_cannot_draw_are_rejected(ray, options, tmp_pa
     made = pool(ray, options, 1)
     rejected, _ = made.check(["red tulip", "pine"])
     assert list(rejected) == ["pine"] and "names no subject" in rejected["pine"]
-    own = made.info
+    own, setup = made.info, made.info.setup
     for other, says in (
-        (replace(own, described={**own.described, "dtype": "bfloat16"}), "dtype 'bfloat16' -> 'float32'"),
-        (replace(own, versions={**own.versions, "torch": "1"}), "versions"),
+        ({"settings": {**setup.settings, "dtype": "bfloat16"}}, "dtype 'bfloat16' -> 'float32'"),
+        ({"versions": {**setup.versions, "torch": "1"}}, "versions"),
     ):
-        made.info = other
+        made.info = replace(own, setup=replace(setup, **other))
         rejects(says, list, made.render(IMAGES))
     rejects("missing", pool, ray, replace(options, model=str(tmp_path / "missing")), 1)

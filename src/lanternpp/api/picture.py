@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from itertools import zip_longest
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from PIL.PngImagePlugin import PngInfo
@@ -91,28 +90,6 @@ def comparison(title: str, panels: Sequence[Panel], side: int = 512) -> Image.Im
         if panel.highlight:
             write(draw, [fit(panel.highlight, FIGURE, width)], (left, y), FIGURE, ACCENT)
     return canvas
-
-
-def notes(
-    prompt: str,
-    seed: int,
-    model: str,
-    settings: Mapping[str, Any],
-    versions: Mapping[str, str],
-    images: int = 1,
-) -> dict[str, str]:
-    """Return the text chunks of a PNG: everything that drawing it again needs, and nothing that varies between equal runs.
-
-    settings: as `Pipeline.describe` returns them. versions: of the libraries that the result depends on.
-    """
-    return {
-        "prompt": prompt,
-        "seed": str(seed),
-        "images": str(images),
-        "model": model,
-        "settings": json.dumps(settings, sort_keys=True),
-        "versions": json.dumps(versions, sort_keys=True),
-    }
 
 
 def digests(pictures: Sequence[Image.Image]) -> str:

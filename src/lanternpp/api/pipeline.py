@@ -20,7 +20,7 @@ from lanternpp.api.defaults import Chosen, Defaults, conditions
 from lanternpp.api.engines import ENGINE_BYTES, Engines
 from lanternpp.api.model import MODELS, Model, model_folder, pick_placement
 from lanternpp.api.options import AUTO, CallOptions, PictureDials, Prompts, Settings, StreamOptions, listing
-from lanternpp.api.results import Partial, Result, Stats, UnfinishedError, check_output, output, versions
+from lanternpp.api.results import Partial, Result, Setup, Stats, UnfinishedError, check_output, output
 from lanternpp.api.results import images as images_of
 from lanternpp.api.settings import convert_override, for_target, network_needed, suits, with_tree
 from lanternpp.engine.batching import draw_samples
@@ -30,7 +30,7 @@ from lanternpp.models.base import Target
 from lanternpp.types import shape_of
 from lanternpp.util.devices import INT8
 
-__all__ = ["Partial", "Pipeline", "Result", "Stats", "versions"]
+__all__ = ["Partial", "Pipeline", "Result", "Stats"]
 
 
 class Pipeline(Engines):
@@ -175,12 +175,13 @@ class Pipeline(Engines):
         """Return whether the model has the network, codebook or diffusion head that the settings need. Reads no weights."""
         return suits(settings, self.target) and self.defaults.holds(network_needed(settings))
 
-    def describe(self, settings: Settings) -> dict[str, Any]:
-        """Return settings as results report them: with the device, the dtype, and the effect of 8-bit weights."""
+    def describe(self, settings: Settings, auto: str | None = None) -> Setup:
+        """Return settings as results report them: with the device, the dtype, and the effect of 8-bit weights. auto: as `Setup` has it."""
         report = asdict(settings) | {"device": str(self.device), "dtype": self.dtype}
         if self.model.effect:
             report["int8"] = asdict(self.model.effect)
-        return report | {"tuned": self.defaults.is_tuned(settings)}
+        report["tuned"] = self.defaults.is_tuned(settings)
+        return Setup(model=self.name, settings=report, auto=auto)
 
     @overload
     def __call__(
@@ -265,7 +266,7 @@ class Pipeline(Engines):
                 raise InputError(f"{name} {function!r} is no function; give one, or leave it out")
         with self._lock:
             began = time.perf_counter()
-            described = self.describe(request.settings)
+            setup = self.describe(request.settings, request.auto)
             watch = None if callback is None else lambda batch: callback(request.partial(batch))
             try:
                 for index, sample in draw_samples(engine, request.prompts, request.seeds, progress, watch):
@@ -274,7 +275,7 @@ class Pipeline(Engines):
                 if not request.samples:
                     raise
             seconds = time.perf_counter() - began
-            result = self._result(request, engine.target, seconds, output_type, described)
+            result = self._result(request, engine.target, seconds, output_type, setup)
         if len(result.seeds) < len(request.seeds):
             raise UnfinishedError(result)
         return result
@@ -318,7 +319,7 @@ class Pipeline(Engines):
             with self._lock:
                 engine = stack.enter_context(self._engine_in_use(request.settings, request.shape))
                 # The settings are described before drawing, as `to` may be called between two partials.
-                described = self.describe(request.settings)
+                setup = self.describe(request.settings, request.auto)
             steps = request.steps(engine)
             while True:
                 with self._lock:
@@ -330,17 +331,17 @@ class Pipeline(Engines):
                     partial = request.partial(batch)
                 yield partial
             with self._lock:
-                result = self._result(request, engine.target, seconds, "pil", described)
+                result = self._result(request, engine.target, seconds, "pil", setup)
         yield replace(partial, codes=list(result.codes), result=result)
 
     def _result(
-        self, request: Request, target: Target, seconds: float, output_type: str, described: dict[str, Any]
+        self, request: Request, target: Target, seconds: float, output_type: str, setup: Setup
     ) -> Result[Any]:
-        """Decode the finished samples and return the result. seconds: without the pixels'; described: from `describe`."""
+        """Decode the finished samples and return the result. seconds: without the pixels'."""
         began = time.perf_counter()
         samples = dict(sorted(request.samples.items()))
         codes = torch.stack([sample.codes for sample in samples.values()])
         images = output(target, codes, output_type)
         seconds += time.perf_counter() - began
-        stats = Stats.of([*samples.values()], seconds, self.name, described, request.auto)
+        stats = Stats.of(setup, [*samples.values()], seconds)
         return Result(images, codes.cpu(), stats, [request.seeds[index] for index in samples])

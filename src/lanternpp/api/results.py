@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -26,12 +27,44 @@ OUTPUTS = ("pil", "np", "pt", CODES)  # types of the returned pictures
 GREY = (128, 128, 128)
 
 
-@dataclass(frozen=True)
-class Stats:
+def versions() -> dict[str, str]:
+    """Return the versions of the software that a result depends on."""
+    return {
+        "lanternpp": lanternpp.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What pictures are drawn with, besides their prompts and seeds.
+
+    settings: `Settings` as a dictionary, with the device, the dtype, and the effect of 8-bit weights.
+    """
+
+    model: str
+    settings: dict[str, Any] = field(repr=False)
+    versions: dict[str, str] = field(default_factory=versions, repr=False)
+    auto: str | None = None  # the reason why method="auto" took this method; None: the caller named it
+
+    def notes(self, prompt: str, seed: int, images: int = 1) -> dict[str, str]:
+        """Return the text chunks of a PNG: everything that drawing it again needs, and nothing that varies between equal runs."""
+        return {
+            "prompt": prompt,
+            "seed": str(seed),
+            "images": str(images),
+            "model": self.model,
+            "settings": json.dumps(self.settings, sort_keys=True),
+            "versions": json.dumps(self.versions, sort_keys=True),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stats(Setup):
     """Statistics of a run. Seconds cover decoding and pixels, not loading."""
 
     method: str
-    model: str
     images: int
     codes: int
     passes: int
@@ -39,28 +72,18 @@ class Stats:
     seconds: float
     seconds_per_image: float
     accepted_per_pass: list[int] = field(repr=False)
-    settings: dict[str, Any] = field(repr=False)
-    versions: dict[str, str] = field(repr=False)
     tv_cost: float | None = None  # mean per picture of the total variation cost of relaxed acceptance
     tv_cost_per_image: list[float] = field(default_factory=list, repr=False)  # empty: not measured
-    auto: str | None = None  # the reason why method="auto" took this method; None: the caller named it
 
     @classmethod
-    def of(
-        cls,
-        samples: Sequence[FinishedSample],
-        seconds: float,
-        model: str,
-        settings: dict[str, Any],
-        auto: str | None,
-    ) -> Stats:
-        """Return the statistics of pictures; settings: as `Pipeline.describe` returns them."""
+    def of(cls, setup: Setup, samples: Sequence[FinishedSample], seconds: float) -> Stats:
+        """Return the statistics of pictures."""
         accepted = [count for sample in samples for count in sample.accepted]
         costs = [sample.tv_cost for sample in samples if sample.tv_cost is not None]
         codes = sum(accepted)
         return cls(
-            method=settings["method"],
-            model=model,
+            **vars(setup),
+            method=setup.settings["method"],
             images=len(samples),
             codes=codes,
             passes=len(accepted),
@@ -68,11 +91,8 @@ class Stats:
             seconds=seconds,
             seconds_per_image=seconds / max(1, len(samples)),
             accepted_per_pass=accepted,
-            settings=settings,
-            versions=versions(),
             tv_cost=sum(costs) / len(costs) if costs else None,
             tv_cost_per_image=costs,
-            auto=auto,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -125,15 +145,6 @@ class UnfinishedError(KeyboardInterrupt):
 
     def __reduce__(self) -> tuple[object, ...]:
         return UnfinishedError, (self.result,)
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the software that a result depends on."""
-    return {
-        "lanternpp": lanternpp.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
 
 
 def check_output(target: Target, kind: str = "pil") -> None:

@@ -266,7 +266,7 @@ def run(
 def show_folder(folder: Path, quality_options: QualityOptions, options: DrawOptions, as_json: bool) -> None:
     """Print the figures of a folder of pictures, whose prompts are read from its metadata.jsonl, or from the files."""
     from lanternpp.api.model import model_folder
-    from lanternpp.api.pipeline import versions
+    from lanternpp.api.results import versions
     from lanternpp.evaluation import report
     from lanternpp.evaluation.pictures import Gallery
     from lanternpp.evaluation.quality import MIN_PICTURES, Quality

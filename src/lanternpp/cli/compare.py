@@ -53,7 +53,7 @@ def compare(
     path = opt.png_path(output, overwrite)
     opt.check(options)
 
-    from lanternpp.api.picture import notes, save_png
+    from lanternpp.api.picture import save_png
 
     pipe = opt.read(options)
     request = partial(pipe.request, prompt, n, seed=seed)
@@ -71,8 +71,8 @@ def compare(
         row["speedup"] = rows[0]["seconds"] / row["seconds"]
     bound = pipe.bound(pipe.settings(options.method, **overrides))
     stats = results[-1].stats
-    chunks = notes(prompt, seed, stats.model, stats.settings, stats.versions, stats.images)
-    save_png(render(prompt, (plain_results[-1].images, results[-1].images), rows), path, chunks)
+    picture = render(prompt, (plain_results[-1].images, results[-1].images), rows)
+    save_png(picture, path, stats.notes(prompt, seed, stats.images))
     if as_json:
         print(json.dumps(rows[1] | {"methods": rows, "bound": bound, "file": str(path)}))
         return

@@ -84,7 +84,7 @@ def generate(
     opt.check(options)
 
     from lanternpp.api.calls import pictures
-    from lanternpp.api.picture import digests, grid, notes, save_png
+    from lanternpp.api.picture import digests, grid, save_png
     from lanternpp.api.results import UnfinishedError
 
     images = pictures(job.image) if job.image else None
@@ -104,7 +104,7 @@ def generate(
     except UnfinishedError as unfinished:
         result, finished = unfinished.result, unfinished.seeds
     stats = result.stats
-    chunks = notes(prompt, seed, stats.model, stats.settings, stats.versions, stats.images)
+    chunks = stats.notes(prompt, seed, stats.images)
     chunks |= {"seeds": " ".join(map(str, finished))} if finished else {}
     chunks |= {"shown": digests(images)} if images else {}
     path = path if job.output or job.overwrite else free_path(path, chunks)

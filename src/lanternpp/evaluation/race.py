@@ -19,8 +19,9 @@ import torch
 
 from lanternpp.api.calls import Request
 from lanternpp.api.options import BASELINE, DIALS, MethodDials, Settings, check_method, names
-from lanternpp.api.picture import notes, save_png
-from lanternpp.api.pipeline import Pipeline, Result, versions
+from lanternpp.api.picture import save_png
+from lanternpp.api.pipeline import Pipeline
+from lanternpp.api.results import Result, versions
 from lanternpp.api.settings import network_needed
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.observers import Stopwatch
@@ -230,11 +231,10 @@ class Race:
         }
 
     def _save(self, folder: Path, entry: Entry, prompt: int, seed: int, result: Result) -> list[str]:
-        names, stats = [], result.stats
+        names = []
         for i, image in enumerate(result.images):
             names.append(f"{PICTURES}/{entry.slug}/{prompt:03d}-{seed + i}.png")
-            chunks = notes(self.prompts[prompt], seed + i, stats.model, stats.settings, stats.versions)
-            save_png(image, folder / names[-1], chunks)
+            save_png(image, folder / names[-1], result.stats.notes(self.prompts[prompt], seed + i))
         return names
 
 

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from lanternpp.api.fit import plain_settings
 from lanternpp.api.options import BASELINE, Settings
-from lanternpp.api.picture import notes, png_notes
-from lanternpp.api.results import Stats
+from lanternpp.api.picture import png_notes
+from lanternpp.api.results import Setup, Stats
 from lanternpp.api.settings import convert_override, with_tree
 from lanternpp.engine.decode import FinishedSample
 from lanternpp.errors import InputError, counted
@@ -41,16 +41,13 @@ class PlannedImage:
 class JobInfo:
     """The properties that all pictures of a job share."""
 
-    model: str
     settings: Settings
-    described: dict[str, Any]  # the settings as `Pipeline.describe` returns them
-    versions: Mapping[str, str]
-    auto: str | None = None  # as `Stats.auto`
+    setup: Setup
     effect: str | None = None  # a sentence on weights in 8 bits; None: they are not in 8 bits
 
     def notes(self, image: PlannedImage) -> dict[str, str]:
         """Return the text chunks of the PNG of a picture."""
-        return notes(image.prompt, image.seed, self.model, self.described, self.versions)
+        return self.setup.notes(image.prompt, image.seed)
 
 
 class Drawer(Protocol):
@@ -174,7 +171,7 @@ def run(
         with replacing(folder / images[index].name) as temporary:
             temporary.write_bytes(png)
         samples.append(sample)
-    stats = Stats.of(samples, time.perf_counter() - start, info.model, info.described, info.auto)
+    stats = Stats.of(info.setup, samples, time.perf_counter() - start)
     return stats, len(planned) - len(images)
 
 

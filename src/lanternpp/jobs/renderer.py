@@ -12,7 +12,7 @@ import torch
 from lanternpp.api.calls import batch_size
 from lanternpp.api.options import DrawOptions
 from lanternpp.api.picture import png_bytes
-from lanternpp.api.pipeline import Pipeline, versions
+from lanternpp.api.pipeline import Pipeline
 from lanternpp.api.results import check_output
 from lanternpp.engine.batching import draw_samples
 from lanternpp.engine.decode import FinishedSample
@@ -52,10 +52,8 @@ class Renderer:
             size = batch_size(settings.batch_size, DEFAULT_BATCH_SIZE)  # the pictures are not known yet
             fitted = resumed or pipe.fit(replace(settings, batch_size=size))
             settings = replace(fitted, batch_size=settings.batch_size)
-        described = pipe.describe(settings)
-        auto = pipe.chosen(options.method).reason(settings)
-        effect = str(pipe.model.effect) if pipe.model.effect else None
-        self.info = JobInfo(pipe.name, settings, described, versions(), auto, effect)
+        setup = pipe.describe(settings, pipe.chosen(options.method).reason(settings))
+        self.info = JobInfo(settings, setup, str(pipe.model.effect) if pipe.model.effect else None)
         self._make_engine(DEFAULT_BATCH_SIZE)  # so that a wrong part is found before a picture is drawn
 
     def _make_engine(self, num_pictures: int) -> None:

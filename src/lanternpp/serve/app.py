@@ -16,8 +16,8 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 
 from lanternpp.api.options import DrawOptions
-from lanternpp.api.pipeline import Pipeline, versions
-from lanternpp.api.results import check_output
+from lanternpp.api.pipeline import Pipeline
+from lanternpp.api.results import check_output, versions
 from lanternpp.models.base import PromptWarning, prompt_warnings
 from lanternpp.serve import page, schemas
 from lanternpp.serve.batcher import Batcher

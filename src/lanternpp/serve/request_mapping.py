@@ -21,8 +21,8 @@ from torch import Tensor
 
 from lanternpp.api.model import NETWORKS
 from lanternpp.api.options import check_prompt
-from lanternpp.api.picture import notes, png_bytes
-from lanternpp.api.pipeline import Pipeline, versions
+from lanternpp.api.picture import png_bytes
+from lanternpp.api.pipeline import Pipeline
 from lanternpp.api.results import unfinished
 from lanternpp.api.settings import PARTS, network_needed
 from lanternpp.errors import InputError
@@ -119,8 +119,7 @@ class RequestMapper:
 
     def picture(self, body: ImagesRequest, ticket: Ticket, image: FinishedImage) -> schemas.Picture:
         """Encode a picture in the requested format, with its figures; a PNG has the notes that PNGs of the command line have."""
-        described = self.pipe.describe(image.settings)
-        png_notes = notes(ticket.prompt, ticket.seed, self.pipe.name, described, versions())
+        png_notes = self.pipe.describe(image.settings).notes(ticket.prompt, ticket.seed)
         if isinstance(ticket.prompt, Depicted):
             png_notes["shown"] = ticket.prompt.digests
         output_format = body.output_format or "png"

@@ -21,8 +21,9 @@ import numpy as np
 
 from lanternpp.api.defaults import TUNED_DIALS
 from lanternpp.api.options import BASELINE, EngineDials, SamplingDials, Settings, names
-from lanternpp.api.pipeline import Pipeline, versions
+from lanternpp.api.pipeline import Pipeline
 from lanternpp.api.rates import passes
+from lanternpp.api.results import versions
 from lanternpp.api.settings import dials_read
 from lanternpp.errors import InputError
 from lanternpp.evaluation import report
