@@ -120,6 +120,8 @@ def test_files_are_chosen_by_one_format_of_weights():
     assert choose(HubId("a/b"), files) == ["model.safetensors", "config.json", "vae/config.json"]
     assert choose(HubId("a/b"), ["x.pt", "readme.md"]) == ["x.pt"]
     assert choose(HubId("a/b"), ["model.ckpt", "config.yaml"]) == ["model.ckpt", "config.yaml"]
+    drafter = ["config.json", "optimizer.bin", "pytorch_model.bin", "scheduler.bin", "training_args.bin"]
+    assert choose(HubId("a/b"), drafter) == ["pytorch_model.bin", "config.json"]
     shards = ["w-1.bin", "w-2.bin", "w.bin.index.json"]
     assert choose(HubId("a/b"), shards) == ["w-1.bin", "w-2.bin", "w.bin.index.json"]
     apart = ["sub/x.pt", "sub/c.json", "y.pt", "d.json"]

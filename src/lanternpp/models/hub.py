@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 
 from lanternpp.errors import InputError, reason
+from lanternpp.nn.files import STATES
 
 SAFE, PICKLED = (".safetensors",), (".pt", ".pth", ".bin", ".ckpt")
 CONFIG_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".yaml")  # also of tokenizers
@@ -124,8 +125,9 @@ def choose(source: HubId, files: Sequence[str]) -> list[str]:
         folder = PurePosixPath(source.file).parent
         configs = [name for name in configs if PurePosixPath(name).parent == folder]
         return [source.file, *tokenizer_of(source.file, files), *configs]
+    models = [path for path in map(PurePosixPath, files) if path.name not in STATES]
     for suffixes in (SAFE, PICKLED):
-        weights = [name for name in files if PurePosixPath(name).suffix in suffixes]
+        weights = [str(path) for path in models if path.suffix in suffixes]
         if not weights:
             continue
         targets = [name for name in weights if not is_vq(name)] or weights

@@ -32,7 +32,8 @@ MAX_DEPTH = 4  # nested dicts around the weights of a training script's checkpoi
 WEIGHT_KEYS = ("model", "module", "state_dict", "ema")  # of the weights in a training script's checkpoint
 USUAL_NAMES = ("model.", "pytorch_model.")  # how the names of most models' files begin
 NEIGHBOURS = "neighbours-"  # how the names of tables begin that lie beside a model's weights
-STATES = {"state.pt", "training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth"}
+STATES = {f"{name}{end}" for name in ("optimizer", "scheduler", "scaler") for end in (".bin", ".pt")}
+STATES |= {"state.pt", "training_args.bin", "rng_state.pth"}
 MAX_PICKLE_BYTES = 1 << 21  # about 10,000 tensors
 # A training script's options may lie beside its weights.
 SAFE_CLASSES: list[Any] = [argparse.Namespace]
