@@ -45,6 +45,7 @@ from lanternpp.kernels.loading import library
 from lanternpp.models.hub import HubId, choose
 from lanternpp.models.transformers.format import Raster
 from lanternpp.models.transformers.janus import BEGIN, DRAW, PAD
+from lanternpp.models.transformers.opening import Text
 from lanternpp.models.vq.codes import nearest
 from lanternpp.nn.sources import Source
 
@@ -522,6 +523,22 @@ def test_missing_files_beside_a_checkpoint_are_named(models: Path, tmp_path: Pat
     refused(r"k_norm.bias is \(2, 1\), and the heads are", path.parent, **given)
     rename_tensors(tmp_path / LUMINA, {"layers.1.self_attn.k_norm.weight": "other"})
     refused("lacks model.layers.1.self_attn.k_norm.weight", tmp_path / LUMINA, **given)
+
+
+def test_a_tokenizer_of_older_files_is_read_and_saved(tmp_path: Path) -> None:
+    """Its special tokens too; SimpleAR's authors train with slow tokenizers, which write these files."""
+    vocabulary = {letter: number for number, letter in enumerate([*"ders", "re", "red"])}
+    added = {"<|soi|>": 6, "<|t2i|>": 7}
+    decoder = {str(number): {"content": token, "special": True} for token, number in added.items()}
+    config = {"tokenizer_class": "Qwen2Tokenizer", "added_tokens_decoder": decoder, "pad_token": "<|soi|>"}
+    files = {"vocab.json": vocabulary, "added_tokens.json": added, "tokenizer_config.json": config}
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nr e\nre d\n")
+    (tmp_path / "saved").mkdir()
+    Text(tmp_path).save(tmp_path / "saved")
+    for folder in (tmp_path, tmp_path / "saved"):
+        assert Text(folder).filled(("<|t2i|>", "{prompt}", "<|soi|>"), prompt="reds") == [7, 5, 3, 6]
 
 
 def test_emu35_encodes_text_by_merging_pairs_of_bytes(models: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 A = TypeVar("A")
-TOKENIZER, PROCESSOR = "tokenizer.json", "processor"
+TOKENIZER, VOCABULARY, PROCESSOR = "tokenizer.json", "vocab.json", "processor"
 # Of these files transformers reads the first that a folder has.
 WEIGHTS = [f"{name}{end}" for name in ("model.safetensors", "pytorch_model.bin") for end in ("", INDEX)]
 GENERATION = "generation_config.json"
@@ -36,7 +36,10 @@ SPARE = 1 << 24  # parameters that a model may have beyond 1.25 times those of i
 
 
 class Text:
-    """The tokenizer.json of a checkpoint, in its folder or in one called `processor`, read when it is first used."""
+    """The tokenizer.json of a checkpoint, in its folder or in one called `processor`, read when it is first used.
+
+    Where there is none, transformers makes it of the vocab.json and merges.txt that its slow tokenizers wrote.
+    """
 
     def __init__(self, folder: Path):
         paths = [parent / TOKENIZER for parent in (folder, folder / PROCESSOR, folder.parent / PROCESSOR)]
@@ -45,11 +48,18 @@ class Text:
     @cached_property
     def _tokenizer(self) -> Tokenizer:
         from tokenizers import Tokenizer
+        from transformers import AutoTokenizer
 
-        if not self.path.is_file():
+        folder = self.path.parent
+        if self.path.is_file():
+            with input_errors(f"{self.path} is no tokenizer"):
+                return Tokenizer.from_file(str(self.path))
+        if not (folder / VOCABULARY).is_file():
             raise InputError(f"{self.path} is missing: copy it there from the model's repository.")
-        with input_errors(f"{self.path} is no tokenizer"):
-            return Tokenizer.from_file(str(self.path))
+        with quiet(), input_errors(f"{folder / VOCABULARY} is of no tokenizer"):
+            made: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            tokenizer: Tokenizer = made.backend_tokenizer
+            return tokenizer
 
     @property
     def config(self) -> Path:
@@ -69,6 +79,8 @@ class Text:
 
     def save(self, folder: Path) -> None:
         """Copy the file, and its config if there is one, into another folder."""
+        if not self.path.is_file() and (self.path.parent / VOCABULARY).is_file():
+            self._tokenizer.save(str(folder / self.path.name))
         for path in filter(Path.is_file, (self.path, self.config)):
             with replacing(folder / path.name) as temporary:
                 shutil.copyfile(path, temporary)
