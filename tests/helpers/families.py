@@ -152,6 +152,7 @@ def write_chameleon(
     }
     model = model_of("ChameleonForConditionalGeneration", **fields | changes)
     if lumina:  # norms of two groups of heads, as its authors store them
+        (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
         for layer in model.model.layers:
             for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
                 for parameter in norm.parameters():

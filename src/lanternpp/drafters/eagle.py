@@ -126,7 +126,8 @@ class PublishedDrafter(EagleDrafter):
     about = "config.json and pytorch_model.bin as EAGLE's code writes them"
 
     def __init__(self, config: EagleConfig, rotary_table: Tensor, codes: int = 0):
-        super().__init__(config, rotary_table)
+        # The place of the code after a slot; of the last slot there is none, nor is there a rotation.
+        super().__init__(config, rotary_table.roll(-1, 0) if codes else rotary_table)
         self.attends_to_padding = codes > 0
         self.table = nn.Parameter(torch.zeros(codes, config.decoder.dim)) if codes else None
 
@@ -141,10 +142,8 @@ class PublishedDrafter(EagleDrafter):
         config = published_shape(source, target)
         check_fit(source, config.decoder.dim, target)
         own_table = source.config.get("input_type") in LLAMAGEN
-        # The place of the code after a slot; of the last slot there is none, nor is there a rotation.
-        table = target.decoder.rotary_table.roll(-1, 0) if own_table else target.decoder.rotary_table
         with blank(source.path):
-            drafter = cls(config, table, target.vocab if own_table else 0)
+            drafter = cls(config, target.decoder.rotary_table, target.vocab if own_table else 0)
         norm_rows = None
         if Q_NORM in source.metas:  # drafters of Chameleon
             norm_rows = source.shape(Q_NORM, 2)[0], source.shape(K_NORM, 2)[0]

@@ -86,8 +86,7 @@ class Parallel(NetworkProposer):
         like = self.next_embeds
         features = self.guidance.merge(new.features).to(like.dtype)
         root = self.target.embed(new.root[:, None]).to(like.dtype)
-        prompt = self.drafter.prompt_inputs(new.prompt.embeds[:1, 1:].to(like.dtype))
-        next_embeds = torch.cat((prompt, root), 1)
+        next_embeds = torch.cat((new.prompt.embeds[:1, 1:].to(like.dtype), root), 1)
         slot = self._row[new.slot : new.slot + 1]
         prompt_cache = self.cache.rows(slot, new.prompt.start[:1], features.shape[1])
         prompt_cache.prefill(self.drafter, next_embeds, features)

@@ -43,7 +43,7 @@ class Chameleon(TokenizerBeside):
     vq_files: ClassVar[tuple[str, ...]] = (
         *("vqgan.ckpt", "vqgan.safetensors", "tokenizer/vqgan.ckpt", "tokenizer/vqgan.safetensors"),
     )
-    vq_hub: ClassVar[str] = "Alpha-VLLM/Chameleon_7B_mGPT/original_tokenizers/vqgan.ckpt"
+    vq_hub = "Alpha-VLLM/Chameleon_7B_mGPT/original_tokenizers/vqgan.ckpt"
 
     def __init__(self, model: Any, row_end: int | None = None):
         codes = self.image_tokens(model.model.vocabulary_mapping.vocab_map)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lanternpp.errors import InputError
-from lanternpp.models.transformers.chameleon import BEGIN, DRAW, END_OF_TURN, Chameleon
+from lanternpp.models.transformers.chameleon import DRAW, END_OF_TURN, Chameleon
 from lanternpp.models.transformers.format import Raster
 from lanternpp.nn.sources import Source
 
@@ -30,7 +30,6 @@ class Lumina(Chameleon):
     defaults = {"cfg": 4.0, "top_k": 2000}  # noqa: RUF012
     dialect = "lumina"
     default_size, max_codes, step = "768", 4096, 2
-    begin = BEGIN  # the first token of a prompt
 
     def __init__(self, model: Any):
         words = model.model.vocabulary_mapping.vocab_map
@@ -72,7 +71,7 @@ class Lumina(Chameleon):
     def conditional(self, text: str) -> list[int]:
         """Return the first token, the request, <reserved08706> and the unconditional tokens."""
         request = self.filled((REQUEST, END_OF_TURN), text)
-        return [self.text.id(self.begin), *request, *self.unconditional(None)]
+        return [self.text.id(self.text.begin), *request, *self.unconditional(None)]
 
     def unconditional(self, text: str | None) -> list[int]:
         """Return <racm3:break>, and the height and the width in steps."""

@@ -1,6 +1,6 @@
 """Lumina-mGPT 2.0 (arXiv 2507.17801): Chameleon's layers, trained from scratch over Qwen2's words and MoVQGAN's codes of 8 px.
 
-A prompt is that of Lumina-mGPT after the tokenizer's own first token; codes are the tokens <MOVQGAN...>. The demo draws 768 px, 96 x 96
+A prompt is that of Lumina-mGPT; codes are the tokens <MOVQGAN...>. The demo draws 768 px, 96 x 96
 codes, with guidance 4 and top-k 4096 (Alpha-VLLM/Lumina-mGPT-2.0, generate_examples/generate.py). The tokenizer is
 movqgan_270M.ckpt of ai-forever/MoVQGAN.
 """
@@ -41,11 +41,6 @@ class Lumina2(Lumina):
     def __init__(self, model: Any):
         super().__init__(model)
         vars(self)["vq"] = None  # the tokenizer in transformers' class is Chameleon's
-
-    @property
-    def begin(self) -> str:  # type: ignore[override]
-        """The first token of the tokenizer."""
-        return self.text.begin
 
 
 def adapter_of(model: Any) -> TransformersTarget:
