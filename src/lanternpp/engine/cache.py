@@ -117,11 +117,9 @@ class RowCache:
         keys = torch.arange(self._count, device=self._rows.device)  # [T]
         queries = keys[start:end]  # [N]
         is_padding = keys < self._start[:, None]  # [r, T]
-        mask = (keys <= queries[:, None]) & (
-            is_padding[:, None] == is_padding[:, start:end, None]
-        )  # [r, N, T]
+        same_part = is_padding[:, start:end, None] == is_padding[:, None]  # [r, N, T]
         slots = queries.expand(len(self._rows), -1)
-        return Nodes(slots, slots, mask[:, None])
+        return Nodes(slots, slots, (same_part & (keys <= queries[:, None]))[:, None])
 
     def computed(self, run: Callable[[Tensor], Tensor]) -> Tensor:
         """Return run(keys and values of the prompt, [L, 2, r, Hkv, T, d]), and write them to the cache afterwards."""
