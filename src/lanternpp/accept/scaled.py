@@ -1,4 +1,4 @@
-"""COOL-SD (arXiv 2601.09212) and Cactus (ICLR 2026): the candidate's probability grows, all others shrink in proportion."""
+"""COOL-SD (arXiv 2601.09212) and Cactus (arXiv 2604.04987): the candidate's probability grows, all others shrink in proportion."""
 
 from __future__ import annotations
 
