@@ -7,10 +7,12 @@ import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
+import optuna
 import pytest
 from helpers.refusals import rejects
 
 from lanternpp import InputError
+from lanternpp.accept.mixture import DraftMixture
 from lanternpp.api.settings import with_tree
 from lanternpp.engine.observers import AcceptanceByRank, TimedEngine
 from lanternpp.trees import static_shape
@@ -132,8 +134,10 @@ def test_a_budget_limits_the_cost(pipe, tmp_path, priced, monkeypatch) -> None:
     with pytest.raises(InputError, match=r"nothing .* stays within 0: the least was"):
         tuner(pipe, tmp_path / "b", "lantern++", none, {"lam": 2.0, "neighbours": 5}).tune()
     unset = pipe.settings("eagle", accept="mixture")  # neither the method nor the user gives its delta
+    monkeypatch.setattr(DraftMixture, "strength", ("delta", 0.9, 0.1))  # the exact value may be the greatest
     space = Space(pipe, unset, {}, SimpleNamespace(proposer=None), limited)
     assert space.strengths == ("delta",) and not any("delta" in params for params in space.initial_params())
+    assert 0.1 <= space.overrides(optuna.create_study().ask(), ())["delta"] <= 0.9
 
 
 def test_a_damaged_log_and_a_run_of_something_else_are_rejected(pipe, tmp_path, priced) -> None:

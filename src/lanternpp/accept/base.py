@@ -43,7 +43,7 @@ class Acceptance(ABC):
     trajectories: bool = False  # whether the rule is for latents of diffusion heads alone
     optimal_residual: bool = False  # after a rejection: [p - a]+ instead of the papers' [relaxed - q]+
     sliders: ClassVar[dict[str, tuple[float, float]]] = {}  # the rule's own ranges of dials on the page
-    # Of a relaxed rule: the dial that `tune` and `bench --equal-tv` search, its value that is exact, and the greatest one tried.
+    # Of a relaxed rule: the dial that `tune` and `bench --equal-tv` search, its value that is exact, and the most relaxed one tried.
     strength: ClassVar[tuple[str, float, float] | None] = None
     paper_residual_is_optimal: bool = False  # whether the papers' residual costs no more than the optimal one
 

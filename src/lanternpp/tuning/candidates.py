@@ -129,7 +129,7 @@ class Space:
                 overrides[name] = trial.suggest_categorical(name, sorted(values))
             else:
                 _, exact, strongest = self.strength_range
-                overrides[name] = trial.suggest_float(name, exact, min(strongest, 10.0))
+                overrides[name] = trial.suggest_float(name, *sorted((exact, min(strongest, 10.0))))
         if has_window(self.settings):
             return self._window(trial, overrides)
         kind = trial.suggest_categorical("shape", self.shapes)

@@ -188,7 +188,7 @@ class Tuner:
         if not costs:
             raise InputError("no draft that was tried is within the limits; allow more --nodes or --trials")
         raise InputError(
-            f"nothing that was tried stays within {self.max_cost:.3g}: the least was {min(costs):.3g}; raise the budget"
+            f"nothing that was tried stays within {self.max_cost:.3g}: the least was {min(costs):.3g}; raise the budget, or --trials"
         )
 
     def within(self, candidate: Candidate) -> bool:
