@@ -66,10 +66,8 @@ def test_a_comparison_shows_both_sides(count: int, side: int) -> None:
 
 def test_bars_under_the_figures_are_as_long_as_the_shares() -> None:
     panels = [Panel(plain(1, 64), name, ["8 s", "2 codes"], mark, shares) for name, mark, shares in SIDES]
-    image, bare = (
-        comparison("a photo", panels),
-        comparison("a photo", [replace(p, shares=()) for p in panels]),
-    )
+    image = comparison("a photo", panels)
+    bare = comparison("a photo", [replace(panel, shares=()) for panel in panels])
     assert image.height == bare.height + 4 * BAR_HEIGHT
     half = image.width // 2
     for colour, first, lengths in ((QUIET, 0, {512, 128}), (ACCENT, half, {256, 512})):

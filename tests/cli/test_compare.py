@@ -7,13 +7,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from helpers.latents import write_diffusion
 from PIL import Image
 
 from lanternpp import Pipeline
 from lanternpp.api.calls import Request
-from lanternpp.api.results import Result, Setup
+from lanternpp.api.options import DrawOptions
+from lanternpp.api.results import Result
 from lanternpp.api.settings import with_tree
+from lanternpp.cli.options import advise
 from lanternpp.engine.decode import Engine
 
 PROMPT = "a photo of a red tulip"
@@ -97,27 +100,22 @@ def test_the_table_has_every_figure_the_draft_and_what_bounds_the_machine(
 
 
 @pytest.mark.parametrize(
-    ("device", "drawn", "options", "said"),
+    ("device", "drawn", "overrides", "said"),
     [
-        ("cuda", {}, (), True),
-        ("cuda", {"compile": True}, (), False),
-        ("cuda", {"min_survival": 0.5}, (), False),
-        ("cuda", {}, ("--no-compile",), False),
-        ("cpu", {}, (), False),
+        ("cuda", {}, {}, True),
+        ("cuda", {"compile": True}, {}, False),
+        ("cuda", {"min_survival": 0.5}, {}, False),
+        ("cuda", {}, {"compile": False}, False),
+        ("cpu", {}, {}, False),
     ],
 )
 def test_a_gpu_without_compiled_steps_gets_a_hint(
-    device: str, drawn: dict[str, object], options: tuple[str, ...], said: bool, compare, monkeypatch
+    device: str, drawn: dict[str, object], overrides: dict[str, object], said: bool, capsys
 ) -> None:
-    describe = Pipeline.describe
-
-    def described(*given: object) -> Setup:
-        setup = describe(*given)
-        return replace(setup, settings=setup.settings | drawn)
-
-    monkeypatch.setattr(Pipeline, "device", SimpleNamespace(type=device))
-    monkeypatch.setattr(Pipeline, "describe", described)
-    assert ("`lanternpp models warm`" in compare(*options).err) is said
+    pipe = SimpleNamespace(device=torch.device(device), target=SimpleNamespace(channels=0))
+    settings = {"compile": False, "min_survival": None} | drawn
+    advise(pipe, settings, DrawOptions(overrides=overrides))
+    assert ("`lanternpp models warm`" in capsys.readouterr().err) is said
 
 
 def test_a_variation_that_cannot_be_measured_is_reported(run, tmp_path: Path) -> None:
