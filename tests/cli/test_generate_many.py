@@ -14,7 +14,9 @@ from helpers.processes import LANTERNPP, python
 from helpers.refusals import rejects
 from PIL import Image
 
+from lanternpp.api.options import DrawOptions
 from lanternpp.cli import with_values
+from lanternpp.cli.options import for_workers
 from lanternpp.jobs import cluster
 from lanternpp.jobs.renderer import Renderer
 from lanternpp.util.files import LOCK, locked
@@ -216,3 +218,10 @@ def test_ray_without_a_value_is_this_machine() -> None:
     assert with_values(["--ray", "--actors", "2"]) == ["--ray", "local", "--actors", "2"]
     assert with_values(["-n", "2", "--ray"]) == ["-n", "2", "--ray", "local"]
     assert with_values(["--ray", "auto", "-n", "2"]) == ["--ray", "auto", "-n", "2"]
+
+
+def test_workers_in_other_folders_need_no_file_of_this_folder(empty_dir: Path) -> None:
+    (empty_dir / "m").mkdir()
+    (empty_dir / "t.json").write_text("[[0], [1]]")
+    options = for_workers(DrawOptions("m", overrides={"cfg": 2.0, "tree": "t.json"}))
+    assert options == DrawOptions(str(empty_dir / "m"), overrides={"cfg": 2.0, "tree": "[[0],[1]]"})

@@ -129,7 +129,7 @@ def draw_job(job: JobOptions, n: int, seed: int, as_json: bool, options: DrawOpt
     from lanternpp.jobs.workers import worker_pool
 
     planned = plan_images(read_prompts(job.prompts, job.prompts), n, seed)
-    options, folder = opt.with_full_paths(options), job.output
+    options, folder = opt.for_workers(options), job.output
     with (
         locked(folder),
         worker_pool(job.ray, job.actors, options, drawn_settings(folder, planned))

@@ -259,13 +259,17 @@ def check(options: DrawOptions, searched: bool = False) -> Settings:
     return settings
 
 
-def with_full_paths(options: DrawOptions) -> DrawOptions:
-    """Return options with absolute paths of models, for workers in other folders; names and hub ids stay as they are."""
+def for_workers(options: DrawOptions) -> DrawOptions:
+    """Return options for workers in other folders: absolute paths of models, and the paths of a tree in place of its file."""
     from lanternpp.api.model import MODELS
+    from lanternpp.api.settings import convert_override
 
     models = {"model": options.model, "drafter": options.drafter}
     paths = {name: Path(model) for name, model in models.items() if model and model not in MODELS}
     full: dict[str, Any] = {name: str(path.absolute()) for name, path in paths.items() if path.exists()}
+    overrides = options.overrides
+    if str(overrides.get("tree")).endswith(".json"):
+        full["overrides"] = overrides | {"tree": convert_override("tree", overrides["tree"])}
     return dataclasses.replace(options, **full)
 
 

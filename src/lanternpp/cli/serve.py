@@ -88,8 +88,9 @@ def serve(
         from lanternpp.serve import ray_serve
         from lanternpp.serve.app import ServerSpec
 
+        options = opt.for_workers(options)
         config = replace(config, method=options.method, overrides=options.overrides, keys=keys, hosts=hosts)
-        spec, out = ServerSpec(opt.with_full_paths(options), config), sys.stdout
+        spec, out = ServerSpec(options, config), sys.stdout
 
         def print_ready(method: str, count: int, model: str, effect: str | None) -> None:
             if effect:
