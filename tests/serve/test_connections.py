@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -11,6 +12,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from helpers import served
 from helpers.processes import wait_until
 from helpers.served import (
     AUTHORIZED,
@@ -27,7 +29,7 @@ from helpers.served import (
 
 from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.config import ServerConfig
-from lanternpp.serve.server import Limits
+from lanternpp.serve.server import Limits, bind
 
 SHORT = {"request": 1.5, "idle": 1.5, "stalled": 1.5}  # seconds, in which a test sends its own requests
 
@@ -112,14 +114,25 @@ def test_requests_are_answered_while_all_connections_are_held_open(slow: PacedPi
         assert caplog.text.count("all 10 connections are in use") == 1
 
 
-def test_a_client_that_does_not_read_its_answer_times_out(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("chunks", [1000, 1])
+def test_a_client_that_does_not_read_its_answer_times_out(monkeypatch, caplog, chunks: int) -> None:
+    """Of a single chunk the kernel takes so much that the rest does not make the server pause."""
+
+    def bind_with_small_buffers(*address) -> socket.socket:
+        bound = bind(*address)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return bound
+
     async def large(scope, receive, send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        for _ in range(1000 if scope["path"] == "/large" else 0):
-            await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+        for _ in range(chunks if scope["path"] == "/large" else 0):
+            await send({"type": "http.response.body", "body": b"x" * 60_000, "more_body": True})
         await send({"type": "http.response.body", "body": b"fine"})
 
-    with listening(large, Limits(**SHORT)) as address, connect(address) as line:
+    monkeypatch.setattr(served, "bind", bind_with_small_buffers)
+    with listening(large, Limits(**SHORT)) as address, socket.socket() as line:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        line.connect(("127.0.0.1", httpx.URL(address).port))
         line.sendall(b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
         wait_until(lambda: "read nothing of its answer" in caplog.text)
         assert httpx.get(address).text == "fine"

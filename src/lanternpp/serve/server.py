@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import h11
 import uvicorn
@@ -37,6 +37,7 @@ OTHER_FILES = 64  # open files other than connections
 # asyncio accepts up to this many connections at once, before one can be closed: more could take all files that are left.
 ACCEPTED_AT_ONCE = 8
 QUEUE = 2048  # connections that the kernel holds until they are accepted
+WATCH_SECONDS = 1.0  # between two looks at how slow a client is
 LOG_INTERVAL = 60.0  # minimum seconds between two log lines with the same message
 GRACEFUL_SECONDS = 5  # for writing the last responses after drawing has ended
 
@@ -83,32 +84,38 @@ class Connection(H11Protocol):
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        self._timer: asyncio.TimerHandle | None = None  # runs while a request is incomplete
+        # Loop times by which the client must have sent its request, and read something of its answer.
+        self._request_due = self._read_due = math.inf
+        self._unsent = math.inf  # bytes of the answer, the last time that the client had read some
         self._early_bytes = 0  # received while a request was being answered
-        self._write_timer: asyncio.TimerHandle | None = None  # runs while the client reads too slowly
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start to wait for the first request."""
         super().connection_made(transport)
+        self._update_request()
+        self._watch()
         if len(self.connections) > self.limits.connections:
             self._make_room()
-        self._update_timer()
 
     @property
     def _deadline(self) -> float:
         """The loop time at which the connection is closed if nothing comes; infinite where the client waits for the server."""
-        timer = self._timer or self.timeout_keep_alive_task
-        return timer.when() if timer else math.inf
+        timer = self.timeout_keep_alive_task
+        return min(self._request_due, self._read_due, timer.when() if timer else math.inf)
 
     def _make_room(self) -> None:
         """Close the connection whose time ends first; this one where all other clients wait for the server."""
-        limit = self.limits.connections
+        limit, connections = self.limits.connections, cast("set[Connection]", self.connections)
         # Closed connections leave `connections` later, after others may have come.
-        remaining = [connection for connection in self.connections if not connection.transport.is_closing()]
+        remaining = [connection for connection in connections if not connection._is_closed]
         if len(remaining) > limit:
             self.limits.warn(f"all {limit} connections are in use; the one that waits longest is closed")
-            connections: list[Any] = [self, *remaining]
-            min(connections, key=lambda connection: connection._deadline).transport.abort()
+            min([self, *remaining], key=lambda connection: connection._deadline).transport.abort()
+
+    @property
+    def _is_closed(self) -> bool:
+        """Whether the connection was closed, and its client has received everything."""
+        return self.transport.is_closing() and not self.transport.get_write_buffer_size()
 
     def data_received(self, data: bytes) -> None:
         """Receive bytes of a request.
@@ -118,7 +125,7 @@ class Connection(H11Protocol):
         """
         if not self._answering:
             super().data_received(data)
-            self._update_timer()
+            self._update_request()
             data = self.conn.trailing_data[0]
         if data and self._answering:
             self.cycle.keep_alive = False
@@ -133,23 +140,34 @@ class Connection(H11Protocol):
         received = self.conn.their_state in (h11.DONE, h11.MUST_CLOSE)
         return received and self.cycle is not None and not self.cycle.response_complete
 
-    def _update_timer(self) -> None:
+    def _update_request(self) -> None:
         """Start to wait for the rest of a request, or stop waiting where the request is complete."""
         incomplete = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
         has_begun = self.conn.their_state is not h11.IDLE or self.conn.trailing_data[0]
         if not (incomplete and has_begun):
-            self._stop_waiting()
-        if incomplete and self._timer is None:
-            self._timer = self.loop.call_later(self.limits.request, self._time_out)
+            self._request_due = math.inf
+        if incomplete:
+            self._request_due = min(self._request_due, self.loop.time() + self.limits.request)
 
-    def _stop_waiting(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def _watch(self) -> None:
+        """Close the connection of a slow client; else look again in a second."""
+        unsent = self.transport.get_write_buffer_size()
+        # Nothing more is written in these states, so the number of unsent bytes falls where the client reads.
+        waits = self.flow.write_paused or self.transport.is_closing() or not self._answering
+        if not (unsent and waits):
+            self._unsent = self._read_due = math.inf
+        elif unsent < self._unsent:
+            self._unsent, self._read_due = unsent, self.loop.time() + self.limits.stalled
+        if self._deadline <= self.loop.time():
+            self._time_out()
+        self._watcher = self.loop.call_later(WATCH_SECONDS, self._watch)
 
     def _time_out(self) -> None:
         """Close the connection of a slow client. A client that has sent nothing gets no 408, as it may be about to send."""
-        if self.conn.their_state is h11.SEND_BODY or self.conn.trailing_data[0]:
+        if self._read_due <= self.loop.time():
+            self.limits.warn(f"a client read nothing of its answer for {self.limits.stalled:g} s")
+            self.transport.abort()
+        elif self.conn.their_state is h11.SEND_BODY or self.conn.trailing_data[0]:
             limit = f"within {self.limits.request:g} s"
             self.limits.warn(f"a client did not send its request {limit}")
             self._reject(
@@ -171,30 +189,14 @@ class Connection(H11Protocol):
             for event in (start, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
 
-    def pause_writing(self) -> None:
-        """Start checking that the client, which reads more slowly than the server sends, reads at all."""
-        super().pause_writing()
-        self._check_reading()
-
-    def _check_reading(self, unsent_before: float = math.inf) -> None:
-        """Close the connection if the number of unsent bytes has not fallen since the last check; else check again later."""
-        unsent = self.transport.get_write_buffer_size()
-        if unsent >= unsent_before:
-            self.limits.warn(f"a client read nothing of its answer for {self.limits.stalled:g} s")
-            self.transport.abort()
-        else:
-            self._write_timer = self.loop.call_later(self.limits.stalled, self._check_reading, unsent)
-
     def resume_writing(self) -> None:
-        """Stop checking that the client reads: it has read enough, or its connection has ended."""
+        """Write again, as the client has read enough."""
         super().resume_writing()
-        if self._write_timer is not None:
-            self._write_timer.cancel()
+        self._unsent = self._read_due = math.inf
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop all timers of a connection that has ended."""
-        self._stop_waiting()
-        self.resume_writing()
+        """Stop watching a connection that has ended."""
+        self._watcher.cancel()
         super().connection_lost(exc)
 
 
