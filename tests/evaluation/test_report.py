@@ -94,8 +94,8 @@ def test_the_table_has_the_drafts_that_were_fitted() -> None:
     fast = PLAIN | {"fit": True}
     methods = {"ar": PLAIN, "fast": fast | {"tree": "chain-7"}, "slow": fast | {"tree": None}}
     turns = [*TURNS, turn("slow", 0, 1.0, [[1] * 8])]
-    for headings in (report.HEADINGS, report.PAPER):
+    for names in (report.OURS, report.PAPER):
         table = report.rows(turns, RUN | {"methods": methods}, {})
-        lines = report.markdown(table, RUN, headings).splitlines()
+        lines = report.markdown(table, RUN, names).splitlines()
         cells = [line.split(" | ")[1] for line in lines[:1] + lines[2:5]]
         assert cells == ["draft", "none", "a chain of 7, fitted", "none, fitted"]

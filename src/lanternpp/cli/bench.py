@@ -185,7 +185,7 @@ def bench(
     if as_json:
         print(json.dumps(result))
         return
-    report.show(table, report.PAPER if paper else report.HEADINGS)
+    report.show(table, report.PAPER if paper else report.OURS)
     if race_options.profile:
         traces = output / "batch-*" if sizes else output
         show_table(COLUMNS, profiles, prose=True, caption=f"operations and traces: {traces}/profile-*")
@@ -283,5 +283,5 @@ def show_folder(folder: Path, quality_options: QualityOptions, options: DrawOpti
     if as_json:
         print(json.dumps(row))
         return
-    rows = [(heading, report.cell(row, name)) for name, heading in report.HEADINGS.items() if name in figures]
+    rows = [(report.COLUMNS[name][0], report.cell(row, name)) for name in report.QUALITY if name in figures]
     show_table(("figure", "value"), rows, f"{folder}: {len(images)} pictures beside {row['reference']}")

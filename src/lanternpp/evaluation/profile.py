@@ -19,7 +19,8 @@ from lanternpp.engine.compiled import GraphedParts
 from lanternpp.engine.decode import Engine, Observer, Phase
 from lanternpp.engine.threads import AdaptiveThreads
 from lanternpp.evaluation.race import Race
-from lanternpp.evaluation.report import HEADINGS, cell
+from lanternpp.evaluation.report import COLUMNS as RACE_COLUMNS
+from lanternpp.evaluation.report import cell
 from lanternpp.util.files import replacing, write_text
 from lanternpp.util.terminal import track
 
@@ -27,8 +28,8 @@ STEPS = 32  # profiled at the start of a picture; a whole picture may have a mil
 ROWS = 30  # of a table of operations
 TOP = 4  # operations with the most self time, listed in a method's row
 COLUMNS = (
-    HEADINGS["method"],
-    HEADINGS["where"],
+    RACE_COLUMNS["method"][0],
+    RACE_COLUMNS["where"][0],
     "target pass, ms",
     "of memory bandwidth, %",
     "of arithmetic, %",

@@ -23,47 +23,32 @@ from lanternpp.util.files import replacing, write_text
 from lanternpp.util.jsonfile import write_json
 from lanternpp.util.terminal import show_table
 
-QUALITY = {
-    "frechet": "Fréchet",
-    "precision": "precision",
-    "recall": "recall",
-    "prompt_accuracy": "prompt accuracy",
-    "clip": "CLIP",
+COLUMNS = {  # the heading and the format of each figure
+    "method": ("method", "`{}`"),
+    "batch_size": ("batch", "{}"),
+    "draft": ("draft", "{}"),
+    "pictures_per_second": ("pictures per s", "{:.3g}"),
+    "codes_per_pass": ("codes per pass", "{:.2f}"),
+    "seconds_per_image": ("s per picture", "{:.2f}"),
+    "speedup": ("speed-up", "{:.2f}x"),
+    "efficiency": ("efficiency", "{:.2f}"),
+    "where": ("draft / pass / verify / rest, %", "{}"),
+    "tv_cost": ("TV cost", "{:.2f}"),
+    "tv_per_code": ("TV per code", "{:.3g}"),
+    "latency": ("latency, s", "{:.2f}"),
+    "latency_speedup": ("speed-up", "{:.2f}x"),
+    "step_compression": ("step compression", "{:.2f}x"),
+    "frechet": ("Fréchet", "{:.2f}"),
+    "precision": ("precision", "{:.2f}"),
+    "recall": ("recall", "{:.2f}"),
+    "prompt_accuracy": ("prompt accuracy", "{:.0%}"),
+    "clip": ("CLIP", "{:.2f}"),
 }
-HEADINGS = {
-    "method": "method",
-    "batch_size": "batch",
-    "draft": "draft",
-    "pictures_per_second": "pictures per s",
-    "codes_per_pass": "codes per pass",
-    "seconds_per_image": "s per picture",
-    "speedup": "speed-up",
-    "efficiency": "efficiency",
-    "where": "draft / pass / verify / rest, %",
-    "tv_cost": "TV cost",
-    "tv_per_code": "TV per code",
-    **QUALITY,
-}
-PAPER = {  # the columns of LANTERN++'s tables (arXiv 2502.06352): means over pictures, the prefill not among the passes
-    "method": "method",
-    "batch_size": "batch",
-    "draft": "draft",
-    "latency": "latency, s",
-    "latency_speedup": "speed-up",
-    "step_compression": "step compression",
-    **QUALITY,
-}
-FORMATS = {  # of figures; a figure without a format has two decimals
-    "method": "`{}`",
-    "draft": "{}",
-    "batch_size": "{}",
-    "speedup": "{:.2f}x",
-    "latency_speedup": "{:.2f}x",
-    "step_compression": "{:.2f}x",
-    "tv_per_code": "{:.3g}",
-    "pictures_per_second": "{:.3g}",
-    "prompt_accuracy": "{:.0%}",
-}
+QUALITY = ("frechet", "precision", "recall", "prompt_accuracy", "clip")
+# The columns of LANTERN++'s tables (arXiv 2502.06352): means over pictures, the prefill not among the passes.
+PAPER_ONLY = ("latency", "latency_speedup", "step_compression")
+PAPER = ("method", "batch_size", "draft", *PAPER_ONLY, *QUALITY)
+OURS = tuple(name for name in COLUMNS if name not in PAPER_ONLY)
 WIDE = ("where", "precision", "recall")  # columns left out on a terminal
 BATCHES = ("batch_size", "draft", "pictures_per_second")  # columns shown where batch sizes are compared
 COSTS = ("frechet", "clip", "tv_cost")  # against which speed is plotted: the first that was measured
@@ -152,7 +137,7 @@ def cell(row: Mapping[str, Any], column: str, brief: bool = False) -> str:
         return " / ".join(f"{100 * row['phases'][phase]:.0f}" for phase in PHASES)
     if row.get(column) is None:
         return "-"
-    text = FORMATS.get(column, "{:.2f}").format(row[column]).replace("%", " %")
+    text = COLUMNS[column][1].format(row[column]).replace("%", " %")
     if column == "seconds_per_image" and not brief:
         text += " ({:.2f}-{:.2f})".format(*row["seconds_quartiles"])
     if column == "frechet" and row.get("frechet_spread") is not None and not brief:
@@ -160,33 +145,31 @@ def cell(row: Mapping[str, Any], column: str, brief: bool = False) -> str:
     return text
 
 
-def columns(table: Sequence[Mapping[str, Any]], headings: Mapping[str, str] = HEADINGS) -> list[str]:
+def columns(table: Sequence[Mapping[str, Any]], names: Sequence[str] = OURS) -> list[str]:
     """Return the columns with a figure in some row; `BATCHES` only if batch sizes differ, but drafts also if a draft was fitted."""
-    measured = [c for c in headings if c == "where" or any(row.get(c) is not None for row in table)]
+    measured = [c for c in names if c == "where" or any(row.get(c) is not None for row in table)]
     if len({row["batch_size"] for row in table}) > 1:
         return measured
     fitted = any(row["settings"]["fit"] for row in table)
     return [c for c in measured if c not in BATCHES or (c == "draft" and fitted)]
 
 
-def comma_separated(table: Sequence[Mapping[str, Any]], headings: Mapping[str, str]) -> str:
+def comma_separated(table: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     """Return the columns as CSV: the figures are not rounded, and have the names of bench.json."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, columns(table, headings), extrasaction="ignore", lineterminator="\n")
+    writer = csv.DictWriter(text, columns(table, names), extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(table)
     return text.getvalue()
 
 
-def markdown(
-    table: Sequence[Mapping[str, Any]], run: Mapping[str, Any], headings: Mapping[str, str] = HEADINGS
-) -> str:
+def markdown(table: Sequence[Mapping[str, Any]], run: Mapping[str, Any], names: Sequence[str] = OURS) -> str:
     """Return the table in Markdown, and below the table its settings."""
-    names = columns(table, headings)
-    lines = [[headings[name] for name in names], ["---", *["--:"] * (len(names) - 1)]]
-    lines += [[cell(row, name) for name in names] for row in table]
+    shown = columns(table, names)
+    lines = [[COLUMNS[name][0] for name in shown], ["---", *["--:"] * (len(shown) - 1)]]
+    lines += [[cell(row, name) for name in shown] for row in table]
     text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    return f"{text}\n{settings_line(table, run, headings)}\n"
+    return f"{text}\n{settings_line(table, run, names)}\n"
 
 
 def count_range(counts: Iterable[int]) -> str:
@@ -197,17 +180,13 @@ def count_range(counts: Iterable[int]) -> str:
     return str(ordered[0]) if ordered else ""
 
 
-def settings_line(
-    table: Sequence[Mapping[str, Any]], run: Mapping[str, Any], headings: Mapping[str, str]
-) -> str:
+def settings_line(table: Sequence[Mapping[str, Any]], run: Mapping[str, Any], names: Sequence[str]) -> str:
     """Return the settings and the machine of the figures in one sentence."""
     plain = run["methods"][BASELINE]
     images = count_range(row["images"] for row in table)
     batch_sizes = count_range(row["batch_size"] for row in table)
-    tv_images = count_range(
-        row["tv_cost_images"] for row in table if row["tv_cost"] and "tv_cost" in headings
-    )
-    statistics = "means over pictures" if headings is PAPER else "medians, quartiles in brackets"
+    tv_images = count_range(row["tv_cost_images"] for row in table if row["tv_cost"] and "tv_cost" in names)
+    statistics = "means over pictures" if names is PAPER else "medians, quartiles in brackets"
     return (
         f"{run['model']}, {counted(images, 'picture')} of {counted(len(run['prompts']), 'prompt')} per method, "
         f"{batch_sizes} at a time, methods taking turns; {statistics}. "
@@ -218,12 +197,12 @@ def settings_line(
     )
 
 
-def show(table: Sequence[Mapping[str, Any]], headings: Mapping[str, str]) -> None:
+def show(table: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
     """Print the figures as a table, without `WIDE` columns of our own."""
-    names = [name for name in columns(table, headings) if headings is PAPER or name not in WIDE]
-    lines = [[cell(row, name, brief=True).strip("`") for name in names] for row in table]
+    shown = [name for name in columns(table, names) if names is PAPER or name not in WIDE]
+    lines = [[cell(row, name, brief=True).strip("`") for name in shown] for row in table]
     caption = "quartiles, and where the time goes: table.md"
-    show_table([headings[name] for name in names], lines, caption=caption)
+    show_table([COLUMNS[name][0] for name in shown], lines, caption=caption)
 
 
 def write(
@@ -242,29 +221,19 @@ def write(
     write_text(folder / "paper.md", markdown(table, run, PAPER) + settings)
     write_text(folder / "paper.csv", comma_separated(table, PAPER))
     if plots and len({row["batch_size"] for row in table}) > 1:
-        save_figure(throughput(table), folder / "throughput.png")
+        throughput(folder / "throughput.png", table)
     return result
 
 
 def plot(table: Sequence[Mapping[str, Any]], row_means: Mapping[str, Sequence[float]], folder: Path) -> None:
     """Write rows.png and passes.png to `folder`, and speed.png if a cost was measured of two methods or more."""
-    plots = {
-        "rows": curves(
-            {label: (range(1, len(means) + 1), means) for label, means in row_means.items()},
-            "row of codes where the pass began",
-            "codes per pass",
-        ),
-        "passes": curves(
-            {row["method"]: shares(row["histogram"]) for row in table},
-            "codes decided by one pass",
-            "share of passes, %",
-        ),
-    }
+    means_by_row = {label: (range(1, len(means) + 1), means) for label, means in row_means.items()}
+    curves(folder / "rows.png", means_by_row, "row of codes where the pass began", "codes per pass")
+    shares_of_passes = {row["method"]: shares(row["histogram"]) for row in table}
+    curves(folder / "passes.png", shares_of_passes, "codes decided by one pass", "share of passes, %")
     cost = next((c for c in COSTS if sum(row.get(c) is not None for row in table) > 1), None)
     if cost:
-        plots["speed"] = speed(table, cost)
-    for name, figure in plots.items():
-        save_figure(figure, folder / f"{name}.png")
+        speed(folder / "speed.png", table, cost)
 
 
 def shares(histogram: Mapping[int, int]) -> tuple[Sequence[float], Sequence[float]]:
@@ -273,42 +242,46 @@ def shares(histogram: Mapping[int, int]) -> tuple[Sequence[float], Sequence[floa
     return codes, [100 * histogram.get(k, 0) / sum(histogram.values()) for k in codes]
 
 
-def throughput(table: Sequence[Mapping[str, Any]]) -> Any:
+def throughput(path: Path, table: Sequence[Mapping[str, Any]]) -> None:
     """Plot pictures per second against the batch size, a line per method."""
     lines = {}
     for label in dict.fromkeys(row["method"] for row in table):
         rows = [row for row in table if row["method"] == label]
         lines[label] = [row["batch_size"] for row in rows], [row["pictures_per_second"] for row in rows]
-    figure = curves(lines, "pictures at once", "pictures per second")
-    figure.axes[0].set_xscale("log", base=2)
-    return figure
+    curves(path, lines, "pictures at once", "pictures per second", powers_of_two=True)
 
 
-def curves(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], x_label: str, y_label: str) -> Any:
-    """Plot lines, given by label as their x and their y."""
-    with axes_of(x_label, y_label) as axes:
+def curves(
+    path: Path,
+    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    x_label: str,
+    y_label: str,
+    powers_of_two: bool = False,
+) -> None:
+    """Plot lines, given by label as their x and their y. powers_of_two: those of x are evenly spaced."""
+    with plotted(path, x_label, y_label) as axes:
         for i, (label, points) in enumerate(lines.items()):
             axes.plot(*points, f"C{i % 10}.{'-' if i < 10 else '--'}", label=fill(label, 22))
         axes.set_ylim(bottom=0)
-    return axes.figure
+        if powers_of_two:
+            axes.set_xscale("log", base=2)
 
 
-def speed(table: Sequence[Mapping[str, Any]], cost: str) -> Any:
+def speed(path: Path, table: Sequence[Mapping[str, Any]], cost: str) -> None:
     """Plot the cost against the speed-up, a point per method."""
     better = "higher is better" if cost == "clip" else "lower is better"
-    with axes_of("speed-up over plain decoding", f"{HEADINGS[cost]} ({better})") as axes:
+    with plotted(path, "speed-up over plain decoding", f"{COLUMNS[cost][0]} ({better})") as axes:
         for i, row in enumerate(table):
             if row.get(cost) is not None:
                 style = {"fmt": MARKS[i % len(MARKS)], "color": f"C{i % 10}", "alpha": 0.9, "capsize": 2}
                 point = row["speedup"], row[cost], row.get(f"{cost}_spread")
                 axes.errorbar(*point, **style, label=fill(row["method"], 22))
         axes.axvline(1, color="grey", linewidth=0.8)
-    return axes.figure
 
 
 @contextmanager
-def axes_of(x_label: str, y_label: str) -> Iterator[Any]:
-    """Yield the axes of a new figure, which needs no display; then add the legend beside the axes."""
+def plotted(path: Path, x_label: str, y_label: str) -> Iterator[Any]:
+    """Yield the axes of a new figure, which needs no display; then write the figure with a legend beside the axes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.5, 4.6), dpi=130, layout="constrained")
@@ -317,6 +290,7 @@ def axes_of(x_label: str, y_label: str) -> Iterator[Any]:
     axes.grid(alpha=0.25)
     yield axes
     figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
+    save_figure(figure, path)
 
 
 def save_figure(figure: Any, path: Path) -> None:
