@@ -119,6 +119,8 @@ def load_tiny(folder: Path) -> Pipeline:
 def listening(app: object, limits: Limits | None = None, proxies: Sequence[str] = ()) -> Iterator[str]:
     """A real server of an app on a free port of this machine; its address."""
     bound = bind("127.0.0.1", 0)
+    # The kernel takes little of an answer that is not read.
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     server = uvicorn.Server(uvicorn_config(app, proxies, limits))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     thread.start()

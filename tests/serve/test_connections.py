@@ -12,7 +12,6 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from helpers import served
 from helpers.processes import wait_until
 from helpers.served import (
     AUTHORIZED,
@@ -29,7 +28,7 @@ from helpers.served import (
 
 from lanternpp.serve.batcher import Batcher
 from lanternpp.serve.config import ServerConfig
-from lanternpp.serve.server import Limits, bind
+from lanternpp.serve.server import Limits
 
 SHORT = {"request": 1.5, "idle": 1.5, "stalled": 1.5}  # seconds, in which a test sends its own requests
 
@@ -115,13 +114,10 @@ def test_requests_are_answered_while_all_connections_are_held_open(slow: PacedPi
 
 
 @pytest.mark.parametrize("chunks", [1000, 1])
-def test_a_client_that_does_not_read_its_answer_times_out(monkeypatch, caplog, chunks: int) -> None:
+def test_a_client_that_does_not_read_its_answer_times_out(
+    caplog: pytest.LogCaptureFixture, chunks: int
+) -> None:
     """Of a single chunk the kernel takes so much that the rest does not make the server pause."""
-
-    def bind_with_small_buffers(*address) -> socket.socket:
-        bound = bind(*address)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        return bound
 
     async def large(scope, receive, send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -129,7 +125,6 @@ def test_a_client_that_does_not_read_its_answer_times_out(monkeypatch, caplog, c
             await send({"type": "http.response.body", "body": b"x" * 60_000, "more_body": True})
         await send({"type": "http.response.body", "body": b"fine"})
 
-    monkeypatch.setattr(served, "bind", bind_with_small_buffers)
     with listening(large, Limits(**SHORT)) as address, socket.socket() as line:
         line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         line.connect(("127.0.0.1", httpx.URL(address).port))
