@@ -553,7 +553,7 @@ def test_emu35_encodes_text_by_merging_pairs_of_bytes(models: Path, tmp_path: Pa
         (wrong / "emu3.tiktoken").write_text(content)
         rejects(said, read_target(wrong, torch.float32).check, "red")
     (wrong / "emu3.tiktoken").unlink()
-    rejects(r"emu3\.tiktoken is missing: copy it there", read_target(wrong, torch.float32).check, "red")
+    rejects(r"emu3\.tiktoken is missing: copy it there", read_target, wrong, torch.float32)
 
 
 @pytest.mark.parametrize(("name", "by_product"), [("lumina2", False), ("emu3.5", True)])

@@ -86,14 +86,14 @@ class TransformersTarget(Target):
     def read(cls, source: Source, dtype: torch.dtype, device: torch.device | str = "cpu") -> Self:
         """Open the model in `source` by its own class, and the tokenizers beside it; return the target."""
         make: Callable[[Any], Self] = cls
+        text = cls.text_of(source.folder)
         with input_errors(f"{source.path} cannot be opened", CORRECT):
             target = adapted(make, opened(source, cls.class_name, cls.fields_of(source), dtype, cls.optional))
         target.read_vq(source, dtype)
         target.to(device)
         if target.vq is not None:
             target.vq.to(device)
-        target.text = cls.text_of(source.folder)
-        target.fixed_size = "size" in source.given
+        target.text, target.fixed_size = text, "size" in source.given
         size = source.given.pop("size", None) or source.config.get("size")
         raster = target.raster_of(source, None if size is None else str(size))
         with input_errors(f"{source.path} cannot be opened", CORRECT):

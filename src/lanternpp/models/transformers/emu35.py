@@ -67,8 +67,8 @@ class Emu35(TokenizerBeside):
     @staticmethod
     def text_of(folder: Path) -> Text:
         """Return the tokenizer of tokenizer.json, or else of emu3.tiktoken."""
-        text = Text(folder)
-        return text if text.path.is_file() else Ranks(folder / "emu3.tiktoken", SPECIAL)
+        text, source = Text(folder), "src/tokenizer_emu3_ibq of github.com/baaivision/Emu3.5"
+        return text if text.path.is_file() else Ranks(folder / "emu3.tiktoken", SPECIAL, source)
 
     def conditional(self, text: str) -> list[int]:
         """Return the task, the pictures that the prompt shows, its text, and the size."""

@@ -8,7 +8,7 @@ from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -58,8 +58,7 @@ class Text:
             raise InputError(f"{self.path} is missing: copy it there from the model's repository.")
         with quiet(), input_errors(f"{folder / VOCABULARY} is of no tokenizer"):
             made: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            tokenizer: Tokenizer = made.backend_tokenizer
-            return tokenizer
+            return cast("Tokenizer", made.backend_tokenizer)
 
     @property
     def config(self) -> Path:
@@ -120,17 +119,19 @@ class Text:
 
 
 class Ranks(Text):
-    """A file of tiktoken, with the bytes of a token in base64 and its rank a line; `special`: the tokens after these, in order."""
+    """A file of tiktoken, with the bytes of a token in base64 and its rank a line, read at once; InputError where there is none.
 
-    def __init__(self, path: Path, special: Sequence[str]):
+    special: the tokens after these, in order. source: where the file is published.
+    """
+
+    def __init__(self, path: Path, special: Sequence[str], source: str):
         self.path, self.special = path, special
+        self._lines = read_text(path, f"copy it there from {source}").splitlines()
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
         from tokenizers import normalizers
         from transformers.convert_slow_tokenizer import TikTokenConverter
-
-        lines = read_text(self.path, "copy it there from its authors' repository").splitlines()
 
         class Converter(TikTokenConverter):
             """The base class with a reader of its own, as tiktoken may not be installed."""
@@ -138,7 +139,7 @@ class Ranks(Text):
             @staticmethod
             def load_tiktoken_bpe(tiktoken_url: str) -> dict[bytes, int]:
                 """Return the rank of every token, by its bytes."""
-                pairs = (line.split() for line in lines if line)
+                pairs = (line.split() for line in self._lines if line)
                 return {b64decode(token, validate=True): int(rank) for token, rank in pairs}
 
         with input_errors(f"{self.path} is no file of tiktoken"):
