@@ -103,7 +103,7 @@ def test_it_overfits_six_pictures(ready: Path, loss: str) -> None:
 
 
 def test_a_second_round_reads_features_of_the_drafter(ready: Path) -> None:
-    """As it does at the second level of a draft; the first round is the loss of one round."""
+    """At all codes; the first round is the loss of one round."""
     index = torch.arange(6)
     found = {}
     for rounds in (1, 2):

@@ -316,8 +316,9 @@ class EagleTask(CodesTask, DrafterTask):
     ) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
         """Return the target's features [R, n, D] and distributions [R, n, P] at the codes after the first, and the drafter's in each round.
 
-        A round after the first reads the drafter's own features of the previous round (HASS, arXiv 2408.15766) and predicts
-        one code less. noise: the width of uniform noise on the features that the first round reads.
+        A round after the first reads the drafter's own features of the previous round at all codes, and predicts one code less.
+        HASS (arXiv 2408.15766) and decoding keep the target's features of decided codes, and accept a little more. noise: the width
+        of uniform noise on the features that the first round reads.
         """
         head, target = self.comparison.head, self.target
         with torch.no_grad():
@@ -343,7 +344,7 @@ class EagleTask(CodesTask, DrafterTask):
         return features[:, prompt_len:], logits, drafts
 
     def validate_on(self, index: Tensor) -> dict[str, float]:
-        """Return expected acceptance after guidance (first draft level, and second), agreement of the best code, and losses."""
+        """Return expected acceptance after guidance (of one round and of a second), agreement of the best code, and losses."""
         comparison = self.comparison
         guidance = comparison.guidance(self.hparams.cfg)
         sums = defaultdict[str, float](float)
