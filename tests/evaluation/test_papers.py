@@ -41,5 +41,6 @@ def test_trees_have_the_sizes_of_the_papers() -> None:
     }
     sizes = {label: build_tree(each.tree).size for label, each in settings.items() if each.tree}
     assert sizes["eagle2 tree=eagle2-58"] == sizes["lantern tree=eagle2-58 k=1000 delta=0.4"] == 59
-    assert sizes["lantern++ k=5 lambda=20"] == 58 and sizes["eagle"] == 26  # with the root
-    assert settings["jacobi alternatives=0 window_rows=1"].window == 16
+    assert sizes["lantern++ k=5 lambda=20"] == 58  # with the root
+    assert sizes["eagle"] == sizes["lantern++ tree=eagle-25 k=5 lambda=20"] == 26
+    assert settings["jacobi window=15 alternatives=0 window_rows=1"].window == 15

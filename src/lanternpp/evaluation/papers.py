@@ -40,6 +40,10 @@ LANTERN = "lantern tree=eagle2-58 k=1000 delta="
 # Pairs (k, lambda) of run.sh in jadohu/LANTERN.
 PAIRS = "lantern++ k=10 lambda=5, lantern++ k=5 lambda=10, lantern++ k=5 lambda=20"
 PLUS = f"eagle tree=lantern-57, lantern++ k=1000 lambda=2, {PAIRS}"
+# ea_model_lumina_mgpt.py drafts EAGLE-1's tree for both.
+LUMINA = f"eagle, {PAIRS.replace('++', '++ tree=eagle-25')}"
+# A pass of 16 codes (max_num_new_tokens in test_lumina_mgpt.py), of which the first is decided.
+SJD = "jacobi window=15 alternatives=0 window_rows=1"
 
 PAPERS = {
     "eagle2-llamagen": Paper("EAGLE-2 (arXiv 2406.16858) as LANTERN's baseline", LLAMAGEN, EAGLE2),
@@ -49,10 +53,8 @@ PAPERS = {
     "lantern-anole": Paper("LANTERN (arXiv 2410.03355)", CHAMELEON, f"{EAGLE2}, {LANTERN}0.1"),
     "lantern++-llamagen": Paper("LANTERN++ (arXiv 2502.06352)", LLAMAGEN, PLUS),
     "lantern++-anole": Paper("LANTERN++ (arXiv 2502.06352)", CHAMELEON, PLUS),
-    "lantern++-lumina": Paper("LANTERN++ (arXiv 2502.06352)", CHAMELEON, f"eagle, {PAIRS}"),
-    "sjd-lumina": Paper(
-        "Speculative Jacobi decoding (arXiv 2410.01699)", CHAMELEON, "jacobi alternatives=0 window_rows=1"
-    ),
+    "lantern++-lumina": Paper("LANTERN++ (arXiv 2502.06352)", CHAMELEON, LUMINA),
+    "sjd-lumina": Paper("Speculative Jacobi decoding (arXiv 2410.01699)", CHAMELEON, SJD),
 }
 
 
