@@ -14,6 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from helpers.families import write_janus
 from helpers.models import write_model
 from helpers.refusals import rejects
 from helpers.served import submit
@@ -219,6 +220,16 @@ def test_disturbed_measurements_are_not_stored(model: Path, timed, own_cache: Pa
     pipe._fit.store.add_counts("a", HALVES)
     (file,) = own_cache.iterdir()
     assert json.loads(file.read_text())["steps"] == {}, "nor stored with later counts"
+
+
+@pytest.mark.parametrize("write", [write_model, write_janus])
+def test_a_pipeline_is_freed_with_its_last_reference(write: Callable[[Path], Any], tmp_path: Path) -> None:
+    write(tmp_path / "model")
+    pipe = pipeline(tmp_path / "model")
+    pipe.fit(pipe.settings("jacobi"))
+    weight = weakref.ref(next(pipe.target.parameters()))
+    del pipe
+    assert weight() is None
 
 
 @pytest.mark.parametrize("damage", ["{", '{"steps": {"a": [{"draft": "plain"}]}}'])

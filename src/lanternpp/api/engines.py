@@ -56,7 +56,7 @@ class Engines:
     @cached_property
     def _fit(self) -> Fit:
         """The fit of drafts to this machine; engines made after it count the acceptance rates that it lacks."""
-        return Fit(self.model, partial(self.new_engine, timed=True))
+        return Fit(self.model)
 
     @contextmanager
     def _engine_in_use(self, settings: Settings, shape: Hashable = None) -> Iterator[Engine]:

@@ -242,7 +242,7 @@ def machine_facts(device: torch.device) -> dict[str, str]:
 class Fit:
     """Fits drafts to this machine, for one model. Raises InputError where stored rates are damaged."""
 
-    def __init__(self, model: Model, make_engine: Callable[[Settings], Engine]):
+    def __init__(self, model: Model):
         target, name = model.target, model.dtype_name
         packed = getattr(target.decoder, "packed_dtype", None)
         # Models that were loaded elsewhere have no files, so their embeddings identify the weights.
@@ -253,7 +253,7 @@ class Fit:
             "weights": digest([model.weights, embeddings, str(target.decoder.config)]),
             "lanternpp": lanternpp.__version__,
         }
-        self.make_engine, self.length, self.store = make_engine, target.length, Store(facts)
+        self.length, self.store = target.length, Store(facts)
         self.store.read()
         drafter = model.drafter or model.folder
         folders = (model.folder, *(drafter / kind for kind in NETWORKS), drafter)
@@ -264,8 +264,8 @@ class Fit:
         self._disturbed = defaultdict[str, Steps](dict)
 
     @own_devices()
-    def __call__(self, settings: Settings) -> Settings:
-        """Return the settings with the fastest draft, or plain decoding's where no draft is faster.
+    def __call__(self, settings: Settings, new_engine: Callable[..., Engine]) -> Settings:
+        """Return the settings with the fastest draft, or plain decoding's where no draft is faster; new_engine: of `Engines`.
 
         The steps of a few drafts are measured now unless they were before. Where acceptance rates are not known yet the method's
         own draft stays, with `fit` False, and is counted.
@@ -278,7 +278,8 @@ class Fit:
             self._uncounted.add((key_of(strength(settings)), draft_name(settings)))
             return unfitted
         candidates = self._candidates(settings, shape, counts)
-        steps = self._steps(settings, {name: draft for name, (draft, _) in candidates.items()})
+        makers = {name: partial(new_engine, draft, timed=True) for name, (draft, _) in candidates.items()}
+        steps = self._steps(settings, makers)
         if not steps.keys() > {PLAIN}:
             return unfitted
         times = {name: step.time * passes(self.length, candidates[name][1]) for name, step in steps.items()}
@@ -303,20 +304,19 @@ class Fit:
         if (key, draft_name(settings)) in self._uncounted and self.counts(settings) is None:
             Counter(engine, partial(self.store.add_counts, key))
 
-    def _steps(self, settings: Settings, candidates: Mapping[str, Settings]) -> Steps:
-        """Return the candidates' steps, stored or measured now; the next process measures those beyond the budget."""
+    def _steps(self, settings: Settings, makers: Mapping[str, Callable[[], Engine]]) -> Steps:
+        """Return the steps of drafts, stored or measured now; the next process measures those beyond the budget."""
         key = key_of(cost_settings(settings))
-        missing = candidates.keys() - self._measured(key).keys() - self._offered[key]
+        missing = makers.keys() - self._measured(key).keys() - self._offered[key]
         if missing:
             self._offered[key] |= missing
-            names = [name for name in candidates if name == PLAIN or name in missing]
-            engines = ((name, partial(self.make_engine, candidates[name])) for name in names)
-            new_steps = measure(engines, self.length)
+            names = [name for name in makers if name == PLAIN or name in missing]
+            new_steps = measure([(name, makers[name]) for name in names], self.length)
             if disturbed(new_steps.values()):
                 self._disturbed[key] = new_steps | self._disturbed[key]
             elif new_steps:
                 self.store.add_steps(key, new_steps)
-        return {name: step for name, step in self._measured(key).items() if name in candidates}
+        return {name: step for name, step in self._measured(key).items() if name in makers}
 
     def _measured(self, key: str) -> Steps:
         """Return the measured steps of a key. A stored step takes precedence over a disturbed one of the same draft."""

@@ -138,7 +138,7 @@ class Pipeline(Engines):
         if not settings.fit or self.target.channels or self.target.decoder.ranks > 1:
             return replace(settings, fit=False)
         with self._lock:
-            return self._fit(settings)
+            return self._fit(settings, self.new_engine)
 
     def bound(self, settings: Settings) -> str | None:
         """Return a sentence on what bounds passes on this machine; None where `fit` measured nothing for such settings."""

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from types import MethodType
 from typing import Any, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,7 @@ def _attention(
     options: of an attention function of transformers. Raises InputError where attention has a window of the last tokens, caps
     scores or has sinks.
     """
-    decoder: TransformersDecoder = vars(layer)["decoder"]
+    decoder: TransformersDecoder = vars(layer)["decoder"]()
     window, scaling = options.get("sliding_window"), options.get("scaling")
     if window and window < decoder._num_prepared:
         raise InputError(
@@ -96,8 +97,7 @@ class TransformersDecoder(Decoder):
         nn.Module.__init__(self)
         self.body, self.config = body, shape_of(body)
         # Weights that several processes share are DTensors.
-        parameters = body.get_submodule("layers").parameters()
-        meshes = (getattr(parameter, "device_mesh", None) for parameter in parameters)
+        meshes = (getattr(x, "device_mesh", None) for x in body.get_submodule("layers").parameters())
         self.ranks = next((mesh.size() for mesh in meshes if mesh), 1)
         if self.config.num_kv_heads % self.ranks:
             raise InputError(
@@ -122,7 +122,8 @@ class TransformersDecoder(Decoder):
         body._modules["layers"] = layers
         for name, original in layers.named_children():
             layer, attention = replica(original), replica(original.get_submodule("self_attn"))
-            vars(attention).update(config=self._attention_config, decoder=self)
+            # Within a cycle of references the weights would stay in memory until garbage is collected.
+            vars(attention).update(config=self._attention_config, decoder=ref(self))
             layer._modules["self_attn"], layers._modules[name] = attention, layer
         self._replicas = (body,)  # a tuple, so that the replica is no child of this module
         if self.packed_dtype is not None:
@@ -147,8 +148,7 @@ class TransformersDecoder(Decoder):
         if dtype not in BYTES_PER_WEIGHT:
             raise InputError(unknown("kernels", dtype, BYTES_PER_WEIGHT))
         stack = stack_of(self.body)
-        parts = (self.body.get_submodule(name) for name in ("layers", "norm"))
-        parameters = [x for part in parts for x in part.parameters()]
+        parameters = [x for name in ("layers", "norm") for x in self.body.get_submodule(name).parameters()]
         weights = [(id(x), x.data_ptr(), 0 if x.is_inference() else x._version) for x in parameters]
         if weights == self._packed_weights:
             return
