@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 from helpers.refusals import rejects
 
 from lanternpp.api.model import Model
@@ -14,7 +18,7 @@ from lanternpp.api.options import BASELINE, Dial, Settings
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.api.settings import with_tree
 from lanternpp.engine.decode import Engine
-from lanternpp.evaluation import equal, report
+from lanternpp.evaluation import equal, profile, report
 from lanternpp.evaluation.race import DIALS_BY_KEY, PICTURES, TURNS, Race, parse_methods
 
 PROMPTS = ["a red tulip", "a tulip"]
@@ -89,6 +93,22 @@ def test_the_steps_of_a_row_are_those_of_its_engine(pipe: Pipeline, tmp_path: Pa
     mine = Race(pipe, parse_methods(METHODS), PROMPTS[:1], 5, 5, {"batch_size": 2}, False, turn_size=5)
     for row in report.rows(mine.run(tmp_path), mine.describe(), {}):
         assert 2 * row["steps"] == taken[mine.engines[row["method"]]], "with those of the warm-up"
+
+
+def test_a_profile_without_traced_kernels_has_no_shares(
+    pipe: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, timed, profiler = race(pipe, field="ar"), [], MagicMock()
+    profiler.key_averages().__iter__.return_value = [SimpleNamespace(key="aten::mm", self_cpu_time_total=0)]
+    profiler.key_averages().table.return_value = ""
+    profiler.export_chrome_trace = lambda path: Path(path).touch()
+    monkeypatch.setattr(profile, "profile_steps", lambda *_: profiler)
+    monkeypatch.setattr(torch.accelerator, "device_index", lambda i: nullcontext(timed.append(i)))
+    # The rates are those of the named card.
+    rates = profile.machine_rates(torch.device("meta:1"), torch.float32)
+    monkeypatch.setattr(profile, "machine_rates", lambda *_: rates)
+    table = report.rows(made.run(tmp_path), made.describe(), {})
+    assert profile.profile_race(made, table, tmp_path)[0][-1] == "aten::mm 0" and timed == [1, 1]
 
 
 def test_a_stopped_run_resumes_at_its_turn_and_with_its_draft(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import islice
@@ -58,7 +59,8 @@ def machine_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, floa
 
     def seconds(work: Callable[[], object]) -> float:
         timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
-        return min(timer.timeit(1).median for _ in range(REPEATS))
+        with torch.accelerator.device_index(device.index):  # that the timer waits for
+            return min(timer.timeit(1).median for _ in range(REPEATS))
 
     source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
     copy = torch.empty_like(source)
@@ -103,14 +105,12 @@ def profile_race(race: Race, table: Sequence[Mapping[str, Any]], folder: Path) -
         with replacing(folder / f"{name}.json") as temporary:
             profiler.export_chrome_trace(str(temporary))
         # On a GPU the time of a kernel is also that of the operation that started it, and of the phase around it.
-        operations = [
-            average
-            for average in averages
-            if not cuda or (average.device_type == DeviceType.CPU and not average.is_user_annotation)
-        ]
-        total = sum(getattr(operation, time_key) for operation in operations)
-        operations.sort(key=lambda operation: -getattr(operation, time_key))
-        shares = [f"{op.key} {100 * getattr(op, time_key) / total:.0f}" for op in operations[:TOP]]
+        times = Counter[str]()
+        for average in averages:
+            if not cuda or (average.device_type == DeviceType.CPU and not average.is_user_annotation):
+                times[average.key] += getattr(average, time_key)
+        # The sum is 0 where the driver lets nobody trace kernels.
+        shares = [f"{key} {100 * time / (times.total() or 1):.0f}" for key, time in times.most_common(TOP)]
         seconds = row["phases"]["pass"] * row["seconds"] / row["steps"]
         num_bytes, num_operations = pass_costs(race.pipe, engine)
         rates = num_bytes / seconds / bandwidth, num_operations / seconds / arithmetic
