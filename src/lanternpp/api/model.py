@@ -59,8 +59,8 @@ def model_folder(model: str, what: str = "model") -> Path:
     raise InputError(unknown(what, model, MODELS) + "; or give a path, or a hub id")
 
 
-def recognise(label: str, source: Source, registry: Mapping[str, Any]) -> Any:
-    """Return the class of a registry that reads a checkpoint: the class that its `kind` names, or that claims it.
+def recognise(label: str, source: Source, registry: dict[str, Any]) -> Any:
+    """Return the class of a registry that reads a checkpoint: the class that its `kind` names, or the last that claims it.
 
     Raises an InputError that lists the known classes. label: their name in messages.
     """
@@ -69,7 +69,8 @@ def recognise(label: str, source: Source, registry: Mapping[str, Any]) -> Any:
     if kind in registry:
         return find(label, kind, registry)
     classes_by_name = {}
-    for name in registry:  # `find` imports a class, so it is called only until a class claims the checkpoint
+    # `find` imports a class, so it is called only until a class claims the checkpoint.
+    for name in reversed(registry):
         classes_by_name[name] = find(label, name, registry)
         if classes_by_name[name].claims(source):
             return classes_by_name[name]

@@ -42,9 +42,11 @@ from lanternpp.api.options import METHODS
 from lanternpp.drafters.eagle import PublishedDrafter
 from lanternpp.errors import ModelError
 from lanternpp.kernels.loading import library
+from lanternpp.models import FAMILIES
 from lanternpp.models.hub import HubId, choose
 from lanternpp.models.transformers.format import Raster
 from lanternpp.models.transformers.janus import BEGIN, DRAW, PAD
+from lanternpp.models.transformers.liquid import Liquid
 from lanternpp.models.transformers.opening import Text
 from lanternpp.models.vq.codes import nearest
 from lanternpp.nn.sources import Source
@@ -450,8 +452,9 @@ def test_a_generation_config_that_cannot_be_used_is_named(models: Path, tmp_path
     (folder / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.5}')
     target = read_target(folder, torch.float32)
     rejects("generation_config.json cannot be written", target.save, tmp_path / "out", "float32")
-    vars(target)["vq"] = None  # as of a family with a decoder of its own
-    rejects("the decoder of a Liquid cannot be written", target.save, tmp_path / "out", "float32")
+    for decoder in (None, torch.nn.Identity()):  # of a family with a decoder of its own
+        vars(target)["vq"] = decoder
+        rejects("the decoder of a Liquid cannot be written", target.save, tmp_path / "out", "float32")
     assert not (tmp_path / "out").exists()
 
 
@@ -482,6 +485,11 @@ def test_a_folder_called_tokenizer_beside_a_published_model_is_not_read(models: 
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "config.json").write_text("another model's")
     read_target(edited(models / "liquid", tmp_path / "liquid"), torch.float32)
+
+
+def test_a_family_of_the_users_reads_what_one_of_the_packages_claims(models: Path, monkeypatch) -> None:
+    monkeypatch.setitem(FAMILIES, "own", type("Own", (Liquid,), {}))
+    assert target_source(models / "liquid")[1].__name__ == "Own"
 
 
 def test_missing_files_beside_a_checkpoint_are_named(models: Path, tmp_path: Path) -> None:
