@@ -72,7 +72,7 @@ class TransformersTarget(Target):
         self.decoder = TransformersDecoder(body)
         self.most = int(body.config.max_position_embeddings)
         self.codes, self.row_end = tuple(codes), row_end
-        # In place of the model's own, `read_vq` may set a `VQGAN`.
+        # In place of the model's own, `read_vq` may set a `VQGAN`, or a family's own decoder.
         vars(self)["vq"] = getattr(model.model, "vqmodel", None)
         self._code_head: nn.Sequential | None = None  # of the codes' rows alone, prepacked
         self.arrange(Format(1, 1, () if row_end is None else (row_end,)), 0)
@@ -333,7 +333,7 @@ class TransformersTarget(Target):
 
     def save(self, folder: Path, store: Store) -> list[str]:
         """Write the model in transformers' layout, into `target`, and a tokenizer of its own; raise InputError if they cannot be."""
-        if self.vq is None:
+        if not isinstance(self.vq, VQGAN) and self.vq not in {*self.model.modules()}:
             raise InputError(
                 f"the decoder of a {type(self).__name__} cannot be written; use its checkpoint as it is"
             )
