@@ -24,7 +24,7 @@ import torch
 
 import lanternpp
 from lanternpp.api.model import NETWORKS, Model
-from lanternpp.api.options import BASELINE, METHODS, MethodDials, Settings, names
+from lanternpp.api.options import BASELINE, METHODS, MethodDials, RuleDials, Settings, names
 from lanternpp.api.rates import RATE_DIALS, Counter, Counts, passes, read_rates, strength
 from lanternpp.api.settings import NO_DRAFT, is_joint, with_tree
 from lanternpp.engine.decode import Engine
@@ -45,7 +45,7 @@ MARGIN = 0.02  # how much slower than the fastest draft a shorter one may be: th
 # In the order of measurement, as the budget may end before all depths are measured.
 DEPTHS = (4, 2, 8, 12, 6, 3, 10, 14, 5, 16, 1, 7)
 TREES = ("deep-8", "eagle-25")  # offered beside chains to a method whose own tree branches
-COST_DIALS = ({*RATE_DIALS} - {"delta", "lam", "nu", "residual"}) | {"batch_size"}
+COST_DIALS = ({*RATE_DIALS} - {*names(RuleDials)}) | {"neighbours", "batch_size"}
 CPUINFO = Path("/proc/cpuinfo")
 MIN_PASSES = 200  # passes after which counting ends: codes per pass are then known to about 5 %
 MAX_SETTINGS = 256  # settings whose counts, or steps, the file keeps: the latest ones
