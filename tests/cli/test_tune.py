@@ -127,7 +127,7 @@ def test_a_budget_of_variation_sets_the_strength_and_races_against_plain_decodin
     raced(1, 3, 2)  # the method's own strength may cost more
     asked = ("tune", "--model", own, *FEW, "-n", 1, "--no-plots", "--budget-pictures", 2, "--accept", rule)
     shown = run(*asked, "-o", "t", "--budget-tv", 1000)
-    assert shown.code == 0 and "of at most 1e+03" in shown.out
+    assert shown.code == 0 and "of at most 1e+03" in shown.out and f", rule {rule}" in shown.out
     reported = json.loads(Path("t/tune.json").read_text())
     strength = reported["settings"]["delta" if rule == "lantern" else "lam"]
     assert strength >= (rule != "lantern") and reported["settings"]["neighbours"] >= 5

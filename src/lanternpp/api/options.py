@@ -322,12 +322,12 @@ def check_method(name: str) -> str:
     raise InputError(message)
 
 
-def drawn_with(method: str, auto: str | None, settings: Mapping[str, Any] | None = None) -> str:
+def drawn_with(method: str, auto: str | None, settings: Mapping[str, Any]) -> str:
     """Return a method in words, with the reason for which `auto` chose it, another rule than its own, and a fitted draft."""
-    label = method if settings is None else with_rule(method, settings)
+    label = with_rule(method, settings)
     if auto is not None:
         label += f" (auto: {auto})"
-    if settings is None or not settings.get("fit"):
+    if not settings["fit"]:
         return label
     machine = "this CPU" if str(settings["device"]).startswith("cpu") else "this device"
     if (draft := draft_of(settings)) is None:

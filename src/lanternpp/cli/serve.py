@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -105,8 +105,8 @@ def serve(
             finished = ray_serve.run(ray, replicas, spec, bound, listen.drain, on_ready, proxies)
         else:
             batcher, app = spec.start()
-            chosen = batcher.pipe.chosen(options.method)
-            method = drawn_with(chosen.method, chosen.reason(config.settings(batcher.pipe, None, {})))
+            chosen, settings = batcher.pipe.chosen(options.method), config.settings(batcher.pipe, None, {})
+            method = drawn_with(chosen.method, chosen.reason(settings), asdict(replace(settings, fit=False)))
             on_ready = partial(print_ready, method, 1, *ray_serve.describe_model(batcher.pipe))
             finished = server.run(app, batcher, bound, listen.drain, on_ready, proxies)
         if not finished:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -78,7 +79,7 @@ def tune(
     if as_json:
         print(json.dumps(result))
         return
-    print(f"method: {drawn_with(chosen.method, result['auto'])}")
+    print(f"method: {drawn_with(chosen.method, result['auto'], asdict(tuner.settings))}")
     show(result)
     if result["slower"]:
         unsaved = "nothing was saved, as " if save else ""
