@@ -124,7 +124,7 @@ def with_draft_of(settings: Settings, picture_settings: Mapping[str, Any]) -> Se
         else:
             candidate = with_tree(settings, str(picture_settings.get("tree")))
         candidate = replace(candidate, fit=is_fitted)
-        if asdict(candidate).items() <= picture_settings.items():
+        if all(picture_settings.get(name) == value for name, value in asdict(candidate).items()):
             return candidate
     return None
 
