@@ -10,7 +10,7 @@ from helpers.hub import COMMIT, Outcome, hub, run_with_hub
 from helpers.models import write_model
 from helpers.refusals import rejects
 
-from lanternpp.models.hub import HubId, choose, hub_id
+from lanternpp.models.hub import HubId, choose, fetch, hub_id
 
 DRAW = ["generate", "a red tulip", "--model", "someone/tiny", "--json", "-o", "a.png"]
 ABSENT = {"someone/absent": "someone/absent", "someone/tiny@v9": "v9", "someone/tiny/other.pt": "other.pt"}
@@ -134,3 +134,4 @@ def test_files_are_chosen_by_one_format_of_weights():
     rejects(r"name one: a/b/t2i_XL\.pt", choose, HubId("a/b"), ["c2i_B.pt", *both][::-1])
     rejects(r"name one: a/b/x\.pt", choose, HubId("a/b"), ["x.pt", "y.pt"])
     rejects("no weights", choose, HubId("a/b"), ["readme.md"])
+    rejects("use deepseek-community/Janus-Pro-7B", fetch, HubId("deepseek-ai/Janus-Pro-7B"))

@@ -22,6 +22,13 @@ CONFIG_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".yaml")  #
 VQ_FILE = re.compile(r"vq.*\.(safetensors|pt|pth|bin|ckpt)")
 # Folders of a diffusers pipeline: the model that draws codes, and its tokenizer.
 STAGE, PROCESSOR = "vision_language_encoder", "processor"
+# Repositories in layouts of their authors, which are not read, and the copies that are.
+COPIES = {
+    "deepseek-ai/Janus-Pro-1B": "deepseek-community/Janus-Pro-1B",
+    "deepseek-ai/Janus-Pro-7B": "deepseek-community/Janus-Pro-7B",
+    "BAAI/Emu3-Gen": "BAAI/Emu3-Gen-hf",
+    "GAIR/Anole-7b-v0.1": "leloy/Anole-7b-v0.1-hf",
+}
 TIMEOUT = 10.0  # seconds without an answer after which the hub counts as unreachable
 ID_PATTERN = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:/(?P<file>[\w./-]+))?(?:@(?P<revision>[\w./-]+))?")
 
@@ -59,6 +66,8 @@ def fetch(source: HubId) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.constants import HF_HUB_CACHE
 
+    if source.repo in COPIES and not source.file:
+        raise InputError(f"{source.repo} has a layout that is not read: use {COPIES[source.repo]}")
     quiet_downloads()
     try:
         files = choose(source, list_files(source))
