@@ -69,7 +69,7 @@ def recognise(label: str, source: Source, registry: dict[str, Any]) -> Any:
     if kind in registry:
         return find(label, kind, registry)
     classes_by_name = {}
-    # `find` imports a class, so it is called only until a class claims the checkpoint.
+    # From the last row, which may be a user's. `find` imports a class, so it is called only until a class claims the checkpoint.
     for name in reversed(registry):
         classes_by_name[name] = find(label, name, registry)
         if classes_by_name[name].claims(source):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -79,7 +78,7 @@ def tune(
     if as_json:
         print(json.dumps(result))
         return
-    print(f"method: {drawn_with(chosen.method, result['auto'], asdict(tuner.settings))}")
+    print(f"method: {drawn_with(chosen.method, result['auto'], vars(tuner.settings))}")
     show(result)
     if result["slower"]:
         unsaved = "nothing was saved, as " if save else ""

@@ -1,7 +1,7 @@
 """Target families by the `kind` in a model's config, one file each.
 
-A family is a `Target` with `claims(source)`, which recognises its published checkpoints and is asked from the last row, a user's,
-to the first, and `read(source, dtype, device)`.
+A family is a `Target` with `claims(source)`, which recognises its published checkpoints, and `read(source, dtype, device)`. Of two
+families that claim a checkpoint, the later row reads it.
 """
 
 from __future__ import annotations

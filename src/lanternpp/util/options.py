@@ -56,10 +56,9 @@ class Option:
     @property
     def range(self) -> str:
         """The range as a phrase, such as "1 to 256"."""
-        low = f"above {self.gt:g}" if self.gt is not None else f"{self.ge:g}"
-        if self.le is None:
-            return low if self.gt is not None else f"{low} or more"
-        return f"{low}, at most {self.le:,}" if self.gt is not None else f"{low} to {self.le}"
+        if self.gt is not None:
+            return f"above {self.gt:g}" + ("" if self.le is None else f", at most {self.le:,}")
+        return f"{self.ge:g} or more" if self.le is None else f"{self.ge:g} to {self.le}"
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the limits as pydantic reads them; the next attribute marks an option as a group of such limits."""

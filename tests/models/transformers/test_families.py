@@ -487,12 +487,7 @@ def test_a_folder_called_tokenizer_beside_a_published_model_is_not_read(models: 
     read_target(edited(models / "liquid", tmp_path / "liquid"), torch.float32)
 
 
-def test_a_family_of_the_users_reads_what_one_of_the_packages_claims(models: Path, monkeypatch) -> None:
-    monkeypatch.setitem(FAMILIES, "own", type("Own", (Liquid,), {}))
-    assert target_source(models / "liquid")[1].__name__ == "Own"
-
-
-def test_missing_files_beside_a_checkpoint_are_named(models: Path, tmp_path: Path) -> None:
+def test_missing_files_beside_a_checkpoint_are_named(models: Path, tmp_path: Path, monkeypatch) -> None:
     def refused(said: str, folder: Path, **given: Path) -> None:
         rejects(said, read_target, folder, torch.float32, given=given)
 
@@ -521,6 +516,8 @@ def test_missing_files_beside_a_checkpoint_are_named(models: Path, tmp_path: Pat
     refused("no token <boi>: it only writes text", plain)
     write_tokenizer(plain, ["<pad>", "<boi>", *(f"<unused{n}>" for n in range(9))])
     refused("of 87 tokens has no 64 codes; known is Liquid", plain)
+    monkeypatch.setitem(FAMILIES, "own", type("Own", (Liquid,), {}))
+    assert target_source(plain)[1].__name__ == "Own", "a family of the user's is asked first"
     given = {"vq": moved / "vqgan.safetensors"}
     target = read_target(tmp_path / LUMINA, torch.float32, given=given)
     assert target.pixels(torch.zeros(1, 19, dtype=torch.int64)).shape == (1, 3, 64, 64)
