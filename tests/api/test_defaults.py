@@ -147,6 +147,13 @@ def test_dials_of_a_server_apply_to_the_method_of_auto(folder: Path) -> None:
     assert config.settings(pipe, "eagle", {}).tree == "eagle-25"
 
 
+def test_dials_of_a_server_apply_to_its_own_rule(folder: Path) -> None:
+    pipe, config = pipeline(folder), ServerConfig("lantern++", {"lam": 3.0, "tree": "chain-2"})
+    for rule, lam in (("lantern++", 3.0), ("exact", None)):
+        settings = config.settings(pipe, None, {"accept": rule})
+        assert (settings.lam, settings.tree) == (lam, "chain-2")
+
+
 def test_a_tuning_is_the_default_and_options_override_it(tuned: Path) -> None:
     assert tuned_path(tuned) == tuned / FILE
     found = settings(tuned)

@@ -79,13 +79,16 @@ class ServerConfig:
         """Return the settings of a request: its own dials, else the dials that the server was started with. Raises InputError.
 
         method: the request's; None: the server's. overrides: the dials of the request. The parts and dials that the server
-        was started with belong to its own method, so a request for another method gets the defaults of that method.
+        was started with belong to its own method, so a request for another method gets the defaults of that method, and a
+        request for another rule those of that rule.
         """
         method = self.method if method is None else check_method(method)
-        defaults = dict(self.overrides)
+        replaced: tuple[str, ...] = ()
         if pipe.chosen(method).method != pipe.chosen(self.method).method:
-            for name in names(PartDials, DraftDials, RuleDials):
-                defaults.pop(name, None)
+            replaced = names(PartDials, DraftDials, RuleDials)
+        elif "accept" in overrides and overrides["accept"] != self.settings(pipe, None, {}).accept:
+            replaced = names(RuleDials)
+        defaults = {name: value for name, value in self.overrides.items() if name not in replaced}
         return pipe.settings(method, **{**defaults, **overrides, "batch_size": 1})
 
 

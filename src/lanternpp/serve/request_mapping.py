@@ -107,8 +107,7 @@ class RequestMapper:
                 f"method {settings.method!r} needs a {label}, which {self.pipe.name} lacks; use another method"
             )
         self.pipe.check(settings)
-        deadlines = [seconds for seconds in (body.deadline, self.config.deadline) if seconds is not None]
-        deadline = min(deadlines, default=None)
+        deadline = min(filter(None, (body.deadline, self.config.deadline)), default=None)
         seed = secrets.randbelow(RANDOM_SEEDS) if body.seed is None else body.seed
         if seed + count - 1 > MAX_SEED:
             raise InputError(f"seed {seed} is out of range; with n {count} use 0 to {MAX_SEED - count + 1}")
