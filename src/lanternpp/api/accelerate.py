@@ -285,7 +285,11 @@ class Generate:
         functools.update_wrapper(self, self.usual, ("__name__", "__qualname__", "__doc__"), ())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return generate(self.model, *args, usual=self.usual, **{**self.options, **kwargs})
+        options = self.options
+        # The parts and dials belong to their own method.
+        if options["method"] not in (AUTO, kwargs.get("method") or options["method"]):
+            options = {name: x for name, x in options.items() if name not in MethodDials.__annotations__}
+        return generate(self.model, *args, usual=self.usual, **{**options, **kwargs})
 
     @property
     def packed_bytes(self) -> int:
@@ -323,8 +327,7 @@ def accelerate(
             vars(model).pop(HELD, None)
             raise
         vars(restore(model))[HELD] = pipeline
-        wrapper = Generate(model, method=method, drafter=drafter, kernels=kernels, **dials)
-        setattr(model, "generate", wrapper)  # noqa: B010
+        vars(model)["generate"] = Generate(model, method=method, drafter=drafter, kernels=kernels, **dials)
     return model
 
 

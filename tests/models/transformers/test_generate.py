@@ -577,6 +577,8 @@ def test_a_model_without_a_folder_writes_nothing_into_the_working_directory(
     assert (
         drawn.shape[1] > 7 and not list(here.iterdir()) and list((tmp_path / "cache").rglob("*.safetensors"))
     )
+    case.model.generate(**case.inputs(1), do_sample=True, method="ar")  # which has no neighbours
+    assert case.model.generate.codes_per_pass == 1
 
 
 def test_unsupported_calls_are_rejected(made: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch) -> None:
