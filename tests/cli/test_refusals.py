@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from lanternpp import Pipeline
+from lanternpp.engine.decode import Engine
 from lanternpp.models.hub import quiet
 
 PROMPT = "a red tulip"
@@ -151,6 +153,12 @@ def test_a_full_disk_leaves_the_old_picture(run, model, empty_dir, monkeypatch) 
     outcome.refused("x.png could not be written, the disk is full: free some room")
     assert [p.name for p in empty_dir.iterdir()] == ["x.png"]
     assert (empty_dir / "x.png").read_bytes() == b"old"
+
+
+def test_a_card_without_enough_memory_is_named_in_a_sentence(run, model, monkeypatch) -> None:
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free.")
+    monkeypatch.setattr(Engine, "admit", Mock(side_effect=error))
+    run("generate", PROMPT, "--model", model).refused("CUDA out of memory; use a smaller --batch-size")
 
 
 def test_published_files_that_do_not_fit_are_rejected(run, tmp_path: Path) -> None:

@@ -111,6 +111,7 @@ def main(args: Sequence[str] | None = None, run: Callable[[Sequence[str]], objec
         if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
             signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     args = with_values(sys.argv[1:] if args is None else args)
+    status: object = 2
     try:
         with one_line_warnings():
             status = run(args)
@@ -120,19 +121,19 @@ def main(args: Sequence[str] | None = None, run: Callable[[Sequence[str]], objec
         status = 130
     except (InputError, CycloptsError) as error:
         say("error", sentence(error))
-        status = 2
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # of torch, which is imported where it is needed
+            raise
+        say("error", f"{str(error).partition('. ')[0]}; use a smaller --batch-size, or a narrower --dtype")
     except OSError as error:
         # Windows reports a closed pipe as an invalid argument.
         is_invalid = sys.platform == "win32" and error.errno == errno.EINVAL
         if (isinstance(error, BrokenPipeError) or is_invalid) and unread():
             sys.exit(141)  # as a shell reports SIGPIPE
-        path = error.filename or "while writing"
-        if is_full(error):
-            say("error", f"the disk is full ({path}); free some room and run it again")
-        elif error.filename is None:  # the file is not the user's
+        if error.filename is None and not is_full(error):  # the file is not the user's
             raise
-        else:
-            say("error", f"{path}: {error.strerror}")
+        full = f"the disk is full ({error.filename or 'while writing'}); free some room and run it again"
+        say("error", full if is_full(error) else f"{error.filename}: {error.strerror}")
         status = 2
     sys.exit(status if isinstance(status, int) else 0)
 

@@ -243,9 +243,8 @@ def check(options: DrawOptions, searched: bool = False) -> Settings:
     from lanternpp.accept import RULES
     from lanternpp.api.settings import build_rule, network_needed, resolve
 
-    method = METHODS.get(options.method)  # None for auto
-    # A drafter is not fetched for a method without a drafter.
-    has_drafter = method is None or method.dials["proposer"] == "tree"
+    # A drafter is not fetched for a method without a drafter. METHODS has no auto.
+    has_drafter = options.method not in METHODS or METHODS[options.method].dials["proposer"] == "tree"
     defaults = defaults_of(options if has_drafter else dataclasses.replace(options, drafter=None))
     chosen = defaults.chosen(options.method)
     settings = resolve(chosen.method, defaults.model_defaults, options.overrides, chosen.why is not None)
