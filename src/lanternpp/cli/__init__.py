@@ -134,7 +134,6 @@ def main(args: Sequence[str] | None = None, run: Callable[[Sequence[str]], objec
             raise
         full = f"the disk is full ({error.filename or 'while writing'}); free some room and run it again"
         say("error", full if is_full(error) else f"{error.filename}: {error.strerror}")
-        status = 2
     sys.exit(status if isinstance(status, int) else 0)
 
 
