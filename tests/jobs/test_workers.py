@@ -64,4 +64,6 @@ def test_prompts_and_machines_that_cannot_draw_are_rejected(ray, options, tmp_pa
     ):
         made.info = replace(own, setup=replace(setup, **other))
         rejects(says, list, made.render(IMAGES))
-    rejects("missing", pool, ray, replace(options, model=str(tmp_path / "missing")), 1)
+    rejects(
+        "^a worker cannot draw: .*missing", pool, ray, replace(options, model=str(tmp_path / "missing")), 1
+    )

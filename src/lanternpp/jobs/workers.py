@@ -89,6 +89,8 @@ class WorkerPool:
         except self.ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, InputError) else RuntimeError(str(error)) from None
         except self.ray.exceptions.RayError as error:
+            if getattr(error, "actor_init_failed", False):  # the error's class and text are in the last line
+                raise InputError(f"a worker cannot draw: {brief(error).split(': ', 1)[-1]}") from None
             raise InputError(
                 f"a worker died {MAX_RESTARTS + 1} times ({brief(error)}); fewer --actors leave each more memory"
             ) from None
