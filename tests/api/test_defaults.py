@@ -202,6 +202,8 @@ def test_a_new_tuning_replaces_the_one_of_the_same_conditions(tuned: Path) -> No
     single = settings(tuned)
     assert (single.tree, settings(tuned, batch_size=2).tree) == ("[[0]]", "[[0],[1]]")
     assert pipeline(tuned).at_batch(single, 2).tree == "[[0],[1]]", "as a server does"
+    tune(pipe, "jacobi", {"window": 3}, 2)
+    assert pipeline(tuned).at_batch(pipe.settings("jacobi"), 2).window == 3
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lanternpp.api import calls
 from lanternpp.api.calls import Request
-from lanternpp.api.defaults import Chosen, Defaults, conditions
+from lanternpp.api.defaults import DRAFT_DIALS, Chosen, Defaults, conditions
 from lanternpp.api.engines import ENGINE_BYTES, Engines
 from lanternpp.api.model import MODELS, Model, model_folder, pick_placement
 from lanternpp.api.options import AUTO, CallOptions, PictureDials, Prompts, Settings, StreamOptions, listing
@@ -148,9 +148,10 @@ class Pipeline(Engines):
         """Return the settings for `rows` pictures at once: with a draft tuned for this batch size, else a fitted one."""
         single = self.settings(settings.method, batch_size=1)
         batched = self.settings(settings.method, batch_size=rows)
-        resized = replace(settings, batch_size=rows)
-        if (settings.proposer, settings.tree, settings.fit) == (single.proposer, single.tree, single.fit):
-            resized = replace(with_tree(resized, batched.tree), fit=batched.fit)
+        resized, draft = replace(settings, batch_size=rows), ("proposer", "fit", *DRAFT_DIALS)
+        if all(getattr(settings, name) == getattr(single, name) for name in draft):
+            others = {name: getattr(batched, name) for name in draft if name != "tree"}
+            resized = with_tree(replace(resized, **others), batched.tree)
         return self.fit(resized)
 
     @property
