@@ -107,7 +107,7 @@ class Result(Generic[Pictures]):
     images: Pictures  # a list of PIL images, or the type of `output_type`
     codes: Tensor  # [n, length] int64; of a continuous target latents, [n, length, C] float32
     stats: Stats
-    seeds: list[int] = field(default_factory=list)  # by picture; the seed alone draws it again
+    seeds: list[int] = field(default_factory=list)  # by picture, each draws it again with its batch size
 
 
 @dataclass(frozen=True, eq=False)
