@@ -94,4 +94,4 @@ def same_codes(model: PromptedTarget, start: PromptedTarget) -> bool:
     mine, theirs = model.codebook, start.codebook
     if mine is None or theirs is None:
         return mine is theirs and model.reader().key == start.reader().key
-    return torch.equal(mine, theirs)
+    return torch.equal(mine.cpu(), theirs.cpu())

@@ -205,12 +205,11 @@ class TargetTask(CodesTask):
     def step(self, step: int, progress: float) -> dict[str, Tensor]:
         """One update."""
         index, variant, generator = self.sampler(step)
-        codes = self.model.from_cache(self.codes.train.pick(index, variant))
+        codes = self.model.from_cache(self.codes.train.pick(index, variant).to(self.device))
         null = torch.rand(len(index), generator=generator) < self.hparams.drop_captions
         input_codes = corrupt_codes(codes, self.hparams.corrupt, self.model.vocab, generator)
-        batch = [x.to(self.device) for x in (self.words[index], null, input_codes, codes)]
         with autocast(self.device):
-            loss = self.loss(*batch)
+            loss = self.loss(self.words[index].to(self.device), null.to(self.device), input_codes, codes)
         descend(self.optimizers.values(), loss, self.others)
         return {"loss": loss}
 
@@ -277,8 +276,9 @@ def corrupt_codes(codes: Tensor, share: float, vocab: int, generator: torch.Gene
     """Codes [B, length], that share of them replaced by random ones."""
     if not share:
         return codes
-    other = torch.randint(vocab, codes.shape, generator=generator)
-    return torch.where(torch.rand(codes.shape, generator=generator) < share, other, codes)
+    other = torch.randint(vocab, codes.shape, generator=generator).to(codes.device)
+    replaced = torch.rand(codes.shape, generator=generator).to(codes.device) < share
+    return torch.where(replaced, other, codes)
 
 
 def unigram(codes: Codes, vocab: int) -> float:
