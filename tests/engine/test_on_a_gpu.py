@@ -219,10 +219,3 @@ def test_a_host_read_within_a_step_is_detected(
     monkeypatch.setattr(Exact, "relax", relax)
     with pytest.raises(HostReadError):
         watched(made)
-
-
-def test_a_step_on_the_host_is_detected() -> None:
-    """On a CPU a step reads values, to end early."""
-    made = Engine(*parts())
-    with Watch(), pytest.raises(HostReadError):
-        made.step()
