@@ -110,10 +110,11 @@ def test_the_table_has_every_figure_the_draft_and_what_bounds_the_machine(
     ],
 )
 def test_a_gpu_without_compiled_steps_gets_a_hint(
-    device: str, drawn: dict[str, object], overrides: dict[str, object], said: bool, capsys
+    device: str, drawn: dict[str, object], overrides: dict[str, object], said: bool, capsys, monkeypatch
 ) -> None:
     pipe = SimpleNamespace(device=torch.device(device), target=SimpleNamespace(channels=0))
     settings = {"compile": False, "min_survival": None} | drawn
+    monkeypatch.setattr("lanternpp.cli.options.on_terminal", lambda: True)
     advise(pipe, settings, DrawOptions(overrides=overrides))
     assert ("`lanternpp models warm`" in capsys.readouterr().err) is said
 

@@ -20,7 +20,7 @@ from cyclopts import Group, Parameter
 from lanternpp.api.options import DIALS, METHODS, DrawOptions, Settings, check_prompt
 from lanternpp.errors import InputError
 from lanternpp.util.options import Option, option_of
-from lanternpp.util.terminal import say
+from lanternpp.util.terminal import on_terminal, say
 
 if TYPE_CHECKING:
     from lanternpp.api.defaults import Defaults
@@ -218,9 +218,9 @@ def read(options: DrawOptions) -> Pipeline:
 
 
 def advise(pipe: Pipeline, settings: Mapping[str, Any], options: DrawOptions) -> None:
-    """Say how to compile steps, if a GPU drew pictures with steps that could be compiled, and --no-compile was not given."""
+    """Say on a terminal how to compile steps, if a GPU drew pictures by steps that could be compiled, and --no-compile was not given."""
     possible = not (settings["compile"] or settings["min_survival"] or pipe.target.channels)
-    if possible and pipe.device.type == "cuda" and "compile" not in options.overrides:
+    if possible and pipe.device.type == "cuda" and "compile" not in options.overrides and on_terminal():
         say("note", "`lanternpp models warm` compiles steps once, for 0.6 to 0.7 of the time on an H200")
 
 

@@ -7,7 +7,6 @@ proxies (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE).
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path, PurePosixPath
 
 from lanternpp.errors import InputError, reason
 from lanternpp.nn.files import STATES
+from lanternpp.util.terminal import on_terminal
 
 SAFE, PICKLED = (".safetensors",), (".pt", ".pth", ".bin", ".ckpt")
 CONFIG_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".yaml")  # also of tokenizers
@@ -91,7 +91,7 @@ def quiet_downloads() -> None:
     from huggingface_hub.utils import disable_progress_bars, logging
 
     logging.set_verbosity_error()
-    if not sys.stderr.isatty():
+    if not on_terminal():
         disable_progress_bars()
 
 
@@ -196,7 +196,7 @@ def quiet() -> Iterator[None]:
 
     verbosity, shows_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
-    if not sys.stderr.isatty():
+    if not on_terminal():
         logging.disable_progress_bar()
     try:
         yield

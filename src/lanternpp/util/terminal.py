@@ -24,6 +24,11 @@ def say(kind: str, message: object) -> None:
     print(f"lanternpp: {kind}: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
 
 
+def on_terminal() -> bool:
+    """Return whether stderr is open, and a terminal."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
 @contextmanager
 def one_line_warnings() -> Iterator[None]:
     """Print each warning once and on one line, but no warning of torchao about kernels of other machines."""
@@ -48,7 +53,7 @@ def progress_bar(label: str) -> Iterator[Progress | None]:
 
     A bar that begins while another bar is shown appears below it.
     """
-    if sys.stderr is None or not sys.stderr.isatty():
+    if not on_terminal():
         yield None
         return
     from rich.progress import BarColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
