@@ -24,7 +24,7 @@ from lanternpp.engine.latent_decode import verify_latents
 from lanternpp.engine.latents import DiffusionSampling
 from lanternpp.engine.noise import Noise
 from lanternpp.models.latents import Denoiser
-from lanternpp.trees.chain import chain_tree
+from lanternpp.trees.static import chain_tree
 from lanternpp.types import Draft
 
 sys.path.append(str(Path(__file__).parents[1] / "recipes" / "nature"))

@@ -13,7 +13,7 @@ from lanternpp.engine.decode import Engine
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.verify.tokenwise import verify_tokenwise
 from lanternpp.models.base import PromptWarning
-from lanternpp.trees.chain import chain_tree
+from lanternpp.trees.static import chain_tree
 from lanternpp.types import Draft
 
 PROMPTS = ["a photo of a red tulip", "a photo of the sea at sunset"]

@@ -18,9 +18,8 @@ from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.engine.verify.choose import VERIFIERS
 from lanternpp.engine.verify.tokenwise import verify_tokenwise, without
 from lanternpp.proposers.tree import TreeProposer
-from lanternpp.trees.chain import chain_tree
 from lanternpp.trees.dynamic import DynamicTree
-from lanternpp.trees.static import EAGLE, StaticTree, chain
+from lanternpp.trees.static import EAGLE, StaticTree, chain, chain_tree
 from lanternpp.types import Draft
 
 VOCAB = 7

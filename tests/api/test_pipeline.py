@@ -27,9 +27,8 @@ from lanternpp.engine.batching import draw_samples, generate
 from lanternpp.engine.compiled import tensor_bytes
 from lanternpp.engine.proposer import DraftSampling, Proposer
 from lanternpp.proposers.no_draft import NoDraft
-from lanternpp.trees.chain import chain_tree
 from lanternpp.trees.dynamic import DynamicTree
-from lanternpp.trees.static import StaticTree
+from lanternpp.trees.static import StaticTree, chain_tree
 from lanternpp.types import Draft
 from lanternpp.util import devices
 

@@ -39,9 +39,8 @@ from lanternpp.proposers.jacobi import Jacobi
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.proposers.tree import TreeProposer
-from lanternpp.trees.chain import chain_tree
 from lanternpp.trees.dynamic import DynamicTree
-from lanternpp.trees.static import StaticTree, chain
+from lanternpp.trees.static import StaticTree, chain, chain_tree
 from lanternpp.types import Draft
 
 DRAWS, FEWER_DRAWS, PICTURES = 400_000, 50_000, 20_000  # fewer: for one of many similar cases

@@ -17,7 +17,7 @@ from lanternpp.engine.decode import engine_class
 from lanternpp.engine.latent_decode import LatentEngine, draw_residual, verify_latents
 from lanternpp.engine.latents import GaussianMixture, MixtureGuidance, MixtureSampling
 from lanternpp.engine.noise import Noise
-from lanternpp.trees.chain import chain_tree
+from lanternpp.trees.static import chain_tree
 from lanternpp.types import Draft
 
 Parts = Callable[[bool, int], tuple[Any, ...]]

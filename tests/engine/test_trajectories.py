@@ -21,7 +21,7 @@ from lanternpp.models.latents import ContinuousTarget, Denoiser
 from lanternpp.proposers.no_draft import NoDraft
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees import build_tree
-from lanternpp.trees.chain import chain_tree
+from lanternpp.trees.static import chain_tree
 from lanternpp.types import Draft, Verdict
 from losses import denoising_loss, variational_bound
 

@@ -19,9 +19,8 @@ from lanternpp.kernels.packing import KernelDrafter
 from lanternpp.kernels.step import verification
 from lanternpp.nn.decoder import DecoderConfig, grid_table
 from lanternpp.proposers.parallel import _masked
-from lanternpp.trees.chain import chain_tree
 from lanternpp.trees.dynamic import DynamicTree
-from lanternpp.trees.static import StaticTree
+from lanternpp.trees.static import StaticTree, chain_tree
 from lanternpp.types import Draft, NeighbourBudget
 
 HALF, NEVER = torch.bfloat16, float("-inf")

@@ -26,7 +26,7 @@ from lanternpp.kernels import Kernels
 from lanternpp.kernels import loading as native
 from lanternpp.kernels.linear import KernelLinear
 from lanternpp.kernels.packing import KernelDrafter
-from lanternpp.trees.chain import chain_tree
+from lanternpp.trees.static import chain_tree
 from lanternpp.types import Draft
 
 pytestmark = [

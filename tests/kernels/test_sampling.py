@@ -21,8 +21,7 @@ from lanternpp.engine.verify.joint import verify_joint
 from lanternpp.engine.verify.tokenwise import native_verdict, verify_tokenwise
 from lanternpp.kernels import loading as native
 from lanternpp.nn.backend import PYTORCH, backend
-from lanternpp.trees.chain import chain_tree
-from lanternpp.trees.static import EAGLE, StaticTree
+from lanternpp.trees.static import EAGLE, StaticTree, chain_tree
 from lanternpp.types import Draft
 
 pytestmark = [

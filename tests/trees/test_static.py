@@ -5,8 +5,7 @@ import torch
 from helpers.drafts import check_tree
 from helpers.refusals import rejects
 
-from lanternpp.trees.chain import chain_tree
-from lanternpp.trees.static import EAGLE, SHAPES, StaticTree, chain
+from lanternpp.trees.static import EAGLE, SHAPES, StaticTree, chain, chain_tree
 
 BATCH, VOCAB = 3, 20
 UNEVEN = ((0,), (1,), (2,), (1, 0), (1, 1), (1, 1, 0), (2, 0))

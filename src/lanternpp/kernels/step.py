@@ -17,7 +17,7 @@ from lanternpp.kernels.binding import LANES, structs
 from lanternpp.kernels.linear import computable
 from lanternpp.kernels.packing import KernelDecoder, KernelDrafter
 from lanternpp.models.base import Target
-from lanternpp.trees.chain import chain_tree
+from lanternpp.trees.static import chain_tree
 from lanternpp.types import NeighbourBudget, Tree, Warping
 
 MAX_EMBEDDINGS = 1 << 26  # numbers of a table of embeddings that the kernels copy

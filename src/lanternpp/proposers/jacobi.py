@@ -36,7 +36,7 @@ from lanternpp.engine.verify.joint import rejected_distribution
 from lanternpp.engine.verify.tokenwise import without
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
-from lanternpp.trees.chain import chain_tree
+from lanternpp.trees.static import chain_tree
 from lanternpp.types import Admission, Draft, TargetOutput, UnverifiedNodes
 
 CODE, PLACE = 8, 10  # purposes of noise: of a draft code in a pass, and of a place in the image in all passes

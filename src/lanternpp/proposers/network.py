@@ -16,7 +16,7 @@ from lanternpp.engine.sampling import Guidance, Sampling, draws_of
 from lanternpp.models.base import Target
 from lanternpp.nn.decoder import AttentionCache
 from lanternpp.trees.base import Extend, TreeBuilder
-from lanternpp.trees.chain import chain_tree
+from lanternpp.trees.static import chain_tree
 from lanternpp.types import Draft, Frontier, Nodes, TargetOutput
 from lanternpp.util.registry import imported
 

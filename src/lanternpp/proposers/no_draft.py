@@ -8,7 +8,7 @@ from lanternpp.engine.noise import Noise
 from lanternpp.engine.proposer import Parts, Proposer
 from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.models.base import Target
-from lanternpp.trees.chain import chain_tree
+from lanternpp.trees.static import chain_tree
 from lanternpp.types import Draft
 
 

@@ -17,7 +17,7 @@ from lanternpp.errors import InputError
 from lanternpp.models.base import Target
 from lanternpp.proposers.network import NetworkProposer
 from lanternpp.trees.base import TreeBuilder
-from lanternpp.trees.chain import chain_tree, is_drawn_chain
+from lanternpp.trees.static import chain_tree, is_drawn_chain
 from lanternpp.types import Admission, Draft, Frontier, TargetOutput, Tree, on_host
 
 

@@ -180,3 +180,15 @@ def fixed_tree(children: list[list[int]], batch: int, device: torch.device) -> T
     table = batched([ids + [-1] * (max(widths, default=1) - len(ids)) for ids in children])  # [B, N, K]
     layout = Layout(tuple(spans), torch.tensor(order, device=device))
     return Tree(batched(parent), batched(depth), table, batched(mask, torch.bool), tuple(widths), layout)
+
+
+def chain_tree(batch: int, depth: int, device: torch.device, alternatives: int = 0) -> Tree:
+    """Return a root with `depth` descendants in a chain, then `alternatives` further children of the root, leaves."""
+    children: list[list[int]] = [[node + 1] for node in range(depth)] + [[] for _ in range(1 + alternatives)]
+    children[0] += range(depth + 1, depth + 1 + alternatives)
+    return fixed_tree(children, batch, device)
+
+
+def is_drawn_chain(tree: TreeBuilder) -> bool:
+    """Return whether drafts are chains of a fixed length that `StaticTree.grow` draws, without a `grow` of the caller's."""
+    return tree.chain and tree.drawn and type(tree).grow is StaticTree.grow

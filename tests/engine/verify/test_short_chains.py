@@ -18,8 +18,7 @@ from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify import joint
 from lanternpp.engine.verify.joint import rejection_tails, verify_joint
 from lanternpp.proposers.parallel import Parallel, _masked
-from lanternpp.trees.chain import chain_tree
-from lanternpp.trees.static import StaticTree, chain
+from lanternpp.trees.static import StaticTree, chain, chain_tree
 from lanternpp.types import Draft, TargetOutput, Tree
 
 CASES = [(3, 1), (3, 2), (3, 3), (4, 2)]
