@@ -15,7 +15,7 @@ from lanternpp.accept.scaled import Cool
 from lanternpp.engine.batching import generate
 from lanternpp.engine.decode import Engine, FinishedSample
 from lanternpp.engine.sampling import Guidance
-from lanternpp.engine.verify.choose import VERIFIERS
+from lanternpp.engine.verify import VERIFIERS
 from lanternpp.proposers.draft_model import DraftModel
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.proposers.tree import TreeProposer

@@ -15,7 +15,7 @@ from lanternpp.engine.batching import generate
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Guidance, Sampling
-from lanternpp.engine.verify.choose import VERIFIERS
+from lanternpp.engine.verify import VERIFIERS
 from lanternpp.engine.verify.tokenwise import verify_tokenwise, without
 from lanternpp.proposers.tree import TreeProposer
 from lanternpp.trees.dynamic import DynamicTree

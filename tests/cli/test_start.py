@@ -20,7 +20,7 @@ from lanternpp.accept import RULES
 from lanternpp.accept.base import RESIDUALS
 from lanternpp.api.options import DIALS
 from lanternpp.cli import RENAMED, RETIRED, VERBS
-from lanternpp.engine.verify.choose import VERIFIERS
+from lanternpp.engine.verify import VERIFIERS
 from lanternpp.proposers import PROPOSERS
 from lanternpp.proposers.jacobi import COUPLINGS, INITS
 from lanternpp.training.team import Report

@@ -17,7 +17,7 @@ from lanternpp.accept.scaled import Cool
 from lanternpp.api.settings import build_proposer, build_rule, resolve
 from lanternpp.engine.proposer import Proposer
 from lanternpp.engine.sampling import Guidance, Sampling
-from lanternpp.engine.verify.choose import TOKEN, VERIFIERS
+from lanternpp.engine.verify import TOKEN, VERIFIERS
 from lanternpp.proposers.draft_model import DraftModel
 from lanternpp.proposers.jacobi import Jacobi
 from lanternpp.proposers.no_draft import NoDraft

@@ -19,7 +19,7 @@ from lanternpp.engine.decode import Engine, Observer
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.proposer import Proposer
 from lanternpp.engine.sampling import Guidance, Sampling
-from lanternpp.engine.verify.choose import TOKEN, VERIFIERS
+from lanternpp.engine.verify import TOKEN, VERIFIERS
 from lanternpp.models.base import Target
 from lanternpp.nn.checkpoints import quantised
 from lanternpp.nn.decoder import AttentionCache, Decoder, DecoderConfig, grid_table

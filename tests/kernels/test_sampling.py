@@ -16,7 +16,7 @@ from lanternpp import Pipeline
 from lanternpp.accept.exact import Exact
 from lanternpp.accept.neighbours import LanternPlusPlus
 from lanternpp.engine.sampling import Sampling
-from lanternpp.engine.verify.choose import Verifier
+from lanternpp.engine.verify import Verifier
 from lanternpp.engine.verify.joint import verify_joint
 from lanternpp.engine.verify.tokenwise import native_verdict, verify_tokenwise
 from lanternpp.kernels import loading as native

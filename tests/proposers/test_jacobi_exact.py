@@ -12,8 +12,7 @@ from torch import Tensor
 from lanternpp.accept.exact import Exact
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.sampling import Guidance, Sampling
-from lanternpp.engine.verify import joint
-from lanternpp.engine.verify.choose import VERIFIERS
+from lanternpp.engine.verify import VERIFIERS, joint
 from lanternpp.engine.verify.tokenwise import without
 from lanternpp.proposers import jacobi
 from lanternpp.proposers.jacobi import Jacobi

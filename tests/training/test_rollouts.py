@@ -17,7 +17,7 @@ from lanternpp.drafters.parallel import ParallelDrafter
 from lanternpp.engine.batching import generate
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.sampling import Guidance, Sampling
-from lanternpp.engine.verify.choose import VERIFIERS
+from lanternpp.engine.verify import VERIFIERS
 from lanternpp.nn.decoder import line_table
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.training.codes import Codes

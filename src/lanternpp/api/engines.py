@@ -22,7 +22,7 @@ from lanternpp.api.settings import build_proposer, build_rule
 from lanternpp.engine.compiled import check_compiler, compiled_folder, graph_steps, tensor_bytes, warm_up
 from lanternpp.engine.decode import Engine, engine_class
 from lanternpp.engine.sampling import Guidance, Sampling
-from lanternpp.engine.verify.choose import TOKEN, VERIFIERS
+from lanternpp.engine.verify import TOKEN, VERIFIERS
 from lanternpp.errors import InputError
 from lanternpp.models.vq.codes import cache_folder, check_neighbours, neighbours
 from lanternpp.nn.backend import backend

@@ -26,7 +26,7 @@ from lanternpp.api.options import (
 from lanternpp.drafters.base import Drafter
 from lanternpp.engine.proposer import Parts, Proposer
 from lanternpp.engine.sampling import Sampling
-from lanternpp.engine.verify.choose import TOKEN, DraftTraits, best_for, unsupported_reason
+from lanternpp.engine.verify import TOKEN, DraftTraits, best_for, unsupported_reason
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
 from lanternpp.proposers import PROPOSERS

@@ -20,7 +20,7 @@ from lanternpp.engine.cache import Cache
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.proposer import Proposer, check_draft
 from lanternpp.engine.sampling import Guidance, Sampling
-from lanternpp.engine.verify.choose import Verifier
+from lanternpp.engine.verify import Verifier
 from lanternpp.engine.verify.tokenwise import padded, verify_tokenwise
 from lanternpp.errors import InputError, ModelError
 from lanternpp.models.base import Target

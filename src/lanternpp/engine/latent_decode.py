@@ -37,7 +37,7 @@ from lanternpp.engine.latents import (
 )
 from lanternpp.engine.noise import Noise
 from lanternpp.engine.sampling import Guidance, Sampling
-from lanternpp.engine.verify.choose import Verifier
+from lanternpp.engine.verify import Verifier
 from lanternpp.engine.verify.tokenwise import verdict_of, verify_tokenwise
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target

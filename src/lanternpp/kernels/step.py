@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lanternpp.engine.cache import Cache
 from lanternpp.engine.decode import Engine
-from lanternpp.engine.verify.choose import TOKEN
+from lanternpp.engine.verify import TOKEN
 from lanternpp.kernels.binding import LANES, structs
 from lanternpp.kernels.linear import computable
 from lanternpp.kernels.packing import KernelDecoder, KernelDrafter

@@ -15,7 +15,7 @@ from lanternpp.api.pipeline import Pipeline
 from lanternpp.api.settings import dial_limits, dials_read, part
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.observers import AcceptanceByRank, TimedEngine, synchronized_time, trimmed_mean
-from lanternpp.engine.verify.choose import BLOCK
+from lanternpp.engine.verify import BLOCK
 from lanternpp.errors import InputError
 from lanternpp.trees import shape_name, static_shape
 from lanternpp.trees.search import best_tree, expected_codes
