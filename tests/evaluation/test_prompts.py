@@ -13,7 +13,7 @@ from lanternpp.evaluation.prompts import read_prompts
 COCO = {
     "images": [{"id": 7, "file_name": "7.jpg"}],
     "annotations": [
-        {"image_id": 7, "id": 1, "caption": "A cat. "},
+        {"image_id": 7, "id": 1, "caption": "A cat on my mat"},
         {"image_id": 9, "id": 2, "caption": "A dog"},
         {"image_id": 7, "id": 3, "caption": "A cat on a mat.\n"},
     ],

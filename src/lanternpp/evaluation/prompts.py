@@ -64,7 +64,7 @@ def fetch(path: Path) -> Path:
 
 
 def captions(content: Any, source: Path) -> list[str]:
-    """Return the longest caption of each picture, as in LANTERN's evaluation; of captions of this length the first.
+    """Return the longest caption of each picture, white space included, as in LANTERN's evaluation; of these the first.
 
     content: MS-COCO's annotations, Karpathy's splits (the pictures of `test`), or a list of prompts. Raise InputError for other content.
     """
@@ -73,11 +73,11 @@ def captions(content: Any, source: Path) -> list[str]:
             return [prompt.strip() for prompt in content]
         by_picture: dict[Any, list[str]] = {}
         for row in content.get("annotations", ()):
-            by_picture.setdefault(row["image_id"], []).append(row["caption"].strip())
+            by_picture.setdefault(row["image_id"], []).append(row["caption"])
         if by_picture:
-            return [max(texts, key=len) for texts in by_picture.values()]
+            return [max(texts, key=len).strip() for texts in by_picture.values()]
         splits = [row["sentences"] for row in content.get("images", ()) if row["split"] == "test"]
-        return [max((sentence["raw"].strip() for sentence in texts), key=len) for texts in splits]
+        return [max((sentence["raw"] for sentence in texts), key=len).strip() for texts in splits]
     except (AttributeError, KeyError, TypeError, ValueError):
         raise InputError(f"prompts {source} have no layout known here; {REMEDY}") from None
 
