@@ -1,9 +1,10 @@
 """FID, HPSv2 or ImageReward of a folder of `bench`, by the package that papers use; each needs an environment of its own.
 
     pip install clean-fid==0.1.35;                       python bench/published_metrics.py fid PICTURES REFERENCE
-    pip install hpsv2==1.2.0;                            python bench/published_metrics.py hpsv2 PICTURES
-    pip install image-reward==1.5 'transformers<5';      python bench/published_metrics.py image-reward PICTURES
+    pip install hpsv2x==1.2.0;                           python bench/published_metrics.py hpsv2 PICTURES
+    pip install image-reward==1.5 'transformers<4.56';   python bench/published_metrics.py image-reward PICTURES
 
+hpsv2x is hpsv2 with the tokenizer's vocabulary, which hpsv2 1.2.0 lacks.
 PICTURES holds metadata.jsonl, whose lines have a file_name and a text, as `out/bench/pictures/METHOD` does.
 """
 
@@ -11,6 +12,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 from PIL import Image
@@ -29,9 +31,11 @@ def crop(pixels: np.ndarray) -> np.ndarray:
 
 def fid(pictures: str, reference: str) -> float:
     """Return the Fréchet distance of clean-fid."""
+    import torch
     from cleanfid import fid
 
-    return fid.compute_fid(reference, pictures, custom_image_tranform=crop)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return fid.compute_fid(reference, pictures, device=device, custom_image_tranform=crop)
 
 
 def mean_score(pictures: str, score: Callable[[str, str], float]) -> float:
@@ -49,6 +53,8 @@ def hpsv2(pictures: str) -> float:
 
 def image_reward(pictures: str) -> float:
     """Return the mean of ImageReward 1.0."""
+    # The package imports OpenAI's clip for other scores, and does not install it.
+    sys.modules["clip"] = ModuleType("clip")
     import ImageReward
 
     return mean_score(pictures, ImageReward.load("ImageReward-v1.0").score)

@@ -100,6 +100,19 @@ def test_scripts_print_errors_and_help_in_a_sentence(
     assert done.returncode == ends and said in done.stdout + done.stderr and "Traceback" not in done.stderr
 
 
+def test_published_metrics_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ImageReward.py").write_text(
+        "import clip\nclass load(str): score = lambda *texts: len(texts[1])"
+    )
+    (tmp_path / "cleanfid.py").write_text("class fid: compute_fid = lambda *_, device, **__: device.type")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(BENCH)
+    metrics = importlib.import_module("published_metrics")
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "a rose"}')
+    assert metrics.fid("a", "b") == "cpu" and metrics.image_reward(tmp_path) == 6
+
+
 def test_the_report_says_which_race_failed(status: Callable[..., int], tmp_path: Path) -> None:
     (tmp_path / "test_none.py").write_text("")
     asked = ("--device", "cpu", "--dtype", "float33", "--tests", "test_none.py", "--random", "tiny")
