@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 from urllib.error import URLError
 
 import numpy as np
@@ -133,13 +134,12 @@ def test_inception_needs_torch_fidelity_and_weights(
     def ask() -> None:
         Quality.for_model(folder, tmp_path, "inception", None, CPU)
 
+    (tmp_path / "torch_fidelity.py").write_text("raise RuntimeError('torchvision::nms does not exist')")
+    monkeypatch.syspath_prepend(tmp_path)
+    rejects(r"torchvision::nms does not exist.*pip install torch-fidelity", ask)
     monkeypatch.setitem(sys.modules, "torch_fidelity", None)
     rejects(r"pip install torch-fidelity", ask)
-
-    def unreachable(*_: object) -> None:
-        raise URLError("no route")
-
-    package = SimpleNamespace(FeatureExtractorInceptionV3=unreachable)
+    package = SimpleNamespace(FeatureExtractorInceptionV3=Mock(side_effect=URLError("no route")))
     monkeypatch.setitem(sys.modules, "torch_fidelity", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "torch_fidelity.feature_extractor_inceptionv3", package)
     rejects(r"weights of features inception cannot be had .*no route.*checkpoints", ask)

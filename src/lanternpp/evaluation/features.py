@@ -75,10 +75,11 @@ class Inception(Extractor):
         super().__init__(folder, device)
         try:
             package = import_module("torch_fidelity.feature_extractor_inceptionv3")
-        except ImportError as error:
+        # A torchvision made for another torch ends in a RuntimeError.
+        except (ImportError, RuntimeError) as error:
             raise InputError(
-                f"features inception need a package ({error}); "
-                "pip install torch-fidelity torchvision, or use --features classifier"
+                f"features inception need a package ({error}); pip install torch-fidelity and the torchvision "
+                f"for torch {torch.__version__}, or use --features classifier"
             ) from None
         remedy = (
             "put weights-inception-2015-12-05-6726825d.pth of torch-fidelity's release v0.2.0 into "
@@ -91,8 +92,7 @@ class Inception(Extractor):
     @torch.inference_mode()
     def __call__(self, images: Tensor) -> Tensor:
         """Compute the features [B, 2048] of images [B, 3, 299, 299] uint8."""
-        features: Tensor = self.network(images.to(self.device))[0]
-        return features
+        return self.network(images.to(self.device))[0]
 
 
 EXTRACTORS: dict[str, type[Extractor]] = {"classifier": ClassifierFeatures, "inception": Inception}
@@ -115,10 +115,10 @@ class Clip:
 
     def __init__(self, name: str, device: torch.device):
         """Read or fetch the model and its processor; raise InputError if `name` is no CLIP or cannot be had."""
-        from transformers import AutoConfig, CLIPModel, CLIPProcessor
-
         remedy = f"give the folder of a CLIP model with its processor, or a hub id such as {CLIP_EXAMPLE}"
         with quiet(), input_errors(f"--clip {name} cannot be had", remedy):
+            from transformers import AutoConfig, CLIPModel, CLIPProcessor
+
             kind = AutoConfig.from_pretrained(name, trust_remote_code=False).model_type
             if kind != "clip":
                 raise InputError(
