@@ -21,10 +21,10 @@ SIDE = 256  # pixels of LANTERN's FID (eval_fid_clip.py of jadohu/LANTERN)
 
 
 def crop(pixels: np.ndarray) -> np.ndarray:
-    """Crop [H, W, 3] uint8 to its central square, and resample the square to [SIDE, SIDE, 3] with Lanczos' filter."""
+    """Crop [H, W, 3] uint8 as torchvision's center_crop, and resample the square to [SIDE, SIDE, 3] with Lanczos' filter."""
     image = Image.fromarray(pixels)
     side = min(image.size)
-    left, top = (image.width - side) // 2, (image.height - side) // 2
+    left, top = round((image.width - side) / 2), round((image.height - side) / 2)
     square = image.crop((left, top, left + side, top + side))
     return np.array(square.resize((SIDE, SIDE), Image.Resampling.LANCZOS))
 

@@ -111,6 +111,8 @@ def test_published_metrics_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.Monk
     metrics = importlib.import_module("published_metrics")
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "a rose"}')
     assert metrics.fid("a", "b") == "cpu" and metrics.image_reward(tmp_path) == 6
+    last = metrics.np.uint8([0, 0, 0, 0, 0, 0, 9, 0]).reshape(1, 8, 1).repeat(5, 0).repeat(3, 2)
+    assert metrics.crop(last).any(), "torchvision's square begins at 2, the even neighbour of 1.5"
 
 
 def test_the_report_says_which_race_failed(status: Callable[..., int], tmp_path: Path) -> None:
