@@ -9,6 +9,7 @@ import pytest
 from helpers.refusals import rejects
 
 from lanternpp.evaluation.prompts import read_prompts
+from lanternpp.util.jsonfile import MAX_BYTES
 
 COCO = {
     "images": [{"id": 7, "file_name": "7.jpg"}],
@@ -47,6 +48,11 @@ PARTI = 'Prompt\tCategory\tChallenge\tNote\na sign that says "Hi"\tArts\tBasic\t
 def test_files_of_benchmarks_are_read(name: str, text: str, prompts: list[str], tmp_path: Path):
     (tmp_path / name).write_bytes(text.encode())
     assert read_prompts(tmp_path / name, tmp_path) == prompts
+
+
+def test_captions_may_be_larger_than_other_files(tmp_path: Path):
+    (path := tmp_path / "dataset_coco.json").write_text(json.dumps(KARPATHY).ljust(MAX_BYTES + 1))
+    assert read_prompts(path, tmp_path) == ["A brown cow"]
 
 
 @pytest.mark.parametrize(
