@@ -261,9 +261,7 @@ def test_the_shipped_classifier_recognises_pictures_of_the_shipped_model(run, pr
 
 
 def test_prompts_of_geneval_leave_pictures_for_its_scorer(run, model, empty_dir):
-    rows = [
-        {"tag": "single_object", "include": [], "prompt": prompt} for prompt in ("a tulip", "a red tulip")
-    ]
+    rows = [{"tag": "", "include": [], "prompt": prompt} for prompt in ("a tulip", "a red tulip")]
     Path("g.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     asked = ("--prompts", "g.jsonl", "--methods", "ar", "-n", 2, "--no-plots", "--no-measure-tv", "-o", "b")
     assert run("bench", "--model", model, *asked).code == 0

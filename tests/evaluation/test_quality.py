@@ -24,15 +24,7 @@ from lanternpp.accept.exact import Exact
 from lanternpp.evaluation import quality as measures
 from lanternpp.evaluation.classifier import ClassifierConfig, read_classifier
 from lanternpp.evaluation.features import ClassifierFeatures, Extractor, extract
-from lanternpp.evaluation.quality import (
-    Quality,
-    frechet,
-    gaussian,
-    label_of,
-    precision_recall,
-    read_reference,
-    standard_error,
-)
+from lanternpp.evaluation.quality import Quality, frechet, gaussian, label_of, precision_recall
 
 
 class Colours(Extractor):
@@ -105,9 +97,7 @@ def test_custom_features_are_checked_before_anything_is_drawn(
     rejects(said, Quality.for_model, folder, tmp_path, f"{__name__}:Own", None, CPU)
 
 
-def test_custom_features_need_no_classifier_which_still_measures_prompts(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_custom_features_need_no_classifier(folder: Path, tmp_path: Path) -> None:
     pictures = saved(tmp_path / "red", noisy_pictures("red", 8))
     (bare := tmp_path / "bare").mkdir()
     for model, more in (folder, {"prompt_accuracy": 1}), (bare, {}):
@@ -128,9 +118,7 @@ def test_missing_and_small_references_are_rejected_before_anything_is_drawn(
     rejects("3 pictures cannot be measured; at least 4", quality.measure, noisy_pictures("red", 3))
 
 
-def test_inception_needs_torch_fidelity_and_weights(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inception_needs_packages(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def ask() -> None:
         Quality.for_model(folder, tmp_path, "inception", None, CPU)
 
@@ -158,15 +146,15 @@ def test_wrong_references_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "classifier" / "reference.safetensors"
     content = path.read_bytes()
     path.write_bytes(content[:-10])
-    rejects("cannot be read", read_reference, tmp_path, classifier)
+    rejects("cannot be read", measures.read_reference, tmp_path, classifier)
     path.unlink()
-    rejects("--reference DIR", read_reference, tmp_path, classifier)
+    rejects("--reference DIR", measures.read_reference, tmp_path, classifier)
     write_reference(tmp_path, classifier, torch.rand(3, 16), [])
-    rejects("3 pictures and at least 4 are needed", read_reference, tmp_path, classifier)
+    rejects("3 pictures and at least 4 are needed", measures.read_reference, tmp_path, classifier)
     path.write_bytes(content)
     with torch.no_grad():
         classifier.stem.weight[0, 0, 0, 0] += 1e-3
-    rejects(r"reference.safetensors was made by other weights", read_reference, tmp_path, classifier)
+    rejects(r"reference.safetensors was made by other weights", measures.read_reference, tmp_path, classifier)
 
 
 def test_a_classifier_needs_two_labels() -> None:
@@ -221,7 +209,7 @@ def test_the_spread_is_the_standard_deviation_over_new_pictures() -> None:
     reference = gaussian(draws(400, 6, 9) + 0.7)
     sets = [draws(160, 6, seed) for seed in range(100, 160)]
     real = torch.tensor([frechet(gaussian(points), reference) for points in sets]).std().item()
-    reported = torch.tensor([standard_error(points, reference) for points in sets]).mean().item()
+    reported = torch.tensor([measures.standard_error(points, reference) for points in sets]).mean().item()
     assert reported == pytest.approx(real, rel=0.3)
 
 
