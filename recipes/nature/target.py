@@ -53,12 +53,12 @@ class Shape:
     heads: Annotated[int, Option("Attention heads.", ge=1)] = 6
     hidden: Annotated[int, Option("Width inside a block's SwiGLU.", ge=1)] = 1024
     dropout: Annotated[float, fraction("Dropout inside the blocks.")] = 0.0
-    components: Annotated[int, Mixture("Gaussians at every place.", ge=1)] = 16
+    components: Annotated[int, Mixture("Gaussians at every place.", ge=1, le=1024)] = 16
     denoising_steps: Annotated[
-        int, Diffusion("Steps that a latent is drawn in; 8 to 25 are usual.", ge=1)
+        int, Diffusion("Steps that a latent is drawn in; 8 to 25 are usual.", ge=1, le=1000)
     ] = 10
     denoiser_width: Annotated[int, Diffusion("Width of the head.", ge=1)] = 256
-    denoiser_blocks: Annotated[int, Diffusion("Layers of the head.", ge=1)] = 3
+    denoiser_blocks: Annotated[int, Diffusion("Layers of the head.", ge=1, le=64)] = 3
 
 
 class LatentTask(TargetTask):

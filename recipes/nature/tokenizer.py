@@ -270,7 +270,9 @@ def main(
     ] = None,
     down: Annotated[int | None, Option("Pixels of a side per code: 4, 8 or 16. [default: 8]")] = None,
     codes: Annotated[int | None, Option("vq: entries of the codebook. [default: 4096]", ge=1)] = None,
-    channels: Annotated[int | None, Option("kl: numbers of a latent. [default: 16]")] = None,
+    channels: Annotated[
+        int | None, Option("kl: numbers of a latent. [default: 16]", ge=1, le=1 << 16)
+    ] = None,
     codes_of: Annotated[
         str | None, Option("A model whose codes are kept: only its decoder is trained further.")
     ] = None,
@@ -306,7 +308,7 @@ def main(
     elif kind == "vq":
         config = VQConfig(size or 128, codes=codes or 4096, **STAGES[down or 8])
     else:
-        config = KLConfig(size or 128, 16 if channels is None else channels, **STAGES[down or 8])
+        config = KLConfig(size or 128, channels or 16, **STAGES[down or 8])
     if weights_of is not None:
         start = read_tokenizer(tokenizer_of(model_folder(weights_of)), kind=Autoencoder)
     classifier = None
