@@ -107,9 +107,10 @@ def test_the_rule_is_a_field_of_the_request(tmp_path):
         assert one["lanternpp"]["settings"]["accept"] == "cspd"
         expected = pipe("a red tulip", seed=3, **fields).images[0]
         assert drawn(one["b64_json"]).tobytes() == expected.tobytes()
-        lacking = latents.post(IMAGES, json={"prompt": "a red tulip", "method": "independent"})
         lacks = f"method 'independent' needs a smaller target, which {pipe.name} lacks; use another method"
-        assert error_of(lacking) == (400, lacks)
+        for method, said in (("independent", lacks), ("jacobi", "or method ar")):
+            status, message = error_of(latents.post(IMAGES, json={"prompt": "a red tulip", "method": method}))
+            assert status == 400 and message.endswith(said)
 
 
 @pytest.mark.parametrize(("form", "kind"), [("png", "PNG"), ("jpeg", "JPEG"), ("webp", "WEBP")])

@@ -36,6 +36,7 @@ from lanternpp.engine.latents import (
     MixtureSampling,
 )
 from lanternpp.engine.noise import Noise
+from lanternpp.engine.proposer import LATENTS_MESSAGE
 from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.engine.verify import Verifier
 from lanternpp.engine.verify.tokenwise import verdict_of, verify_tokenwise
@@ -68,10 +69,7 @@ class LatentEngine(Engine):
                 f"exact{alternative}"
             )
         if verifier is not verify_tokenwise:
-            raise InputError(
-                "drafts of continuous latents are verified one by one, as verifying several together takes an integral: "
-                "use --verify token"
-            )
+            raise InputError(LATENTS_MESSAGE)
 
     def parts(
         self, target: Target, sampling: Sampling, guidance: Guidance, verifier: Verifier

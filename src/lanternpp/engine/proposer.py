@@ -17,8 +17,8 @@ from lanternpp.trees.base import TreeBuilder
 from lanternpp.types import Admission, Dials, Draft, TargetOutput, Tree
 
 LATENTS_MESSAGE = (
-    "this model draws continuous latents, which are drafted in a chain by an EAGLE drafter or not at all: use --method "
-    "eagle --tree chain-4 --verify token, or --method ar"
+    "this model draws continuous latents, drafted in a chain by an EAGLE drafter and verified one by one, or not drafted: "
+    "use --method eagle --tree chain-4 --verify token, or --method ar"
 )
 
 
