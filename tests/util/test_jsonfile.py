@@ -53,7 +53,7 @@ def test_only_plain_files_of_limited_size_are_read(tmp_path: Path, monkeypatch) 
     rejects("File name too long", read_json, tmp_path / f"{'x' * 5000}.json")
     (tmp_path / "list.json").write_text("[1, 2]")
     rejects("holds a list, where a JSON object is expected", read_object, tmp_path / "list.json")
-    monkeypatch.setattr(jsonfile.read_text, "__defaults__", (jsonfile.REMEDY, 3))
+    monkeypatch.setattr(jsonfile.read_json, "__defaults__", (jsonfile.REMEDY, 3))
     rejects("larger than", read_object, tmp_path / "list.json")
 
 

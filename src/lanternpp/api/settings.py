@@ -170,14 +170,17 @@ def convert_override(name: str, value: Any) -> Any:
     dial = DIALS.get(name)
     if dial is None:
         return value  # `resolve` raises
-    if name not in PARTS or isinstance(value, str | Path):
-        value = _read(dial, value, dial.spoken)
-    text = str(value)
+    if name not in PARTS:
+        return _read(dial, value, dial.spoken)
     if name == "tree" and isinstance(value, list | tuple):
         return shape_name(check_shape(value, "tree"))
-    if name == "tree" and text.endswith(".json"):  # read now, as the file may change later
-        return shape_name(check_shape(read_json(Path(text), PATHS), f"tree file {text}"))
-    return given(PARTS[name][0], value) if name in PARTS and not text.startswith("[") else value
+    if isinstance(value, str | Path):
+        value = _read(dial, value, dial.spoken)
+        if value.startswith("["):  # the paths of a tree
+            return value
+        if name == "tree" and value.endswith(".json"):  # read now, as the file may change later
+            return shape_name(check_shape(read_json(Path(value), PATHS), f"tree file {value}"))
+    return given(PARTS[name][0], value)
 
 
 def _read(dial: Dial, value: Any, label: str) -> Any:

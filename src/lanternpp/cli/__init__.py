@@ -130,10 +130,13 @@ def main(args: Sequence[str] | None = None, run: Callable[[Sequence[str]], objec
         is_invalid = sys.platform == "win32" and error.errno == errno.EINVAL
         if (isinstance(error, BrokenPipeError) or is_invalid) and unread():
             sys.exit(141)  # as a shell reports SIGPIPE
-        if error.filename is None and not is_full(error):  # the file is not the user's
+        path = error.filename or "while writing"
+        if is_full(error):
+            say("error", f"the disk is full ({path}); free some room and run it again")
+        elif error.filename is None:  # the file is not the user's
             raise
-        full = f"the disk is full ({error.filename or 'while writing'}); free some room and run it again"
-        say("error", full if is_full(error) else f"{error.filename}: {error.strerror}")
+        else:
+            say("error", f"{path}: {error.strerror}")
     sys.exit(status if isinstance(status, int) else 0)
 
 

@@ -12,7 +12,7 @@ from lanternpp.errors import InputError
 from lanternpp.models.hub import TIMEOUT, hub_id, quiet_downloads
 from lanternpp.nn.files import input_errors
 from lanternpp.util import files
-from lanternpp.util.jsonfile import MAX_LOG_BYTES, parse_json, read_lines, read_text
+from lanternpp.util.jsonfile import MAX_LOG_BYTES, read_json, read_lines, read_text
 
 PROMPTS = "prompts.txt"
 REMEDY = "give one prompt per line, captions of MS-COCO (.json), PartiPrompts.tsv, or a .jsonl of objects with a prompt"
@@ -30,7 +30,7 @@ def read_prompts(path: Path | None, model: Path) -> list[str]:
     source = fetch(path or model_file)
     suffix = source.suffix.lower()
     if suffix == ".json":
-        lines = captions(parse_json(read_text(source, REMEDY, MAX_LOG_BYTES), str(source), REMEDY), source)
+        lines = captions(read_json(source, REMEDY, MAX_LOG_BYTES), source)
     elif suffix == ".jsonl":
         lines = [row["prompt"] for row in read_rows(source)]
     else:

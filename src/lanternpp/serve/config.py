@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
-from lanternpp.api.options import AUTO, MAX_SECONDS, DraftDials, PartDials, RuleDials, check_method, names
+from lanternpp.api.options import AUTO, MAX_SECONDS, MethodDials, RuleDials, check_method, names
 from lanternpp.errors import InputError, counted
 from lanternpp.util.options import Option
 
@@ -85,7 +85,7 @@ class ServerConfig:
         method = self.method if method is None else check_method(method)
         replaced: tuple[str, ...] = ()
         if pipe.chosen(method).method != pipe.chosen(self.method).method:
-            replaced = names(PartDials, DraftDials, RuleDials)
+            replaced = names(MethodDials)
         elif "accept" in overrides and overrides["accept"] != self.settings(pipe, None, {}).accept:
             replaced = names(RuleDials)
         defaults = {name: value for name, value in self.overrides.items() if name not in replaced}

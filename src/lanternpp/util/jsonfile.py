@@ -26,9 +26,9 @@ REMEDY = "restore it from its source"
 MAX_VALUE_CHARS = 80  # characters of a wrong value that a message repeats
 
 
-def read_json(path: Path, remedy: str = REMEDY) -> Any:
-    """Return the content of a JSON file. Raise InputError, ending with the remedy, if it cannot be read."""
-    return parse_json(read_text(path, remedy), str(path), remedy)
+def read_json(path: Path, remedy: str = REMEDY, most: int = MAX_BYTES) -> Any:
+    """Return the content of a JSON file of at most so many bytes. Raise InputError, ending with the remedy, if it cannot be read."""
+    return parse_json(read_text(path, remedy, most), str(path), remedy)
 
 
 def read_object(path: Path, remedy: str = REMEDY) -> dict[str, Any]:

@@ -48,7 +48,6 @@ class Text:
     @cached_property
     def _tokenizer(self) -> Tokenizer:
         from tokenizers import Tokenizer
-        from transformers import AutoTokenizer
 
         folder = self.path.parent
         if self.path.is_file():
@@ -56,6 +55,8 @@ class Text:
                 return Tokenizer.from_file(str(self.path))
         if not (folder / VOCABULARY).is_file():
             raise InputError(f"{self.path} is missing: copy it there from the model's repository.")
+        from transformers import AutoTokenizer
+
         with quiet(), input_errors(f"{folder / VOCABULARY} is of no tokenizer"):
             made: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             return cast("Tokenizer", made.backend_tokenizer)
