@@ -42,7 +42,7 @@ PAIRS = "lantern++ k=10 lambda=5, lantern++ k=5 lambda=10, lantern++ k=5 lambda=
 PLUS = f"eagle tree=lantern-57, lantern++ k=1000 lambda=2, {PAIRS}"
 # ea_model_lumina_mgpt.py drafts EAGLE-1's tree for both.
 LUMINA = f"eagle, {PAIRS.replace('++', '++ tree=eagle-25')}"
-# A pass of 16 codes (max_num_new_tokens in test_lumina_mgpt.py), of which the first is decided.
+# A pass of 16 codes (max_num_new_tokens in test_lumina_mgpt.py): one is decided, 15 are drafted.
 SJD = "jacobi window=15 alternatives=0 window_rows=1"
 
 PAPERS = {
