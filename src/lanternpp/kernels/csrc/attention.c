@@ -42,8 +42,7 @@ ALWAYS_INLINE void attend_f32(const float *query, int64_t count, const bf16 *key
         for (int64_t q = 0; q < count; q++) {
             const f32x16 *query_chunks = (const f32x16 *)(query + q * d);
             f32x16 sums[LANES];
-#pragma GCC unroll 16
-            for (int k = 0; k < LANES; k++) {
+            UNROLL for (int k = 0; k < LANES; k++) {
                 sums[k] = (f32x16){0}; /* start from 0: of a sum of two products a compiler chooses which one it rounds */
                 for (int64_t i = 0; i < d / LANES; i++) sums[k] += query_chunks[i] * key[k][i];
             }
@@ -57,12 +56,10 @@ ALWAYS_INLINE void attend_f32(const float *query, int64_t count, const bf16 *key
             f32x16 sums[QUERY_TILE][VALUE_VECTORS] = {0};
             for (int q = 0; q < QUERY_TILE; q++) weight[q] = weights + (first + q < count ? first + q : count - 1) * stride;
             for (int64_t j = 0; j < size; j++)
-#pragma GCC unroll 4
-                for (int c = 0; c < VALUE_VECTORS; c++) {
+                UNROLL for (int c = 0; c < VALUE_VECTORS; c++) {
                     if (i + c * LANES >= d) break;
                     f32x16 value = widen_all(values + j * d + i + c * LANES);
-#pragma GCC unroll 4
-                    for (int q = 0; q < QUERY_TILE; q++) sums[q][c] += weight[q][j] * value;
+                    UNROLL for (int q = 0; q < QUERY_TILE; q++) sums[q][c] += weight[q][j] * value;
                 }
             for (int64_t q = 0; q < QUERY_TILE && first + q < count; q++)
                 for (int64_t c = 0; c < VALUE_VECTORS && i + c * LANES < d; c++)
@@ -91,10 +88,34 @@ ALWAYS_INLINE void load_pairs(const bf16 *values, int64_t j, int64_t size, int64
 
 static inline __m512bh pairs_at(const bf16 *x) { return (__m512bh)_mm512_loadu_si512(x); }
 
-/* `attend_f32` by products of bf16, to which queries and weights are rounded; `tile` queries at once, a constant.
+/* out [count] of [d] = weights [count, stride] times values [size, d]; count is a constant. Meanwhile the keys at `next` are fetched. */
+ALWAYS_INLINE void weigh_values(int count, const bf16 *weights, int64_t stride, const bf16 *values, const bf16 *next, int64_t size, int64_t d, bf16 **out) {
+    for (int64_t i = 0; i < d; i += VALUE_VECTORS * LANES) {
+        __m512 sums[QUERY_TILE][VALUE_VECTORS];
+        UNROLL for (int q = 0; q < count; q++)
+            UNROLL for (int c = 0; c < VALUE_VECTORS; c++) sums[q][c] = _mm512_setzero_ps();
+        for (int64_t j = 0; j < size; j += 2) {
+            if (next) prefetch_l2(next + j * d, 4 * d);
+            UNROLL for (int c = 0; c < VALUE_VECTORS; c += 2) {
+                if (i + c * LANES >= d) break;
+                __m512i pairs[2];
+                load_pairs(values + i + c * LANES, j, size, d, pairs);
+                UNROLL for (int q = 0; q < count; q++) {
+                    int32_t two;
+                    memcpy(&two, weights + q * stride + j, 4);
+                    sums[q][c] = _mm512_dpbf16_ps(sums[q][c], (__m512bh)_mm512_set1_epi32(two), (__m512bh)pairs[0]);
+                    sums[q][c + 1] = _mm512_dpbf16_ps(sums[q][c + 1], (__m512bh)_mm512_set1_epi32(two), (__m512bh)pairs[1]);
+                }
+            }
+        }
+        for (int64_t q = 0; q < count; q++)
+            for (int64_t c = 0; c < VALUE_VECTORS && i + c * LANES < d; c++)
+                *(bf16x16 *)(out[q] + i + c * LANES) = narrow_all((f32x16)sums[q][c]);
+    }
+}
 
-   While keys are read values are fetched, and meanwhile the keys at `next`. */
-ALWAYS_INLINE void attend_bf16(int tile, float *query, int64_t count, const bf16 *keys, const bf16 *values, const bf16 *next,
+/* `attend_f32` by products of bf16, to which queries and weights are rounded. While keys are read, values are fetched. */
+ALWAYS_INLINE void attend_bf16(float *query, int64_t count, const bf16 *keys, const bf16 *values, const bf16 *next,
                                const uint8_t **mask, int64_t size, int64_t d, float *weights, int64_t stride, bf16 **out) {
     const int64_t full_size = size / LANES * LANES, tail_size = size - full_size;
     bf16 tail_keys[LANES * d]; /* the keys of the last vector of weights, zeros after them */
@@ -103,12 +124,11 @@ ALWAYS_INLINE void attend_bf16(int tile, float *query, int64_t count, const bf16
     narrow_in_place(query, count * d);
     for (int64_t j = 0; j < size; j += LANES) {
         const bf16 *key = j < full_size ? keys + j * d : tail_keys;
-        for (int64_t i = 0; i < LANES * d; i += 32) _mm_prefetch((const char *)(values + j * d + i), _MM_HINT_T0);
+        prefetch_l2(values + j * d, 2 * LANES * d);
         for (int64_t q = 0; q < count; q++) {
             const bf16 *query_channels = (const bf16 *)query + q * d;
             f32x16 sums[LANES];
-#pragma GCC unroll 16
-            for (int k = 0; k < LANES; k++) {
+            UNROLL for (int k = 0; k < LANES; k++) {
                 __m512 sum = _mm512_setzero_ps();
                 for (int64_t i = 0; i < d; i += 32) sum = _mm512_dpbf16_ps(sum, pairs_at(query_channels + i), pairs_at(key + k * d + i));
                 sums[k] = (f32x16)sum;
@@ -120,37 +140,16 @@ ALWAYS_INLINE void attend_bf16(int tile, float *query, int64_t count, const bf16
         softmax(weights + q * stride, stride);
         narrow_in_place(weights + q * stride, stride);
     }
-    for (int64_t first = 0; first < count; first += tile)
-        for (int64_t i = 0; i < d; i += VALUE_VECTORS * LANES) {
-            const bf16 *weight[QUERY_TILE];
-            __m512 sums[QUERY_TILE][VALUE_VECTORS];
-#pragma GCC unroll 4
-            for (int q = 0; q < tile; q++) {
-                weight[q] = (const bf16 *)(weights + (first + q < count ? first + q : count - 1) * stride);
-#pragma GCC unroll 4
-                for (int c = 0; c < VALUE_VECTORS; c++) sums[q][c] = _mm512_setzero_ps();
-            }
-            for (int64_t j = 0; j < size; j += 2) {
-                for (int64_t c = 0; c < 2 * d && !first; c += 32) _mm_prefetch((const char *)(next + j * d + c), _MM_HINT_T0);
-#pragma GCC unroll 2
-                for (int c = 0; c < VALUE_VECTORS; c += 2) {
-                    if (i + c * LANES >= d) break;
-                    __m512i pairs[2];
-                    load_pairs(values + i + c * LANES, j, size, d, pairs);
-#pragma GCC unroll 4
-                    for (int q = 0; q < tile; q++) {
-                        int32_t weight_pair;
-                        memcpy(&weight_pair, weight[q] + j, 4);
-                        const __m512bh weight_pairs = (__m512bh)_mm512_set1_epi32(weight_pair);
-                        sums[q][c] = _mm512_dpbf16_ps(sums[q][c], weight_pairs, (__m512bh)pairs[0]);
-                        sums[q][c + 1] = _mm512_dpbf16_ps(sums[q][c + 1], weight_pairs, (__m512bh)pairs[1]);
-                    }
-                }
-            }
-            for (int64_t q = 0; q < tile && first + q < count; q++)
-                for (int64_t c = 0; c < VALUE_VECTORS && i + c * LANES < d; c++)
-                    *(bf16x16 *)(out[first + q] + i + c * LANES) = narrow_all((f32x16)sums[q][c]);
+    for (int64_t tiles = (count + QUERY_TILE - 1) / QUERY_TILE, tile, first = 0; tiles; first += tile, tiles--) {
+        const bf16 *weight = (const bf16 *)(weights + first * stride), *fetched = first ? 0 : next;
+        tile = (count - first) / tiles;
+        switch (tile) {
+        case 1: weigh_values(1, weight, 2 * stride, values, fetched, size, d, out + first); break;
+        case 2: weigh_values(2, weight, 2 * stride, values, fetched, size, d, out + first); break;
+        case 3: weigh_values(3, weight, 2 * stride, values, fetched, size, d, out + first); break;
+        default: weigh_values(QUERY_TILE, weight, 2 * stride, values, fetched, size, d, out + first);
         }
+    }
 }
 #endif
 
@@ -161,10 +160,8 @@ static void attend(float *query, int64_t count, const bf16 *keys, const bf16 *va
                    int64_t d, float *weights, int64_t stride, bf16 **out) {
 #ifdef __AVX512BF16__
     if (dot_bf16_is_faster) {
-        if (count > 1 && d == 64) attend_bf16(QUERY_TILE, query, count, keys, values, next, mask, size, 64, weights, stride, out);
-        else if (count > 1) attend_bf16(QUERY_TILE, query, count, keys, values, next, mask, size, d, weights, stride, out);
-        else if (d == 64) attend_bf16(1, query, count, keys, values, next, mask, size, 64, weights, stride, out);
-        else attend_bf16(1, query, count, keys, values, next, mask, size, d, weights, stride, out);
+        if (d == 64) attend_bf16(query, count, keys, values, next, mask, size, 64, weights, stride, out);
+        else attend_bf16(query, count, keys, values, next, mask, size, d, weights, stride, out);
         return;
     }
 #endif

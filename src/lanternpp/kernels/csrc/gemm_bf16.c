@@ -50,15 +50,16 @@ static void gemm_skinny_fma(int64_t rows, const bf16 *x, int64_t width, const bf
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 static int dot_bf16_is_faster; /* whether `vdpbf16ps` is, which has half the rate of FMA on Intel's CPUs and twice that rate on AMD's */
 
-enum { DOT_M = 8 };
+enum { DOT_M = 6 };
 
-/* Adds the products of `size` inputs of `count` rows, a constant, to out. */
-ALWAYS_INLINE void dot_tile(int count, const bf16 *x, int64_t width, int64_t size, const bf16 *weight, float (*out)[BLOCK_N]) {
+/* Adds the products of `size` inputs of `count` rows, a constant, to out. Every 2 inputs fetch `share` bytes of `next`. */
+ALWAYS_INLINE void dot_tile(int count, const bf16 *x, int64_t width, int64_t size, const bf16 *weight, const char *next, int64_t share,
+                            float (*out)[BLOCK_N]) {
     __m512 left[DOT_M], right[DOT_M];
     UNROLL for (int r = 0; r < count; r++) left[r] = _mm512_loadu_ps(out[r]), right[r] = _mm512_loadu_ps(out[r] + BLOCK_N / 2);
-    for (int64_t k = 0; k < size; k += 2, weight += 2 * BLOCK_N) {
+    for (int64_t k = 0; k < size; k += 2, weight += 2 * BLOCK_N, next += share) {
         const __m512bh first = (__m512bh)_mm512_loadu_si512(weight), second = (__m512bh)_mm512_loadu_si512(weight + BLOCK_N);
-        prefetch((const char *)weight + PREFETCH_BYTES, 4 * BLOCK_N);
+        prefetch_l2(next, share);
         UNROLL for (int r = 0; r < count; r++) {
             int32_t pair;
             memcpy(&pair, x + r * width + k, 4);
@@ -73,21 +74,20 @@ ALWAYS_INLINE void dot_tile(int count, const bf16 *x, int64_t width, int64_t siz
 /* `gemm_skinny_fma` with products of bf16. */
 static void gemm_skinny_dot(int64_t rows, const bf16 *x, int64_t width, const bf16 *weight, float (*out)[BLOCK_N]) {
     memset(out, 0, rows * sizeof *out);
-    const int64_t groups = (rows + DOT_M - 1) / DOT_M;
+    const int64_t groups = (rows + DOT_M - 1) / DOT_M, share = rows > 4 ? (4 * BLOCK_N + groups - 1) / groups : 0;
     for (int64_t from = 0, size; from < width; from += size) {
+        const char *next = (const char *)(weight + (from + BLOCK_K / 2) * BLOCK_N);
         size = groups > 1 && width - from > BLOCK_K / 2 ? BLOCK_K / 2 : width - from;
-        for (int64_t g = 0, r = 0, count; g < groups; g++, r += count) {
+        for (int64_t g = 0, r = 0, count; g < groups; g++, r += count, next += size / 2 * share) {
             const bf16 *y = x + r * width + from, *w = weight + from * BLOCK_N;
             count = (rows - r) / (groups - g);
             switch (count) {
-            case 1: dot_tile(1, y, width, size, w, out + r); break;
-            case 2: dot_tile(2, y, width, size, w, out + r); break;
-            case 3: dot_tile(3, y, width, size, w, out + r); break;
-            case 4: dot_tile(4, y, width, size, w, out + r); break;
-            case 5: dot_tile(5, y, width, size, w, out + r); break;
-            case 6: dot_tile(6, y, width, size, w, out + r); break;
-            case 7: dot_tile(7, y, width, size, w, out + r); break;
-            default: dot_tile(8, y, width, size, w, out + r);
+            case 1: dot_tile(1, y, width, size, w, next, share, out + r); break;
+            case 2: dot_tile(2, y, width, size, w, next, share, out + r); break;
+            case 3: dot_tile(3, y, width, size, w, next, share, out + r); break;
+            case 4: dot_tile(4, y, width, size, w, next, share, out + r); break;
+            case 5: dot_tile(5, y, width, size, w, next, share, out + r); break;
+            default: dot_tile(DOT_M, y, width, size, w, next, share, out + r);
             }
         }
     }

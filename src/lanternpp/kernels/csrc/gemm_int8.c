@@ -60,7 +60,9 @@ typedef int32x4_t dot_vec;
 typedef int32_t dot_ints __attribute__((vector_size(4 * DOT_N), aligned(4)));
 typedef float dot_floats __attribute__((vector_size(4 * DOT_N), aligned(4)));
 
-/* Add the sums of `count` rows (a constant) over some groups to out, or with `first` store them, without the outputs' scales. */
+/* Add the sums of `count` rows (a constant) over some groups to out, or with `first` store them, without the outputs' scales.
+
+   Each group fetches `share` bytes of `next`, a multiple of 64, a line for every 4 inputs until all are. */
 ALWAYS_INLINE void grouped_tile(int count, const int8_t *x, const float *scale, const int32_t *start, int64_t groups, const char *weight,
                                 const char *next, int64_t share, int first, float (*out)[BLOCK_N]) {
     for (int column = 0; column < BLOCK_N; column += 2 * DOT_N) {
@@ -76,8 +78,8 @@ ALWAYS_INLINE void grouped_tile(int count, const int8_t *x, const float *scale, 
                 const dot_ints begin = start[g * TILE_M + r] - (dot_ints){0};
                 UNROLL for (int v = 0; v < 2; v++) products[r][v] = (dot_vec)begin;
             }
-            if (!column) prefetch(next + g * share, share);
             UNROLL for (int k = 0; k < K_ALIGN; k += 4, w += 4 * BLOCK_N) {
+                if (!column && 16 * k < share) prefetch_l2(next + g * share + 16 * k, 64);
                 const dot_vec left = (dot_vec) * (const dot_ints *)w, right = (dot_vec) * (const dot_ints *)(w + 4 * DOT_N);
                 UNROLL for (int r = 0; r < count; r++) {
                     int32_t four;
@@ -102,10 +104,10 @@ static void gemm_int8(const Linear *layer, int64_t block, const Inputs *in, int6
     const char *weight = (const char *)layer->weight + block * in->width * BLOCK_N;
     int64_t visits = 0; /* of the weights by groups of rows */
     for (int64_t r = 0; r < rows; r += TILE_M) visits += ((rows - r < TILE_M ? rows - r : TILE_M) + GROUPED_M - 1) / GROUPED_M;
-    const int64_t share = up_to(64, K_ALIGN * BLOCK_N / visits);
+    const int64_t share = visits > 1 ? up_to(64, K_ALIGN * BLOCK_N / visits) : 0;
     for (int64_t g = 0, some; g < groups; g += some) {
         some = visits > 1 && groups - g > BLOCK_K / K_ALIGN ? BLOCK_K / K_ALIGN : groups - g;
-        const char *w = weight + g * K_ALIGN * BLOCK_N, *next = w + (visits > 1 ? some * K_ALIGN * BLOCK_N : PREFETCH_BYTES);
+        const char *w = weight + g * K_ALIGN * BLOCK_N, *next = w + BLOCK_K * BLOCK_N;
         for (int64_t t = 0; t < rows; t += TILE_M) {
             const int64_t in_tile = rows - t < TILE_M ? rows - t : TILE_M, parts = (in_tile + GROUPED_M - 1) / GROUPED_M;
             const int64_t at = ((first + t) / TILE_M * groups + g) * TILE_M;

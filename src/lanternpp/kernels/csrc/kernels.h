@@ -20,7 +20,7 @@
 #define BLOCK_N 32           /* outputs of a block of weights */
 #define TILE_M 16            /* rows of a tile of inputs */
 #define K_ALIGN 64           /* inputs are padded to a multiple of this; in 8 bits also those that share a scale */
-#define BLOCK_K 512          /* inputs that all rows are multiplied with before the next ones: the weights stay in the L1 cache */
+#define BLOCK_K 512          /* inputs that all rows are multiplied with before the next ones: weights stay in the L1 cache, the next go to L2 */
 #define MAX_BLOCK_M 128      /* rows whose products with a block of weights are computed before they are used */
 #define PREFETCH_BYTES 4096  /* between the weights that are multiplied and those that are fetched */
 #define LANES 16             /* of the vectors that are not products */

@@ -38,6 +38,11 @@ static inline void prefetch(const void *from, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)from + i);
 }
 
+/* Into the L2 cache alone. */
+static inline void prefetch_l2(const void *from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)from + i, 0, 2);
+}
+
 static inline float widen(bf16 x) {
     uint32_t bits = (uint32_t)x << 16;
     float y;
@@ -134,31 +139,27 @@ static inline f32x16 max_all(f32x16 a, f32x16 b) {
 #endif
 }
 
-static inline float reduce_max(f32x16 x) {
-    float largest = x[0];
-    for (int i = 1; i < LANES; i++) largest = x[i] > largest ? x[i] : largest;
-    return largest;
-}
-
 /* The largest of x [size], size a multiple of LANES. */
 static inline float max_of(const float *x, int64_t size) {
     f32x16 maxima = *(const f32x16 *)x;
     for (int64_t i = LANES; i < size; i += LANES) maxima = max_all(maxima, *(const f32x16 *)(x + i));
-    return reduce_max(maxima);
+    float largest = maxima[0];
+    for (int i = 1; i < LANES; i++) largest = maxima[i] > largest ? maxima[i] : largest;
+    return largest;
 }
 
 /* The sum of each of LANES vectors. */
 ALWAYS_INLINE f32x16 reduce_add_each(f32x16 *x) {
 #ifdef __AVX512F__
-    int32_t order[LANES];
-    for (int i = 0; i < LANES; i++) order[i] = 2 * i;
-    const __m512i even = _mm512_loadu_si512(order), odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
-#pragma GCC unroll 4
-    for (int count = LANES / 2; count; count /= 2)
-#pragma GCC unroll 8
-        for (int i = 0; i < count; i++)
-            x[i] = (f32x16)_mm512_permutex2var_ps((__m512)x[2 * i], even, (__m512)x[2 * i + 1]) +
-                   (f32x16)_mm512_permutex2var_ps((__m512)x[2 * i], odd, (__m512)x[2 * i + 1]);
+    UNROLL for (int step = 1; step < LANES; step *= 2) {
+        const int right = 0xffff - 0xffff / ((1 << step) + 1); /* the lanes whose number has the bit of `step` */
+        int32_t moved[LANES];
+        for (int i = 0; i < LANES; i++) moved[i] = i & step ? LANES + i - step : i + step;
+        UNROLL for (int i = 0; i < LANES / 2 / step; i++) {
+            const __m512 a = (__m512)x[2 * i], b = (__m512)x[2 * i + 1];
+            x[i] = (f32x16)_mm512_mask_blend_ps(right, a, b) + (f32x16)_mm512_permutex2var_ps(a, _mm512_loadu_si512(moved), b);
+        }
+    }
     return x[0];
 #else
     f32x16 sums;
