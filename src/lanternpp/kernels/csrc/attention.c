@@ -1,70 +1,27 @@
 /* Attention of a few queries over the keys and values of one head. Channels of a head are padded to a multiple of HEAD_ALIGN. */
 #include "gemm.h"
 
-enum { HEAD_ALIGN = 32, VALUE_VECTORS = 4, QUERY_TILE = 4 }; /* vectors of channels, and queries, whose values are summed at once */
+/* Vectors of channels, and queries, whose values are summed at once, as there are registers. */
+enum { HEAD_ALIGN = 32, VALUE_VECTORS = 4, QUERY_TILE = WIDTH == 16 ? 4 : 2 };
 
-#ifndef __AVX512BF16__
-static const int dot_bf16_is_faster = 0;
-#elif defined(__AMX_BF16__)
-static const int dot_bf16_is_faster = 1;
-#endif
-
-/* The sums where their mask [count] is set, else -infinity; up to LANES are read of the mask. */
-static inline f32x16 masked(f32x16 sums, const uint8_t *mask, int64_t count) {
-    uint8_t mask_bytes[LANES] = {0};
-    if (count < LANES) mask = memcpy(mask_bytes, mask, count);
-    const i32x16 kept = widen_flags(mask) != 0, negative_infinity = (i32x16)((f32x16){0} - INFINITY);
-    return (f32x16)(((i32x16)sums & kept) | (negative_infinity & ~kept));
+/* The sums where their mask [count] is set, else -infinity; up to WIDTH are read of the mask. */
+static inline f32v masked(f32v sums, const uint8_t *mask, int64_t count) {
+    uint8_t mask_bytes[WIDTH] = {0};
+    if (count < WIDTH) mask = memcpy(mask_bytes, mask, count > 0 ? count : 0);
+    const i32v kept = widen_flags(mask) != 0, negative_infinity = (i32v)((f32v){0} - INFINITY);
+    return (f32v)(((i32v)sums & kept) | (negative_infinity & ~kept));
 }
 
-/* exp(x) over its sum, of x [size], size a multiple of LANES. */
+/* exp(x) over its sum, of x [size], size a multiple of WIDTH. */
 static void softmax(float *x, int64_t size) {
     const float highest = max_of(x, size);
-    f32x16 total = {0};
-    for (int64_t j = 0; j < size; j += LANES) {
-        f32x16 *chunk = (f32x16 *)(x + j);
+    f32v total = {0};
+    for (int64_t j = 0; j < size; j += WIDTH) {
+        f32v *chunk = (f32v *)(x + j);
         total += *chunk = exp_all(*chunk - highest);
     }
     const float scale = 1 / reduce_add(total);
-    for (int64_t j = 0; j < size; j += LANES) *(f32x16 *)(x + j) *= scale;
-}
-
-/* Attention of `count` queries [count, d] over keys and values [size, d], query q where its mask is set: out [count] of [d].
-
-   weights [count, stride] is scratch, stride a multiple of LANES and at least size. A query's result depends on that query alone. */
-ALWAYS_INLINE void attend_f32(const float *query, int64_t count, const bf16 *keys, const bf16 *values, const uint8_t **mask, int64_t size,
-                   int64_t d, float *weights, int64_t stride, bf16 **out) {
-    for (int64_t j = 0; j < size; j += LANES) {
-        f32x16 key[LANES][d / LANES]; /* slots after the last repeat the last */
-        for (int64_t k = 0; k < LANES; k++)
-            for (int64_t i = 0; i < d / LANES; i++)
-                key[k][i] = widen_all(keys + (j + k < size ? j + k : size - 1) * d + i * LANES);
-        for (int64_t q = 0; q < count; q++) {
-            const f32x16 *query_chunks = (const f32x16 *)(query + q * d);
-            f32x16 sums[LANES];
-            UNROLL for (int k = 0; k < LANES; k++) {
-                sums[k] = (f32x16){0}; /* start from 0: of a sum of two products a compiler chooses which one it rounds */
-                for (int64_t i = 0; i < d / LANES; i++) sums[k] += query_chunks[i] * key[k][i];
-            }
-            *(f32x16 *)(weights + q * stride + j) = masked(reduce_add_each(sums), mask[q] + j, size - j);
-        }
-    }
-    for (int64_t q = 0; q < count; q++) softmax(weights + q * stride, stride);
-    for (int64_t first = 0; first < count; first += QUERY_TILE)
-        for (int64_t i = 0; i < d; i += VALUE_VECTORS * LANES) {
-            const float *weight[QUERY_TILE];
-            f32x16 sums[QUERY_TILE][VALUE_VECTORS] = {0};
-            for (int q = 0; q < QUERY_TILE; q++) weight[q] = weights + (first + q < count ? first + q : count - 1) * stride;
-            for (int64_t j = 0; j < size; j++)
-                UNROLL for (int c = 0; c < VALUE_VECTORS; c++) {
-                    if (i + c * LANES >= d) break;
-                    f32x16 value = widen_all(values + j * d + i + c * LANES);
-                    UNROLL for (int q = 0; q < QUERY_TILE; q++) sums[q][c] += weight[q][j] * value;
-                }
-            for (int64_t q = 0; q < QUERY_TILE && first + q < count; q++)
-                for (int64_t c = 0; c < VALUE_VECTORS && i + c * LANES < d; c++)
-                    *(bf16x16 *)(out[first + q] + i + c * LANES) = narrow_all(sums[q][c]);
-        }
+    for (int64_t j = 0; j < size; j += WIDTH) *(f32v *)(x + j) *= scale;
 }
 
 #ifdef __AVX512BF16__
@@ -85,35 +42,79 @@ ALWAYS_INLINE void load_pairs(const bf16 *values, int64_t j, int64_t size, int64
     pairs[0] = _mm512_permutex2var_epi16(even, _mm512_loadu_si512(order), odd);
     pairs[1] = _mm512_permutex2var_epi16(even, _mm512_loadu_si512(order + 32), odd);
 }
+#endif
 
-static inline __m512bh pairs_at(const bf16 *x) { return (__m512bh)_mm512_loadu_si512(x); }
-
-/* out [count] of [d] = weights [count, stride] times values [size, d]; count is a constant. Meanwhile the keys at `next` are fetched. */
-ALWAYS_INLINE void weigh_values(int count, const bf16 *weights, int64_t stride, const bf16 *values, const bf16 *next, int64_t size, int64_t d, bf16 **out) {
-    for (int64_t i = 0; i < d; i += VALUE_VECTORS * LANES) {
-        __m512 sums[QUERY_TILE][VALUE_VECTORS];
-        UNROLL for (int q = 0; q < count; q++)
-            UNROLL for (int c = 0; c < VALUE_VECTORS; c++) sums[q][c] = _mm512_setzero_ps();
-        for (int64_t j = 0; j < size; j += 2) {
+/* out [count] of [d] = weights [count, stride] times values [size, d]; count is a constant. Weights in pairs are of bf16, each row where its floats were. */
+ALWAYS_INLINE void weigh_tile(int in_pairs, int count, const float *weights, int64_t stride, const bf16 *values, const bf16 *next, int64_t size, int64_t d, bf16 **out) {
+    for (int64_t i = 0; i < d; i += VALUE_VECTORS * WIDTH) {
+        f32v sums[QUERY_TILE][VALUE_VECTORS] = {0};
+        for (int64_t j = 0; !in_pairs && j < size; j++)
+            UNROLL for (int c = 0; c < VALUE_VECTORS; c++) {
+                if (i + c * WIDTH >= d) break;
+                const f32v value = widen_all(values + j * d + i + c * WIDTH);
+                UNROLL for (int q = 0; q < count; q++) sums[q][c] += weights[q * stride + j] * value;
+            }
+#ifdef __AVX512BF16__
+        for (int64_t j = 0; in_pairs && j < size; j += 2) {
             if (next) prefetch_l2(next + j * d, 4 * d);
             UNROLL for (int c = 0; c < VALUE_VECTORS; c += 2) {
-                if (i + c * LANES >= d) break;
+                if (i + c * WIDTH >= d) break;
                 __m512i pairs[2];
-                load_pairs(values + i + c * LANES, j, size, d, pairs);
+                load_pairs(values + i + c * WIDTH, j, size, d, pairs);
                 UNROLL for (int q = 0; q < count; q++) {
                     int32_t two;
-                    memcpy(&two, weights + q * stride + j, 4);
-                    sums[q][c] = _mm512_dpbf16_ps(sums[q][c], (__m512bh)_mm512_set1_epi32(two), (__m512bh)pairs[0]);
-                    sums[q][c + 1] = _mm512_dpbf16_ps(sums[q][c + 1], (__m512bh)_mm512_set1_epi32(two), (__m512bh)pairs[1]);
+                    memcpy(&two, (const bf16 *)(weights + q * stride) + j, 4);
+                    UNROLL for (int v = 0; v < 2; v++)
+                        sums[q][c + v] = (f32v)_mm512_dpbf16_ps((__m512)sums[q][c + v], (__m512bh)_mm512_set1_epi32(two), (__m512bh)pairs[v]);
                 }
             }
         }
+#endif
         for (int64_t q = 0; q < count; q++)
-            for (int64_t c = 0; c < VALUE_VECTORS && i + c * LANES < d; c++)
-                *(bf16x16 *)(out[q] + i + c * LANES) = narrow_all((f32x16)sums[q][c]);
+            for (int64_t c = 0; c < VALUE_VECTORS && i + c * WIDTH < d; c++) *(bf16v *)(out[q] + i + c * WIDTH) = narrow_all(sums[q][c]);
     }
 }
 
+/* `weigh_tile` for any count. Meanwhile the keys at `next` are fetched. */
+ALWAYS_INLINE void weigh_values(int in_pairs, const float *weights, int64_t stride, int64_t count, const bf16 *values, const bf16 *next, int64_t size, int64_t d, bf16 **out) {
+    for (int64_t tiles = (count + QUERY_TILE - 1) / QUERY_TILE, first = 0, tile; tiles; tiles--, first += tile) {
+        const float *weight = weights + first * stride;
+        const bf16 *fetched = first ? 0 : next;
+        tile = (count - first) / tiles;
+        switch (tile) {
+        case 1: weigh_tile(in_pairs, 1, weight, stride, values, fetched, size, d, out + first); break;
+        case 2: weigh_tile(in_pairs, 2, weight, stride, values, fetched, size, d, out + first); break;
+        case 3: weigh_tile(in_pairs, QUERY_TILE < 3 ? QUERY_TILE : 3, weight, stride, values, fetched, size, d, out + first); break;
+        default: weigh_tile(in_pairs, QUERY_TILE, weight, stride, values, fetched, size, d, out + first);
+        }
+    }
+}
+
+/* Attention of `count` queries [count, d] over keys and values [size, d], query q where its mask is set: out [count] of [d].
+
+   weights [count, stride] is scratch, stride a multiple of LANES and at least size. A query's result depends on that query alone. */
+ALWAYS_INLINE void attend_f32(const float *query, int64_t count, const bf16 *keys, const bf16 *values, const uint8_t **mask, int64_t size,
+                   int64_t d, float *weights, int64_t stride, bf16 **out) {
+    for (int64_t j = 0; j < stride; j += WIDTH) {
+        f32v key[WIDTH][d / WIDTH]; /* slots after the last repeat the last */
+        for (int64_t k = 0; k < WIDTH; k++)
+            for (int64_t i = 0; i < d / WIDTH; i++)
+                key[k][i] = widen_all(keys + (j + k < size ? j + k : size - 1) * d + i * WIDTH);
+        for (int64_t q = 0; q < count; q++) {
+            const f32v *query_chunks = (const f32v *)(query + q * d);
+            f32v sums[WIDTH];
+            UNROLL for (int k = 0; k < WIDTH; k++) {
+                sums[k] = (f32v){0}; /* start from 0: of a sum of two products a compiler chooses which one it rounds */
+                for (int64_t i = 0; i < d / WIDTH; i++) sums[k] += query_chunks[i] * key[k][i];
+            }
+            *(f32v *)(weights + q * stride + j) = masked(reduce_add_each(sums), mask[q] + j, size - j);
+        }
+    }
+    for (int64_t q = 0; q < count; q++) softmax(weights + q * stride, stride);
+    weigh_values(0, weights, stride, count, values, 0, size, d, out);
+}
+
+#ifdef __AVX512BF16__
 /* `attend_f32` by products of bf16, to which queries and weights are rounded. While keys are read, values are fetched. */
 ALWAYS_INLINE void attend_bf16(float *query, int64_t count, const bf16 *keys, const bf16 *values, const bf16 *next,
                                const uint8_t **mask, int64_t size, int64_t d, float *weights, int64_t stride, bf16 **out) {
@@ -127,29 +128,21 @@ ALWAYS_INLINE void attend_bf16(float *query, int64_t count, const bf16 *keys, co
         prefetch_l2(values + j * d, 2 * LANES * d);
         for (int64_t q = 0; q < count; q++) {
             const bf16 *query_channels = (const bf16 *)query + q * d;
-            f32x16 sums[LANES];
+            f32v sums[WIDTH];
             UNROLL for (int k = 0; k < LANES; k++) {
                 __m512 sum = _mm512_setzero_ps();
-                for (int64_t i = 0; i < d; i += 32) sum = _mm512_dpbf16_ps(sum, pairs_at(query_channels + i), pairs_at(key + k * d + i));
-                sums[k] = (f32x16)sum;
+                for (int64_t i = 0; i < d; i += 32)
+                    sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(query_channels + i), (__m512bh)_mm512_loadu_si512(key + k * d + i));
+                sums[k] = (f32v)sum;
             }
-            *(f32x16 *)(weights + q * stride + j) = masked(reduce_add_each(sums), mask[q] + j, size - j);
+            *(f32v *)(weights + q * stride + j) = masked(reduce_add_each(sums), mask[q] + j, size - j);
         }
     }
     for (int64_t q = 0; q < count; q++) {
         softmax(weights + q * stride, stride);
         narrow_in_place(weights + q * stride, stride);
     }
-    for (int64_t tiles = (count + QUERY_TILE - 1) / QUERY_TILE, tile, first = 0; tiles; first += tile, tiles--) {
-        const bf16 *weight = (const bf16 *)(weights + first * stride), *fetched = first ? 0 : next;
-        tile = (count - first) / tiles;
-        switch (tile) {
-        case 1: weigh_values(1, weight, 2 * stride, values, fetched, size, d, out + first); break;
-        case 2: weigh_values(2, weight, 2 * stride, values, fetched, size, d, out + first); break;
-        case 3: weigh_values(3, weight, 2 * stride, values, fetched, size, d, out + first); break;
-        default: weigh_values(QUERY_TILE, weight, 2 * stride, values, fetched, size, d, out + first);
-        }
-    }
+    weigh_values(1, weights, stride, count, values, next, size, d, out);
 }
 #endif
 
@@ -230,7 +223,7 @@ static void attend_amx(const float *query, int64_t step, int64_t count, const bf
         for (int64_t q = 0; q < 16; q++) {
             bf16 two[2 * LANES] = {0};
             for (int64_t j = 0; j < 32 && q < count; j += LANES)
-                *(bf16x16 *)(two + j) = narrow_all(*(const f32x16 *)(query + q * step + i + j));
+                *(bf16v *)(two + j) = narrow_all(*(const f32v *)(query + q * step + i + j));
             some[q] = _mm512_loadu_si512(two);
         }
         transpose(some);
@@ -251,7 +244,7 @@ static void attend_amx(const float *query, int64_t step, int64_t count, const bf
         _tile_stored(7, scores + 16 * j, 64);
     }
     __m512 highest = _mm512_set1_ps(-3e38f);
-    f32x16 total = {0};
+    f32v total = {0};
     for (int64_t j = 0; j < size; j++) {
         __m512 score = _mm512_loadu_ps(scores + 16 * j) + _mm512_loadu_ps(bias + j * bias_stride);
         _mm512_storeu_ps(scores + 16 * j, score);
@@ -260,10 +253,10 @@ static void attend_amx(const float *query, int64_t step, int64_t count, const bf
     for (int64_t j = 0; j < size; j++) {
         const __m512 weight = exp_rounded(_mm512_sub_ps(_mm512_loadu_ps(scores + 16 * j), highest));
         _mm512_storeu_ps(scores + 16 * j, weight);
-        total += (f32x16)weight;
+        total += (f32v)weight;
     }
     memset(scores + 16 * size, 0, 64 * (stride - size));
-    *(f32x16 *)totals = 1 / (total + 1e-30f);
+    *(f32v *)totals = 1 / (total + 1e-30f);
     /* From slots by queries to queries by slots, two slots at a time. */
     int16_t order[32];
     for (int i = 0; i < 16; i++) {
@@ -290,7 +283,7 @@ static void attend_amx(const float *query, int64_t step, int64_t count, const bf
         }
         _tile_stored(7, sums, 64);
         for (int64_t q = 0; q < count; q++)
-            *(bf16x16 *)(out[q] + c / 32 * 32 * out_stride + c % 32) = narrow_all(*(f32x16 *)sums[q] * totals[q]);
+            *(bf16v *)(out[q] + c / 32 * 32 * out_stride + c % 32) = narrow_all(*(f32v *)sums[q] * totals[q]);
     }
 }
 #endif

@@ -108,8 +108,8 @@ static void activate(const Chain *c, int64_t level, int64_t hidden, bf16 *act) {
     for (int64_t b = 0; b < c->batch; b++) {
         const bf16 *query = c->query + (b * c->levels + level) * hidden;
         const bf16 *prev = c->prev + __atomic_load_n(&c->drawn[b * (c->levels + 1) + level], __ATOMIC_RELAXED) * hidden;
-        for (int64_t i = 0; i < hidden; i += LANES)
-            *(bf16x16 *)(act + b * hidden + i) = narrow_all(silu(widen_all(query + i) + widen_all(prev + i)));
+        for (int64_t i = 0; i < hidden; i += WIDTH)
+            *(bf16v *)(act + b * hidden + i) = narrow_all(silu(widen_all(query + i) + widen_all(prev + i)));
     }
 }
 
@@ -165,8 +165,8 @@ static void draw_level(const Chain *c, int64_t level, ChainMemory *m, const Team
             highest = thread_highest > highest ? thread_highest : highest;
         }
         for (int64_t i = m->from; i < m->to; i += BLOCK) {
-            for (int64_t j = i; j < i + BLOCK; j += LANES) {
-                f32x16 *chunk = (f32x16 *)(row + j);
+            for (int64_t j = i; j < i + BLOCK; j += WIDTH) {
+                f32v *chunk = (f32v *)(row + j);
                 *chunk = exp_all((*chunk - highest) * scale);
             }
             m->sums[parity][b * blocks + i / BLOCK] = block_sum(row + i);

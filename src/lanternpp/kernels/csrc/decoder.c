@@ -112,15 +112,15 @@ static void read_mask(const Work *w, const Team *team) {
 
 /* The factor of RMSNorm for x [dim]: 1 over the root mean square; 1 without a weight. */
 static float rms_scale(const Work *w, const float *x, const float *weight) {
-    f32x16 sum = {0}; /* explicit vectors: an auto-vectorised loop may add in another order in each of its copies */
+    f32v sum = {0}; /* explicit vectors: an auto-vectorised loop may add in another order in each of its copies */
     if (!weight) return 1;
-    for (int64_t j = 0; j < w->dim; j += LANES) sum += *(const f32x16 *)(x + j) * *(const f32x16 *)(x + j);
+    for (int64_t j = 0; j < w->dim; j += WIDTH) sum += *(const f32v *)(x + j) * *(const f32v *)(x + j);
     return 1 / sqrtf(reduce_add(sum) / w->s.dim + w->s.eps);
 }
 
-static inline f32x16 normed_at(const float *x, const float *weight, float scale, int64_t j) {
-    const f32x16 chunk = *(const f32x16 *)(x + j);
-    return weight ? chunk * scale * *(const f32x16 *)(weight + j) : chunk;
+static inline f32v normed_at(const float *x, const float *weight, float scale, int64_t j) {
+    const f32v chunk = *(const f32v *)(x + j);
+    return weight ? chunk * scale * *(const f32v *)(weight + j) : chunk;
 }
 
 /* The first of the rows that a thread prepares, and the one after the last: its share, or all. */
@@ -139,7 +139,7 @@ static const Inputs *norm_stage(const Work *w, const Team *team, const float *we
     const Inputs *in = w->skinny ? thread_inputs : &w->normed;
     for (int64_t i = first_row(w, team); i < end_row(w, team); i++) {
         const float *x = w->stream + i * w->dim, scale = rms_scale(w, x, weight);
-        for (int64_t j = 0; j < w->dim; j += LANES) *(bf16x16 *)(in->x + offset_of(in, i, j)) = narrow_all(normed_at(x, weight, scale, j));
+        for (int64_t j = 0; j < w->dim; j += WIDTH) *(bf16v *)(in->x + offset_of(in, i, j)) = narrow_all(normed_at(x, weight, scale, j));
     }
     return quantize_own_rows(w, team, in);
 }
@@ -161,7 +161,7 @@ static void residual_stage(Work *w, const Team *team, const Linear *layer, const
         float *x = w->product + i * w->dim;
         for (int64_t j = BLOCK_N * blocks; j < w->dim; j++) x[j] = 0;
         const float scale = rms_scale(w, x, weight);
-        for (int64_t j = 0; j < w->dim; j += LANES) *(f32x16 *)(w->stream + i * w->dim + j) += normed_at(x, weight, scale, j);
+        for (int64_t j = 0; j < w->dim; j += WIDTH) *(f32v *)(w->stream + i * w->dim + j) += normed_at(x, weight, scale, j);
     }
     wait_for_team(team);
 }
@@ -170,18 +170,20 @@ static void residual_stage(Work *w, const Team *team, const Linear *layer, const
 static void store_gated(void *work, int64_t block, int64_t first, int64_t rows, float (*out)[BLOCK_N]) {
     const Work *w = work;
     for (int64_t r = 0; r < rows; r++) {
-        const f32x16 gate = *(f32x16 *)out[r], up = *(f32x16 *)(out[r] + LANES);
-        const f32x16 activated = w->s.gate_kind == GATE_SILU ? silu(gate) : gelu_tanh(gate);
-        *(bf16x16 *)(w->active.x + offset_of(&w->active, first + r, block * LANES)) = narrow_all(activated * up);
+        for (int64_t c = 0; c < LANES; c += WIDTH) {
+            const f32v gate = *(f32v *)(out[r] + c), up = *(f32v *)(out[r] + LANES + c);
+            const f32v activated = w->s.gate_kind == GATE_SILU ? silu(gate) : gelu_tanh(gate);
+            *(bf16v *)(w->active.x + offset_of(&w->active, first + r, block * LANES + c)) = narrow_all(activated * up);
+        }
     }
 }
 
 /* Channels `from` to `from` + head_dim of a row of qkv. */
 static void load_head(const Work *w, int64_t row, int64_t from, float *out) {
     const int64_t d = w->s.head_dim;
-    if ((from | d) % LANES == 0)
-        for (int64_t c = from; c < from + d; c += LANES, out += LANES)
-            *(f32x16 *)out = *(const f32x16 *)(w->qkv + (c / BLOCK_N * w->lines + row) * BLOCK_N + c % BLOCK_N);
+    if ((from | d) % WIDTH == 0)
+        for (int64_t c = from; c < from + d; c += WIDTH, out += WIDTH)
+            *(f32v *)out = *(const f32v *)(w->qkv + (c / BLOCK_N * w->lines + row) * BLOCK_N + c % BLOCK_N);
     else
         for (int64_t c = from; c < from + d; c++) *out++ = w->qkv[(c / BLOCK_N * w->lines + row) * BLOCK_N + c % BLOCK_N];
 }
@@ -222,9 +224,9 @@ static void prepare_head(const Work *w, const Buffers *buffers, const Layer *lay
         if (s->qk_kind) norm_head(w, layer, s->heads + head, channels);
         rotate(w, channels, rotation, rotated);
         load_head(w, i, (s->heads + s->kv_heads + head) * d, channels);
-        for (int64_t j = 0; j < width; j += LANES) {
-            *(bf16x16 *)(keys + slot * width + j) = narrow_all(*(f32x16 *)(rotated + j));
-            *(bf16x16 *)(values + slot * width + j) = narrow_all(*(f32x16 *)(channels + j));
+        for (int64_t j = 0; j < width; j += WIDTH) {
+            *(bf16v *)(keys + slot * width + j) = narrow_all(*(f32v *)(rotated + j));
+            *(bf16v *)(values + slot * width + j) = narrow_all(*(f32v *)(channels + j));
         }
         for (int64_t g = 0; g < w->group; g++) {
             const int64_t q = n * w->group + g, h = head * w->group + g;
@@ -232,7 +234,7 @@ static void prepare_head(const Work *w, const Buffers *buffers, const Layer *lay
             load_head(w, i, h * d, channels);
             if (s->qk_kind) norm_head(w, layer, h, channels);
             rotate(w, channels, rotation, query);
-            for (int64_t j = 0; j < width; j += LANES) *(f32x16 *)(query + j) *= s->scale;
+            for (int64_t j = 0; j < width; j += WIDTH) *(f32v *)(query + j) *= s->scale;
         }
     }
 }
@@ -302,9 +304,9 @@ static void write_part(const Work *w, const Team *team, const float *weight, int
     for (int64_t i = share_begin(team, w->m); i < share_end(team, w->m); i++) {
         const float *x = w->stream + i * w->dim, scale = rms_scale(w, x, weight);
         bf16 *out = w->p.out + (i * w->p.parts + part) * w->s.dim;
-        for (int64_t j = 0; j < w->s.dim; j += LANES) {
-            const bf16x16 chunk = narrow_all(normed_at(x, weight, scale, j));
-            memcpy(out + j, &chunk, 2 * (w->s.dim - j < LANES ? w->s.dim - j : LANES));
+        for (int64_t j = 0; j < w->s.dim; j += WIDTH) {
+            const bf16v chunk = narrow_all(normed_at(x, weight, scale, j));
+            memcpy(out + j, &chunk, 2 * (w->s.dim - j < WIDTH ? w->s.dim - j : WIDTH));
         }
     }
 }

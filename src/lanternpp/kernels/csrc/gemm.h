@@ -8,12 +8,12 @@
 /* Weights and activations of 8 bits: how activations are quantised, by the instruction that multiplies them.
 
    INT8_GROUPED  8 bits, a scale for every K_ALIGN inputs of a row: vpdpbusd, sdot. Sums of a group are exact.
-   INT8_PLANES   16 bits, a scale for every row, as two numbers of 8 bits: the tiles of AMX. Sums are exact.
+   INT8_PWIDTH   16 bits, a scale for every row, as two numbers of 8 bits: the tiles of AMX. Sums are exact.
    INT8_WIDE     16 bits, a scale for every row: vpmaddwd, or any CPU. Sums are exact.
 
    A row's result depends on that row alone and not on how many rows or threads there are. */
 #if defined(__AMX_INT8__)
-#define INT8_PLANES 1
+#define INT8_PWIDTH 1
 #elif defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 #define INT8_GROUPED 1
 #define WEIGHT_ZERO 128
@@ -32,7 +32,7 @@ typedef struct {
     int64_t tiles, tile_rows;
     int is_int8;
     bf16 *x;        /* [rows, width]; for the tiles of AMX [tiles, width / 32, TILE_M, 32] */
-    int8_t *number; /* GROUPED [tiles, groups, TILE_M, K_ALIGN], PLANES [tiles, groups, 2, TILE_M, K_ALIGN], WIDE int16 [rows, width] */
+    int8_t *number; /* GROUPED [tiles, groups, TILE_M, K_ALIGN], PWIDTH [tiles, groups, 2, TILE_M, K_ALIGN], WIDE int16 [rows, width] */
     float *scale;   /* GROUPED [tiles, groups, TILE_M], else [rows] */
     int32_t *start; /* GROUPED [tiles, groups, TILE_M]: what cancels WEIGHT_ZERO */
 } Inputs;
@@ -46,7 +46,7 @@ enum { has_amx = 0 };
 /* Whether bf16 inputs lie in tiles. */
 static inline int has_tiles(const Inputs *in) { return has_amx && !in->is_int8; }
 
-/* Where inputs k to k + LANES of a row are in x. */
+/* Where inputs k to k + WIDTH of a row are in x. */
 static inline int64_t offset_of(const Inputs *in, int64_t row, int64_t k) {
     if (!has_tiles(in)) return row * in->width + k;
     return (row / in->tile_rows * in->width + k / 32 * 32) * TILE_M + row % in->tile_rows * 32 + k % 32;
@@ -115,7 +115,7 @@ static void add_floats(void *work, int64_t block, int64_t first, int64_t rows, f
     const FloatRows *destination = work;
     float *y = destination->y + first * destination->stride + block * BLOCK_N;
     for (int64_t r = 0; r < rows; r++, y += destination->stride)
-        for (int64_t c = 0; c < BLOCK_N; c += LANES) *(f32x16 *)(y + c) += *(f32x16 *)(out[r] + c);
+        for (int64_t c = 0; c < BLOCK_N; c += WIDTH) *(f32v *)(y + c) += *(f32v *)(out[r] + c);
 }
 
 /* All rows times blocks [begin, end). Without `store` products stay in `work`, floats [blocks, rows up to a multiple of TILE_M, BLOCK_N]. */

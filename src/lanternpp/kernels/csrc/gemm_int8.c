@@ -14,7 +14,7 @@ static inline bf16 largest_magnitude(const bf16 *x, int64_t count) {
     return largest;
 }
 
-static inline i32x16 nearest(f32x16 x) { return (i32x16)(x + ROUND) - 0x4b400000; }
+static inline i32v nearest(f32v x) { return (i32v)(x + ROUND) - 0x4b400000; }
 
 #ifdef INT8_GROUPED
 /* Group by group. Threads begin with different groups, as the scales of a group share a cache line. */
@@ -27,14 +27,14 @@ static void quantize_rows(const Inputs *in, int64_t first, int64_t last) {
             const float scale = widen(largest) / 127;
             const float inverse = scale > 1e-30f && largest < 0x7f80 ? 1 / scale : 0;
             int8_t *number = in->number + at * K_ALIGN;
-            i32x16 sum = {0};
-            for (int64_t k = 0; k < K_ALIGN; k += LANES) {
-                const i32x16 some = nearest(widen_all(x + k) * inverse);
+            i32v sum = {0};
+            for (int64_t k = 0; k < K_ALIGN; k += WIDTH) {
+                const i32v some = nearest(widen_all(x + k) * inverse);
                 sum += some;
-                *(i8x16 *)(number + k) = __builtin_convertvector(some, i8x16);
+                *(i8v *)(number + k) = __builtin_convertvector(some, i8v);
             }
             int32_t total = 0;
-            for (int lane = 0; lane < LANES; lane++) total += sum[lane];
+            for (int lane = 0; lane < WIDTH; lane++) total += sum[lane];
             in->scale[at] = largest < 0x7f80 ? scale : NAN;
             in->start[at] = -WEIGHT_ZERO * total;
         }
@@ -135,27 +135,27 @@ static void gemm_int8(const Linear *layer, int64_t block, const Inputs *in, int6
 #else /* 16 bits: no product's sum leaves 32 bits, as the magnitudes of a row add up to some 16 million */
 static void quantize_row(const Inputs *in, int64_t row) {
     const bf16 *x = in->x + row * in->width, largest = largest_magnitude(x, in->width);
-    f32x16 total = {0};
-    for (int64_t k = 0; k < in->width; k += LANES) {
-        const f32x16 chunk = widen_all(x + k);
-        total += (f32x16)((i32x16)chunk & 0x7fffffff);
+    f32v total = {0};
+    for (int64_t k = 0; k < in->width; k += WIDTH) {
+        const f32v chunk = widen_all(x + k);
+        total += (f32v)((i32v)chunk & 0x7fffffff);
     }
     const float scale_of_largest = widen(largest) / 0x7f7f, scale_of_sum = reduce_add(total) / 16000000, scale = scale_of_largest > scale_of_sum ? scale_of_largest : scale_of_sum;
     const float inverse = scale > 1e-30f && largest < 0x7f80 ? 1 / scale : 0;
     in->scale[row] = largest < 0x7f80 ? scale : NAN;
-#ifdef INT8_PLANES
+#ifdef INT8_PWIDTH
     enum { PLANE = TILE_M * K_ALIGN };
     int8_t *upper = in->number + row / in->tile_rows * 2 * TILE_M * in->width + row % in->tile_rows * K_ALIGN;
-    for (int64_t k = 0; k < in->width; k += LANES) {
-        const i32x16 number = nearest(widen_all(x + k) * inverse), low = number << 24 >> 24;
+    for (int64_t k = 0; k < in->width; k += WIDTH) {
+        const i32v number = nearest(widen_all(x + k) * inverse), low = number << 24 >> 24;
         int8_t *numbers = upper + k / K_ALIGN * 2 * PLANE + k % K_ALIGN;
-        *(i8x16 *)numbers = __builtin_convertvector((number - low) >> 8, i8x16);
-        *(i8x16 *)(numbers + PLANE) = __builtin_convertvector(low, i8x16);
+        *(i8v *)numbers = __builtin_convertvector((number - low) >> 8, i8v);
+        *(i8v *)(numbers + PLANE) = __builtin_convertvector(low, i8v);
     }
 #else
     int16_t *numbers = (int16_t *)in->number + row * in->width;
-    for (int64_t k = 0; k < in->width; k += LANES)
-        *(i16x16 *)(numbers + k) = __builtin_convertvector(nearest(widen_all(x + k) * inverse), i16x16);
+    for (int64_t k = 0; k < in->width; k += WIDTH)
+        *(i16v *)(numbers + k) = __builtin_convertvector(nearest(widen_all(x + k) * inverse), i16v);
 #endif
 }
 
@@ -198,6 +198,7 @@ ALWAYS_INLINE void wide_tile(int count, int64_t rows, const int16_t *x, int64_t 
         for (int r = 0; r < count; r++) parts[r][0] = parts[r][1] = _mm256_setzero_si256();
         const int8_t *w = weight + 4 * first;
         for (int64_t k = 0; k < width; k += 4, w += 4 * BLOCK_N) {
+            if (!first) prefetch_l2(w + BLOCK_K * BLOCK_N, 4 * BLOCK_N);
             const __m256i left = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)w));
             const __m256i right = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(w + 16)));
             UNROLL for (int r = 0; r < count; r++) {

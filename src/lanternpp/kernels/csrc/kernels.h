@@ -23,7 +23,7 @@
 #define BLOCK_K 512          /* inputs that all rows are multiplied with before the next ones: weights stay in the L1 cache, the next go to L2 */
 #define MAX_BLOCK_M 128      /* rows whose products with a block of weights are computed before they are used */
 #define PREFETCH_BYTES 4096  /* between the weights that are multiplied and those that are fetched */
-#define LANES 16             /* of the vectors that are not products */
+#define LANES 16             /* numbers of a kind that lie together in packed layouts */
 
 typedef uint16_t bf16; /* the upper half of a float */
 

@@ -4,7 +4,7 @@
 /* A row's inputs x [inputs], which `quantize_rows` then reads. */
 static void load_row(Inputs *in, int64_t row, const bf16 *x) {
     int64_t k = 0;
-    for (; k + LANES <= in->inputs; k += LANES) *(bf16x16 *)(in->x + offset_of(in, row, k)) = *(const bf16x16 *)(x + k);
+    for (; k + WIDTH <= in->inputs; k += WIDTH) *(bf16v *)(in->x + offset_of(in, row, k)) = *(const bf16v *)(x + k);
     for (; k < in->width; k++) in->x[offset_of(in, row, k)] = k < in->inputs ? x[k] : 0;
 }
 
@@ -23,15 +23,15 @@ static void store_linear(void *work, int64_t block, int64_t first, int64_t rows,
 #ifdef __AVX512F__
         if (w->stream && columns == BLOCK_N) {
             _mm512_stream_ps(y, _mm512_loadu_ps(out[r]));
-            _mm512_stream_ps(y + LANES, _mm512_loadu_ps(out[r] + LANES));
+            _mm512_stream_ps(y + WIDTH, _mm512_loadu_ps(out[r] + WIDTH));
             continue;
         }
 #endif
         if (w->call->out_is_float) memcpy(y, out[r], 4 * columns);
         else
-            for (int64_t c = 0; c < columns; c += LANES) {
-                const bf16x16 chunk = narrow_all(*(f32x16 *)(out[r] + c));
-                memcpy((bf16 *)w->call->out + offset + c, &chunk, 2 * (columns - c < LANES ? columns - c : LANES));
+            for (int64_t c = 0; c < columns; c += WIDTH) {
+                const bf16v chunk = narrow_all(*(f32v *)(out[r] + c));
+                memcpy((bf16 *)w->call->out + offset + c, &chunk, 2 * (columns - c < WIDTH ? columns - c : WIDTH));
             }
     }
 }

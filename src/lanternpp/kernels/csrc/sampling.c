@@ -57,9 +57,9 @@ static double sum_above(const float *x, int64_t size, int32_t bits) {
     double sum = 0;
     for (int64_t i = 0; i < size; i += BLOCK) {
         float kept[BLOCK] __attribute__((aligned(64)));
-        for (int j = 0; j < BLOCK; j += LANES) {
-            f32x16 chunk = *(const f32x16 *)(x + i + j);
-            *(f32x16 *)(kept + j) = (f32x16)((i32x16)chunk & ((i32x16)chunk > bits));
+        for (int j = 0; j < BLOCK; j += WIDTH) {
+            f32v chunk = *(const f32v *)(x + i + j);
+            *(f32v *)(kept + j) = (f32v)((i32v)chunk & ((i32v)chunk > bits));
         }
         sum += block_sum(kept);
     }
@@ -84,7 +84,7 @@ static int32_t smallest_of(bits32 *x, int64_t size, int64_t rank) {
             int64_t count = 0;
             below = count_below(x, size, found);
 #ifdef __AVX512F__
-            for (int64_t i = 0; i < size; i += LANES) {
+            for (int64_t i = 0; i < size; i += WIDTH) {
                 const __m512i chunk = _mm512_loadu_si512(x + i), bottom = _mm512_set1_epi32(found), top = _mm512_set1_epi32(high);
                 const __mmask16 kept = _mm512_cmpge_epi32_mask(chunk, bottom) & _mm512_cmple_epi32_mask(chunk, top);
                 _mm512_mask_compressstoreu_epi32(x + count, kept, chunk);
@@ -109,10 +109,10 @@ static void keep_largest(float *x, int64_t size, double limit) {
     for (int32_t bit = 1 << 30; bit; bit >>= 1)
         if (sum_above(x, size, least & ~bit) < limit) least &= ~bit;
     double sum = sum_above(x, size, least);
-    for (int64_t i = 0; i < size; i += LANES) {
-        const f32x16 chunk = *(const f32x16 *)(x + i);
-        *(f32x16 *)(x + i) = (f32x16)((i32x16)chunk & ((i32x16)chunk >= least));
-        for (unsigned equal = bits_of((i32x16)chunk == least); equal; equal &= equal - 1) {
+    for (int64_t i = 0; i < size; i += WIDTH) {
+        const f32v chunk = *(const f32v *)(x + i);
+        *(f32v *)(x + i) = (f32v)((i32v)chunk & ((i32v)chunk >= least));
+        for (unsigned equal = bits_of((i32v)chunk == least); equal; equal &= equal - 1) {
             const int j = __builtin_ctz(equal);
             if (sum < limit) sum += chunk[j];
             else x[i + j] = 0;
@@ -130,16 +130,16 @@ static void probabilities(const Sampling *sampling, float *x, int64_t codes, int
     const float highest = max_of(x, size);
     int32_t furthest = INT32_MAX; /* the bits of the greatest distance from the highest logit that top-k keeps */
     if (!greedy && sampling->top_k > 0 && sampling->top_k < codes) {
-        for (int64_t i = 0; i < size; i += LANES) *(f32x16 *)((float *)spare + i) = highest - *(const f32x16 *)(x + i);
+        for (int64_t i = 0; i < size; i += WIDTH) *(f32v *)((float *)spare + i) = highest - *(const f32v *)(x + i);
         furthest = smallest_of(spare, size, sampling->top_k);
     }
-    for (int64_t i = 0; i < size; i += LANES) {
-        const f32x16 distance = highest - *(const f32x16 *)(x + i);
-        *(f32x16 *)(x + i) = (f32x16)((i32x16)exp_all(distance * -scale) & ((i32x16)distance <= furthest));
+    for (int64_t i = 0; i < size; i += WIDTH) {
+        const f32v distance = highest - *(const f32v *)(x + i);
+        *(f32v *)(x + i) = (f32v)((i32v)exp_all(distance * -scale) & ((i32v)distance <= furthest));
     }
     if (!greedy && sampling->top_p < 1) keep_largest(x, size, sampling->top_p * sum_all(x, size));
     const float total = (float)sum_all(x, size);
-    for (int64_t i = 0; i < size; i += LANES) *(f32x16 *)(x + i) /= total;
+    for (int64_t i = 0; i < size; i += WIDTH) *(f32v *)(x + i) /= total;
 }
 
 /* Logits [codes] -> probabilities in x, which like `spare` has room for `codes` up to a multiple of BLOCK. */

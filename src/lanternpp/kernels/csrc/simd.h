@@ -1,4 +1,4 @@
-/* Vectors of LANES numbers, in the compiler's own notation, and the functions of them that all kernels share. */
+/* Vectors of WIDTH numbers, in the compiler's own notation, and the functions of them that all kernels share. */
 #ifndef SIMD_H
 #define SIMD_H
 
@@ -15,14 +15,22 @@
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 
-typedef float f32x16 __attribute__((vector_size(64), aligned(4)));
+/* Numbers of a vector: as many as registers have, as GCC 12 computes wider vectors in memory. */
+#if defined(__AVX512F__)
+enum { WIDTH = 16 };
+#elif defined(__AVX__)
+enum { WIDTH = 8 };
+#else
+enum { WIDTH = 4 };
+#endif
+typedef float f32v __attribute__((vector_size(4 * WIDTH), aligned(4)));
 typedef float f32x8 __attribute__((vector_size(32), aligned(4)));
 typedef float f32x4 __attribute__((vector_size(16), aligned(4)));
-typedef int32_t i32x16 __attribute__((vector_size(64), aligned(4)));
-typedef uint32_t u32x16 __attribute__((vector_size(64), aligned(4)));
-typedef uint16_t bf16x16 __attribute__((vector_size(32), aligned(2)));
-typedef int16_t i16x16 __attribute__((vector_size(32), aligned(2)));
-typedef int8_t i8x16 __attribute__((vector_size(16), aligned(1)));
+typedef int32_t i32v __attribute__((vector_size(4 * WIDTH), aligned(4)));
+typedef uint32_t u32v __attribute__((vector_size(4 * WIDTH), aligned(4)));
+typedef uint16_t bf16v __attribute__((vector_size(2 * WIDTH), aligned(2)));
+typedef int16_t i16v __attribute__((vector_size(2 * WIDTH), aligned(2)));
+typedef int8_t i8v __attribute__((vector_size(WIDTH), aligned(1)));
 
 static inline int64_t up_to(int64_t multiple, int64_t x) { return (x + multiple - 1) / multiple * multiple; }
 static inline int64_t align64(int64_t bytes) { return up_to(64, bytes); }
@@ -50,32 +58,36 @@ static inline float widen(bf16 x) {
     return y;
 }
 
-/* Without intrinsics GCC 12 converts the 16 numbers in parts. */
-static inline f32x16 widen_all(const bf16 *x) {
-#ifdef __AVX512F__
-    return (f32x16)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x)), 16);
+/* Without intrinsics GCC 12 converts the numbers in parts. */
+static inline f32v widen_all(const bf16 *x) {
+#if defined(__AVX512F__)
+    return (f32v)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x)), 16);
+#elif defined(__AVX2__)
+    return (f32v)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)x)), 16);
 #else
-    return (f32x16)(__builtin_convertvector(*(const bf16x16 *)x, u32x16) << 16);
+    return (f32v)(__builtin_convertvector(*(const bf16v *)x, u32v) << 16);
 #endif
 }
 
 /* The bits of the lanes in which a mask is set. */
-static inline unsigned bits_of(i32x16 mask) {
-#ifdef __AVX512F__
+static inline unsigned bits_of(i32v mask) {
+#if defined(__AVX512F__)
     return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
+#elif defined(__AVX__)
+    return (unsigned)_mm256_movemask_ps((__m256)mask);
 #else
     unsigned bits = 0;
-    for (int i = 0; i < LANES; i++) bits |= (unsigned)(mask[i] & 1) << i;
+    for (int i = 0; i < WIDTH; i++) bits |= (unsigned)(mask[i] & 1) << i;
     return bits;
 #endif
 }
 
-/* 0 or 1 in each lane, of LANES bytes. */
-static inline i32x16 widen_flags(const uint8_t *x) {
+/* 0 or 1 in each lane, of WIDTH bytes. */
+static inline i32v widen_flags(const uint8_t *x) {
 #ifdef __AVX512F__
-    return (i32x16)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)x));
+    return (i32v)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)x));
 #else
-    return __builtin_convertvector(*(const i8x16 *)x, i32x16);
+    return __builtin_convertvector(*(const i8v *)x, i32v);
 #endif
 }
 
@@ -87,83 +99,84 @@ static inline bf16 narrow(float x) {
 }
 
 /* `narrow` of all lanes. */
-static inline bf16x16 narrow_all(f32x16 x) {
-    u32x16 bits = (u32x16)x, is_number = (u32x16)(x == x);
+static inline bf16v narrow_all(f32v x) {
+    u32v bits = (u32v)x, is_number = (u32v)(x == x);
     bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    return __builtin_convertvector((bits & is_number) | (0x7fc0 & ~is_number), bf16x16);
+    return __builtin_convertvector((bits & is_number) | (0x7fc0 & ~is_number), bf16v);
 }
 
 /* exp(x) for x <= 88, to some 2 units in the last place; 0 below -87. */
-static inline f32x16 exp_all(f32x16 x) {
-    const f32x16 round = 12582912.0f - (f32x16){0}; /* adding it leaves no room for a fraction */
-    i32x16 large = x >= -87.0f;
-    f32x16 safe = (f32x16)((i32x16)x & large), n = safe * 1.44269504f + round - round;
-    f32x16 f = safe - n * 0.693359375f + n * 2.12194440e-4f, p = f * (1.0f / 5040) + 1.0f / 720;
+static inline f32v exp_all(f32v x) {
+    const f32v round = 12582912.0f - (f32v){0}; /* adding it leaves no room for a fraction */
+    i32v large = x >= -87.0f;
+    f32v safe = (f32v)((i32v)x & large), n = safe * 1.44269504f + round - round;
+    f32v f = safe - n * 0.693359375f + n * 2.12194440e-4f, p = f * (1.0f / 5040) + 1.0f / 720;
     p = p * f + 1.0f / 120;
     p = p * f + 1.0f / 24;
     p = p * f + 1.0f / 6;
     p = p * f + 0.5f;
     p = p * f + 1.0f;
     p = p * f + 1.0f;
-    i32x16 scale = (__builtin_convertvector(n, i32x16) + 127) << 23;
-    return (f32x16)((i32x16)(p * (f32x16)scale) & large);
+    i32v scale = (__builtin_convertvector(n, i32v) + 127) << 23;
+    return (f32v)((i32v)(p * (f32v)scale) & large);
 }
 
 /* x / (1 + exp(-x)). */
-static inline f32x16 silu(f32x16 x) {
-    x = (f32x16)((i32x16)x & ~(x < -87.0f)); /* it is 0 below */
+static inline f32v silu(f32v x) {
+    x = (f32v)((i32v)x & ~(x < -87.0f)); /* it is 0 below */
     return x / (1 + exp_all(-x));
 }
 
 /* 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), which is x times the logistic function of twice the argument. */
-static inline f32x16 gelu_tanh(f32x16 x) {
-    f32x16 y = 1.5957691216f * (x + 0.044715f * x * x * x);
-    i32x16 low = y < -87.0f;
-    y = (f32x16)((i32x16)y & ~low);
-    return (f32x16)((i32x16)(x / (1 + exp_all(-y))) & ~low);
+static inline f32v gelu_tanh(f32v x) {
+    f32v y = 1.5957691216f * (x + 0.044715f * x * x * x);
+    i32v low = y < -87.0f;
+    y = (f32v)((i32v)y & ~low);
+    return (f32v)((i32v)(x / (1 + exp_all(-y))) & ~low);
 }
 
-static inline float reduce_add(f32x16 x) {
-    union { f32x16 all; f32x8 half[2]; } a = {x};
-    union { f32x8 all; f32x4 half[2]; } b = {a.half[0] + a.half[1]};
-    f32x4 sum = b.half[0] + b.half[1];
-    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+static inline float reduce_add(f32v x) {
+    union { f32v all; f32x4 part[WIDTH / 4]; } a = {x};
+    for (int count = WIDTH / 8; count; count /= 2)
+        for (int i = 0; i < count; i++) a.part[i] += a.part[i + count];
+    return (a.part[0][0] + a.part[0][1]) + (a.part[0][2] + a.part[0][3]);
 }
 
-static inline f32x16 max_all(f32x16 a, f32x16 b) {
-#ifdef __AVX512F__
-    return (f32x16)_mm512_max_ps((__m512)a, (__m512)b);
-#else
-    const i32x16 greater = b > a;
-    return (f32x16)(((i32x16)b & greater) | ((i32x16)a & ~greater));
-#endif
-}
-
-/* The largest of x [size], size a multiple of LANES. */
+/* The largest of x [size], size a multiple of WIDTH. */
 static inline float max_of(const float *x, int64_t size) {
-    f32x16 maxima = *(const f32x16 *)x;
-    for (int64_t i = LANES; i < size; i += LANES) maxima = max_all(maxima, *(const f32x16 *)(x + i));
+    f32v maxima = *(const f32v *)x;
+    for (int64_t i = WIDTH; i < size; i += WIDTH) {
+        const f32v chunk = *(const f32v *)(x + i);
+        maxima = (f32v)(((i32v)chunk & (chunk > maxima)) | ((i32v)maxima & ~(chunk > maxima)));
+    }
     float largest = maxima[0];
-    for (int i = 1; i < LANES; i++) largest = maxima[i] > largest ? maxima[i] : largest;
+    for (int i = 1; i < WIDTH; i++) largest = maxima[i] > largest ? maxima[i] : largest;
     return largest;
 }
 
-/* The sum of each of LANES vectors. */
-ALWAYS_INLINE f32x16 reduce_add_each(f32x16 *x) {
-#ifdef __AVX512F__
-    UNROLL for (int step = 1; step < LANES; step *= 2) {
+/* The sum of each of WIDTH vectors. */
+ALWAYS_INLINE f32v reduce_add_each(f32v *x) {
+#if defined(__AVX512F__)
+    UNROLL for (int step = 1; step < WIDTH; step *= 2) {
         const int right = 0xffff - 0xffff / ((1 << step) + 1); /* the lanes whose number has the bit of `step` */
-        int32_t moved[LANES];
-        for (int i = 0; i < LANES; i++) moved[i] = i & step ? LANES + i - step : i + step;
-        UNROLL for (int i = 0; i < LANES / 2 / step; i++) {
+        int32_t moved[WIDTH];
+        for (int i = 0; i < WIDTH; i++) moved[i] = i & step ? WIDTH + i - step : i + step;
+        UNROLL for (int i = 0; i < WIDTH / 2 / step; i++) {
             const __m512 a = (__m512)x[2 * i], b = (__m512)x[2 * i + 1];
-            x[i] = (f32x16)_mm512_mask_blend_ps(right, a, b) + (f32x16)_mm512_permutex2var_ps(a, _mm512_loadu_si512(moved), b);
+            x[i] = (f32v)_mm512_mask_blend_ps(right, a, b) + (f32v)_mm512_permutex2var_ps(a, _mm512_loadu_si512(moved), b);
         }
     }
     return x[0];
+#elif defined(__AVX__)
+    __m256 sums[4];
+    UNROLL for (int i = 0; i < 4; i++) {
+        const __m256 a = (__m256)x[i], b = (__m256)x[i + 4];
+        sums[i] = _mm256_add_ps(_mm256_blend_ps(a, b, 0xf0), _mm256_permute2f128_ps(a, b, 0x21));
+    }
+    return (f32v)_mm256_hadd_ps(_mm256_hadd_ps(sums[0], sums[1]), _mm256_hadd_ps(sums[2], sums[3]));
 #else
-    f32x16 sums;
-    for (int i = 0; i < LANES; i++) sums[i] = reduce_add(x[i]);
+    f32v sums;
+    for (int i = 0; i < WIDTH; i++) sums[i] = (x[i][0] + x[i][1]) + (x[i][2] + x[i][3]);
     return sums;
 #endif
 }

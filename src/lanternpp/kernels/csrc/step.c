@@ -74,11 +74,11 @@ static void join(const DraftLayers *l, const bf16 *embed, const bf16 *features, 
     memcpy(out + l->dim, features, 2 * l->dim);
     for (int64_t part = 1; part <= l->aux; part++) {
         const bf16 *x = features + part * l->dim;
-        f32x16 sum = {0};
-        for (int64_t i = 0; i < l->dim; i += LANES) sum += widen_all(x + i) * widen_all(x + i);
+        f32v sum = {0};
+        for (int64_t i = 0; i < l->dim; i += WIDTH) sum += widen_all(x + i) * widen_all(x + i);
         const float scale = 1 / sqrtf(reduce_add(sum) / l->dim + l->eps);
-        for (int64_t i = 0; i < l->dim; i += LANES)
-            *(bf16x16 *)(out + (1 + part) * l->dim + i) = narrow_all(widen_all(x + i) * scale);
+        for (int64_t i = 0; i < l->dim; i += WIDTH)
+            *(bf16v *)(out + (1 + part) * l->dim + i) = narrow_all(widen_all(x + i) * scale);
     }
 }
 
@@ -94,7 +94,7 @@ static void add_known(void *work, int64_t block, int64_t first, int64_t rows, fl
     const int64_t known = w->call->known, nodes = known + w->call->queries;
     for (int64_t i = 0; i < rows; i++) {
         float *y = w->hinted.y + ((first + i) / known * nodes + (first + i) % known) * w->hinted.stride + block * BLOCK_N;
-        for (int64_t c = 0; c < BLOCK_N; c += LANES) *(f32x16 *)(y + c) += *(f32x16 *)(out[i] + c);
+        for (int64_t c = 0; c < BLOCK_N; c += WIDTH) *(f32v *)(y + c) += *(f32v *)(out[i] + c);
     }
 }
 
@@ -104,10 +104,10 @@ static void write_inputs(const InputsWork *w, int64_t from, int64_t to) {
     const int64_t known = w->call->known, nodes = known + w->call->queries;
     for (int64_t row = 0; row < w->hints.rows; row++) {
         const int64_t n = row % nodes - known, level = n < l->query_count ? n : l->query_count - 1;
-        for (int64_t c = from; c < to; c += LANES) {
-            f32x16 x = *(f32x16 *)(w->hinted.y + row * l->dim + c);
+        for (int64_t c = from; c < to; c += WIDTH) {
+            f32v x = *(f32v *)(w->hinted.y + row * l->dim + c);
             if (n >= 0) x += widen_all(l->queries + level * l->dim + c);
-            *(bf16x16 *)(w->call->out + row * l->dim + c) = narrow_all(x);
+            *(bf16v *)(w->call->out + row * l->dim + c) = narrow_all(x);
         }
     }
 }
@@ -232,10 +232,10 @@ static void forward(const Step *s, const Scratch *scratch, int64_t threads) {
         }
     const Pass pass = {s->target.shape, s->target.layers, rows, nodes, s->target.slots, s->x, s->target.rotation, s->target.slot, s->target.mask, s->target.kv, s->features, s->parts, s->part};
     decode(&pass, scratch, threads);
-    for (int64_t i = 0; i < s->batch * nodes * wide; i += LANES) {
-        f32x16 x = widen_all(s->features + i);
+    for (int64_t i = 0; i < s->batch * nodes * wide; i += WIDTH) {
+        f32v x = widen_all(s->features + i);
         if (s->branches > 1) x += ((float)s->guidance - 1) * (x - widen_all(s->features + s->batch * nodes * wide + i));
-        *(bf16x16 *)(s->guided + i) = narrow_all(x);
+        *(bf16v *)(s->guided + i) = narrow_all(x);
     }
     const LinearCall head = {s->head, s->guided, (float *)v->logits, s->batch * nodes, wide, 1, 1, 1};
     linear(&head, scratch, threads);

@@ -35,29 +35,29 @@ typedef struct {
     int64_t *kept, *bonus;   /* [batch] */
 } Verification;
 
-/* x[place[i]] of LANES places. */
-static inline f32x16 gather(const float *x, const int32_t *place) {
+/* x[place[i]] of WIDTH places. */
+static inline f32v gather(const float *x, const int32_t *place) {
 #ifdef __AVX512F__
-    return (f32x16)_mm512_i32gather_ps(_mm512_loadu_si512(place), x, 4);
+    return (f32v)_mm512_i32gather_ps(_mm512_loadu_si512(place), x, 4);
 #else
-    f32x16 gathered;
-    for (int i = 0; i < LANES; i++) gathered[i] = x[place[i]];
+    f32v gathered;
+    for (int i = 0; i < WIDTH; i++) gathered[i] = x[place[i]];
     return gathered;
 #endif
 }
 
-/* The mass that each of LANES codes y is accepted with, min(q(y), p(y) + what its neighbours give); probs is p of all codes.
+/* The mass that each of WIDTH codes y is accepted with, min(q(y), p(y) + what its neighbours give); probs is p of all codes.
 
    The longest prefix of its neighbours moves whose mass is at most the limit; a code of probability 1 never moves. */
-static inline f32x16 accepted(const float *probs, f32x16 p, f32x16 q, f32x16 limit, const int32_t *table, int64_t near) {
-    f32x16 total = {0}, moved = {0};
-    i32x16 open = p < q; /* beyond q(y) the value does not matter */
+static inline f32v accepted(const float *probs, f32v p, f32v q, f32v limit, const int32_t *table, int64_t near) {
+    f32v total = {0}, moved = {0};
+    i32v open = p < q; /* beyond q(y) the value does not matter */
     int64_t n = 0;
     for (; n < near && __builtin_popcount(bits_of(open)) > 2; n++, table += LANES) {
-        const f32x16 mass = gather(probs, table);
+        const f32v mass = gather(probs, table);
         total += mass;
-        const i32x16 moves = open & (mass < 1) & (total <= limit);
-        moved = (f32x16)(((i32x16)total & moves) | ((i32x16)moved & ~moves));
+        const i32v moves = open & (mass < 1) & (total <= limit);
+        moved = (f32v)(((i32v)total & moves) | ((i32v)moved & ~moves));
         open = moves & (p + moved < q);
     }
     for (unsigned lanes = bits_of(open); n < near && lanes; lanes &= lanes - 1) { /* one by one, as a gather takes as long for two lanes as for all */
@@ -66,32 +66,33 @@ static inline f32x16 accepted(const float *probs, f32x16 p, f32x16 q, f32x16 lim
         for (int64_t m = n; m < near && p[i] + moved[i] < q[i]; m++, moved[i] = sum)
             if ((neighbour_mass = probs[table[(m - n) * LANES + i]]) >= 1 || (sum += neighbour_mass) > limit[i]) break;
     }
-    const f32x16 mass = p + moved;
-    const i32x16 less = mass < q;
-    return (f32x16)(((i32x16)mass & less) | ((i32x16)q & ~less));
+    const f32v mass = p + moved;
+    return (f32v)(((i32v)mass & (mass < q)) | ((i32v)q & ~(mass < q)));
 }
 
 /* The distribution of verifying one child drawn from q with the optimal residual; p, q and distribution [codes up to a multiple of LANES], 0 at the end. */
 static void distribution_of_row(const Verification *v, const float *p, const float *q, const double *limit, float *distribution) {
     const float fixed = (float)limit[0], share_of_p = (float)limit[1];
-    const int32_t *table = v->table;
     doubles accepted_sums = {0}, excess_sums = {0};
-    for (int64_t y = 0; y < v->codes; y += LANES, table += LANES * v->near) {
-        const f32x16 p_chunk = *(const f32x16 *)(p + y), mass = accepted(p, p_chunk, *(const f32x16 *)(q + y), fixed + share_of_p * p_chunk, table, v->near);
-        *(f32x16 *)(distribution + y) = mass;
-        const f32x16 excess = (f32x16)((i32x16)(p_chunk - mass) & (p_chunk > mass));
-        const f32x8 *accepted_halves = (const f32x8 *)&mass, *excess_halves = (const f32x8 *)&excess;
-        for (int i = 0; i < 2; i++) {
-            accepted_sums += __builtin_convertvector(accepted_halves[i], doubles);
-            excess_sums += __builtin_convertvector(excess_halves[i], doubles);
+    for (int64_t y = 0; y < v->codes; y += LANES) {
+        float excess[LANES];
+        for (int64_t i = 0; i < LANES; i += WIDTH) {
+            const f32v p_chunk = *(const f32v *)(p + y + i), most = fixed + share_of_p * p_chunk;
+            const f32v mass = accepted(p, p_chunk, *(const f32v *)(q + y + i), most, v->table + y * v->near + i, v->near);
+            *(f32v *)(distribution + y + i) = mass;
+            *(f32v *)(excess + i) = (f32v)((i32v)(p_chunk - mass) & (p_chunk > mass));
+        }
+        for (int i = 0; i < LANES; i += 8) {
+            accepted_sums += __builtin_convertvector(*(const f32x8 *)(distribution + y + i), doubles);
+            excess_sums += __builtin_convertvector(*(const f32x8 *)(excess + i), doubles);
         }
     }
     double accepted_mass = 0, excess_mass = 0;
     for (int i = 0; i < 8; i++) accepted_mass += accepted_sums[i], excess_mass += excess_sums[i];
     const float share = excess_mass > 0 && accepted_mass < 1 ? (float)((1 - accepted_mass) / excess_mass) : 0;
-    for (int64_t y = 0; y < v->codes; y += LANES) {
-        const f32x16 p_chunk = *(const f32x16 *)(p + y), mass = *(f32x16 *)(distribution + y);
-        *(f32x16 *)(distribution + y) = mass + share * (f32x16)((i32x16)(p_chunk - mass) & (p_chunk > mass));
+    for (int64_t y = 0; y < v->codes; y += WIDTH) {
+        const f32v p_chunk = *(const f32v *)(p + y), mass = *(f32v *)(distribution + y);
+        *(f32v *)(distribution + y) = mass + share * (f32v)((i32v)(p_chunk - mass) & (p_chunk > mass));
     }
 }
 
