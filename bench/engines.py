@@ -263,9 +263,9 @@ def table(result: dict[str, Any]) -> str:
         rows = [rows for rows in result["rows"] if any(key[0] == shape and key[2] == rows for key in cells)]
         weights = next(cell["weights"] for key, cell in cells.items() if key[0] == shape)
         lines.append(
-            f"| {shape}, {weights / 1e6:,.0f} M weights | {' | '.join(f'{n} rows' for n in rows)} | GB |"
+            f"| {shape}, {weights / 1e6:,.0f} M weights | {' | '.join(f'{n} rows' for n in rows)} |"
         )
-        lines.append(f"|---|{'--:|' * (len(rows) + 1)}")
+        lines.append(f"|---|{'--:|' * len(rows)}")
         for engine, (label, _, _) in ENGINES.items():
             engine_cells = [cells.get((shape, engine, count)) for count in rows]
             if not any(engine_cells):
@@ -274,8 +274,7 @@ def table(result: dict[str, Any]) -> str:
                 f"{milliseconds(c['ms'])} x{c['ms'] / c['roofline_ms']:.1f}" if c else ""
                 for c in engine_cells
             ]
-            memory = next(cell["memory_gb"] for cell in engine_cells if cell)
-            lines.append(f"| {label} | {' | '.join(texts)} | {memory:.1f} |")
+            lines.append(f"| {label} | {' | '.join(texts)} |")
         lines.append("")
     if result["rounding"]:
         lines += [
