@@ -262,9 +262,7 @@ def table(result: dict[str, Any]) -> str:
     for shape in dict.fromkeys(shape for shape, _, _ in cells):
         rows = [rows for rows in result["rows"] if any(key[0] == shape and key[2] == rows for key in cells)]
         weights = next(cell["weights"] for key, cell in cells.items() if key[0] == shape)
-        lines.append(
-            f"| {shape}, {weights / 1e6:,.0f} M weights | {' | '.join(f'{n} rows' for n in rows)} |"
-        )
+        lines.append(f"| {shape}, {weights / 1e6:,.0f} M weights | {' | '.join(f'{n} rows' for n in rows)} |")
         lines.append(f"|---|{'--:|' * len(rows)}")
         for engine, (label, _, _) in ENGINES.items():
             engine_cells = [cells.get((shape, engine, count)) for count in rows]
