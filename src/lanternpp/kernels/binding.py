@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 BLOCK_N = 32  # outputs of a block of weights
 K_ALIGN = 64  # inputs are padded to a multiple of this
-LANES = 16  # floats of a vector; gate and up alternate by so many outputs
+LANES = 16  # numbers of a kind that lie together: gate and up alternate by so many outputs
 
 # A structure, the kernel that takes it, and its fields in the order of C: `x` is an integer, `x:f` a float, `x:d` a double and
 # `x:Linear` a structure. `x*` is a pointer to an input, which is copied where it is a tensor that is not contiguous; `x&` is a

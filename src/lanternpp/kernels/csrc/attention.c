@@ -45,7 +45,8 @@ ALWAYS_INLINE void load_pairs(const bf16 *values, int64_t j, int64_t size, int64
 #endif
 
 /* out [count] of [d] = weights [count, stride] times values [size, d]; count is a constant. Weights in pairs are of bf16, each row where its floats were. */
-ALWAYS_INLINE void weigh_tile(int in_pairs, int count, const float *weights, int64_t stride, const bf16 *values, const bf16 *next, int64_t size, int64_t d, bf16 **out) {
+ALWAYS_INLINE void weigh_tile(int in_pairs, int count, const float *weights, int64_t stride, const bf16 *values, const bf16 *next, int64_t size,
+                              int64_t d, bf16 **out) {
     for (int64_t i = 0; i < d; i += VALUE_VECTORS * WIDTH) {
         f32v sums[QUERY_TILE][VALUE_VECTORS] = {0};
         for (int64_t j = 0; !in_pairs && j < size; j++)
@@ -76,7 +77,8 @@ ALWAYS_INLINE void weigh_tile(int in_pairs, int count, const float *weights, int
 }
 
 /* `weigh_tile` for any count. Meanwhile the keys at `next` are fetched. */
-ALWAYS_INLINE void weigh_values(int in_pairs, const float *weights, int64_t stride, int64_t count, const bf16 *values, const bf16 *next, int64_t size, int64_t d, bf16 **out) {
+ALWAYS_INLINE void weigh_values(int in_pairs, const float *weights, int64_t stride, int64_t count, const bf16 *values, const bf16 *next,
+                                int64_t size, int64_t d, bf16 **out) {
     for (int64_t tiles = (count + QUERY_TILE - 1) / QUERY_TILE, first = 0, tile; tiles; tiles--, first += tile) {
         const float *weight = weights + first * stride;
         const bf16 *fetched = first ? 0 : next;

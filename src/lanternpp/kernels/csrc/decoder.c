@@ -169,13 +169,12 @@ static void residual_stage(Work *w, const Team *team, const Linear *layer, const
 /* act(gate) * up: a block has LANES gates and then the LANES values that they multiply. */
 static void store_gated(void *work, int64_t block, int64_t first, int64_t rows, float (*out)[BLOCK_N]) {
     const Work *w = work;
-    for (int64_t r = 0; r < rows; r++) {
+    for (int64_t r = 0; r < rows; r++)
         for (int64_t c = 0; c < LANES; c += WIDTH) {
             const f32v gate = *(f32v *)(out[r] + c), up = *(f32v *)(out[r] + LANES + c);
             const f32v activated = w->s.gate_kind == GATE_SILU ? silu(gate) : gelu_tanh(gate);
             *(bf16v *)(w->active.x + offset_of(&w->active, first + r, block * LANES + c)) = narrow_all(activated * up);
         }
-    }
 }
 
 /* Channels `from` to `from` + head_dim of a row of qkv. */

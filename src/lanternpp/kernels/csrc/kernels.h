@@ -22,7 +22,7 @@
 #define K_ALIGN 64           /* inputs are padded to a multiple of this; in 8 bits also those that share a scale */
 #define BLOCK_K 512          /* inputs that all rows are multiplied with before the next ones: weights stay in the L1 cache, the next go to L2 */
 #define MAX_BLOCK_M 128      /* rows whose products with a block of weights are computed before they are used */
-#define PREFETCH_BYTES 4096  /* between the weights that are multiplied and those that are fetched */
+#define PREFETCH_BYTES 4096  /* between the weights that are multiplied and those that are fetched into the L1 cache */
 #define LANES 16             /* numbers of a kind that lie together in packed layouts */
 
 typedef uint16_t bf16; /* the upper half of a float */
