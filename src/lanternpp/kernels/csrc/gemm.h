@@ -8,12 +8,12 @@
 /* Weights and activations of 8 bits: how activations are quantised, by the instruction that multiplies them.
 
    INT8_GROUPED  8 bits, a scale for every K_ALIGN inputs of a row: vpdpbusd, sdot. Sums of a group are exact.
-   INT8_PWIDTH   16 bits, a scale for every row, as two numbers of 8 bits: the tiles of AMX. Sums are exact.
+   INT8_PLANES   16 bits, a scale for every row, as two numbers of 8 bits: the tiles of AMX. Sums are exact.
    INT8_WIDE     16 bits, a scale for every row: vpmaddwd, or any CPU. Sums are exact.
 
    A row's result depends on that row alone and not on how many rows or threads there are. */
 #if defined(__AMX_INT8__)
-#define INT8_PWIDTH 1
+#define INT8_PLANES 1
 #elif defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 #define INT8_GROUPED 1
 #define WEIGHT_ZERO 128
@@ -32,7 +32,7 @@ typedef struct {
     int64_t tiles, tile_rows;
     int is_int8;
     bf16 *x;        /* [rows, width]; for the tiles of AMX [tiles, width / 32, TILE_M, 32] */
-    int8_t *number; /* GROUPED [tiles, groups, TILE_M, K_ALIGN], PWIDTH [tiles, groups, 2, TILE_M, K_ALIGN], WIDE int16 [rows, width] */
+    int8_t *number; /* GROUPED [tiles, groups, TILE_M, K_ALIGN], PLANES [tiles, groups, 2, TILE_M, K_ALIGN], WIDE int16 [rows, width] */
     float *scale;   /* GROUPED [tiles, groups, TILE_M], else [rows] */
     int32_t *start; /* GROUPED [tiles, groups, TILE_M]: what cancels WEIGHT_ZERO */
 } Inputs;

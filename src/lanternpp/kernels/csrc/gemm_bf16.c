@@ -65,7 +65,7 @@ ALWAYS_INLINE void bf16_tile(int with_dot, int count, const bf16 *x, int64_t wid
 /* out [rows, BLOCK_N] = x [rows, width] times one block of weights. */
 ALWAYS_INLINE void gemm_skinny(int with_dot, int64_t rows, const bf16 *x, int64_t width, const bf16 *weight, float (*out)[BLOCK_N]) {
     const int64_t most = with_dot ? DOT_M : FMA_M, groups = (rows + most - 1) / most;
-    const int64_t share = with_dot && rows <= 4 ? 0 : (4 * BLOCK_N + groups - 1) / groups; /* the CPU fetches the weights of few rows in time */
+    const int64_t share = with_dot && rows <= 4 ? 0 : (4 * BLOCK_N + groups - 1) / groups; /* for up to 4 rows the CPU's own prefetching is faster */
     memset(out, 0, rows * sizeof *out);
     for (int64_t from = 0, size; from < width; from += size) {
         const char *next = (const char *)(weight + (from + BF16_BLOCK_K) * BLOCK_N);
@@ -113,10 +113,10 @@ static void measure_bf16(void) {}
 #ifndef __AMX_BF16__
 /* By the faster instruction. */
 static void gemm_bf16(const Linear *layer, int64_t block, const Inputs *in, int64_t tile, int64_t tiles, float (*out)[BLOCK_N]) {
-    const int64_t first = tile * in->tile_rows, rows = tiles * in->tile_rows, rows_left = in->rows - first;
+    const int64_t first = tile * in->tile_rows, last = first + tiles * in->tile_rows, rows = (last < in->rows ? last : in->rows) - first;
     const bf16 *weight = (const bf16 *)layer->weight + block * in->width * BLOCK_N;
     const bf16 *x = in->x + first * in->width;
-    if (dot_bf16_is_faster) gemm_skinny(1, rows < rows_left ? rows : rows_left, x, in->width, weight, out);
-    else gemm_skinny(0, rows < rows_left ? rows : rows_left, x, in->width, weight, out);
+    if (dot_bf16_is_faster) gemm_skinny(1, rows, x, in->width, weight, out);
+    else gemm_skinny(0, rows, x, in->width, weight, out);
 }
 #endif

@@ -143,7 +143,7 @@ static void quantize_row(const Inputs *in, int64_t row) {
     const float scale_of_largest = widen(largest) / 0x7f7f, scale_of_sum = reduce_add(total) / 16000000, scale = scale_of_largest > scale_of_sum ? scale_of_largest : scale_of_sum;
     const float inverse = scale > 1e-30f && largest < 0x7f80 ? 1 / scale : 0;
     in->scale[row] = largest < 0x7f80 ? scale : NAN;
-#ifdef INT8_PWIDTH
+#ifdef INT8_PLANES
     enum { PLANE = TILE_M * K_ALIGN };
     int8_t *upper = in->number + row / in->tile_rows * 2 * TILE_M * in->width + row % in->tile_rows * K_ALIGN;
     for (int64_t k = 0; k < in->width; k += WIDTH) {

@@ -176,7 +176,7 @@ ALWAYS_INLINE f32v reduce_add_each(f32v *x) {
     return (f32v)_mm256_hadd_ps(_mm256_hadd_ps(sums[0], sums[1]), _mm256_hadd_ps(sums[2], sums[3]));
 #else
     f32v sums;
-    for (int i = 0; i < WIDTH; i++) sums[i] = (x[i][0] + x[i][1]) + (x[i][2] + x[i][3]);
+    for (int i = 0; i < WIDTH; i++) sums[i] = reduce_add(x[i]);
     return sums;
 #endif
 }
