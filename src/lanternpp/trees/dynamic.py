@@ -30,7 +30,7 @@ class DynamicTree(TreeBuilder):
     """
 
     def __init__(
-        self, beam: int = 10, depth: int = 5, nodes: int = 59, start: int = 1, threshold: float = NEVER
+        self, beam: int = 10, depth: int = 6, nodes: int = 59, start: int = 1, threshold: float = NEVER
     ):
         if min(beam, depth, start) < 1:
             raise InputError(
@@ -137,6 +137,6 @@ class DynamicTree(TreeBuilder):
         return mask
 
 
-SMALLER = DynamicTree(10, 5, 58)  # LANTERN's (arXiv 2410.03355): 59 nodes with the root
+SMALLER = DynamicTree(10, 6, 58)  # LANTERN's (arXiv 2410.03355): 59 nodes with the root
 # The threshold is about the cost of a level: the time of a one-layer drafter's pass relative to its target's.
 DYNAMIC_DEPTH = DynamicTree(depth=8, start=2, threshold=math.log(0.05))
