@@ -287,7 +287,8 @@ METHODS = {
         {"proposer": "independent", "accept": "exact", "tree": "chain-4"},
     ),
     "lantern": Method(
-        "LANTERN: additive relaxation on EAGLE-2's tree (arXiv 2410.03355)", {**LANTERN, "tree": "eagle2"}
+        "LANTERN: additive relaxation on a tree like EAGLE-2's (arXiv 2410.03355)",
+        {**LANTERN, "tree": "eagle2-58"},
     ),
     "lantern-static": Method(
         "LANTERN's additive relaxation on EAGLE-1's static tree", {**LANTERN, "tree": "eagle-25"}

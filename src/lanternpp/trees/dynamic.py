@@ -137,6 +137,6 @@ class DynamicTree(TreeBuilder):
         return mask
 
 
-SMALLER = DynamicTree(10, 6, 58)  # LANTERN's (arXiv 2410.03355): 59 nodes with the root
+SMALLER = DynamicTree(10, 5, 58)  # LANTERN's (arXiv 2410.03355): five levels, 59 nodes with the root
 # The threshold is about the cost of a level: the time of a one-layer drafter's pass relative to its target's.
 DYNAMIC_DEPTH = DynamicTree(depth=8, start=2, threshold=math.log(0.05))
