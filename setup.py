@@ -110,7 +110,7 @@ class Toolchain(NamedTuple):
         linking = {
             "linux": ("-lm", "-pthread"),
             "macosx": (f"-Wl,-S,-install_name,@rpath/{out.name}",),
-            "win": ("-s",),
+            "win": ("-s", "-lpthread"),
         }.get(self.system, ())
         run((*self.command, "-shared", str(compiled), *linking, "-o", str(out)))
         compiled.unlink()

@@ -183,6 +183,46 @@ def test_a_forked_child_computes_with_threads_of_its_own():
     assert python("-W", "ignore", "-c", FORK).stdout == "7\n"
 
 
+OWN_THREADS = """
+import os, pathlib, signal, sys, torch
+from concurrent.futures import ThreadPoolExecutor
+from lanternpp import Pipeline
+from lanternpp.engine import threads
+from lanternpp.kernels import loading
+
+threads.SCHEDSTAT = pathlib.Path("missing")  # two threads, whatever else runs here
+library = loading.load(pathlib.Path(sys.argv[1]))
+loading.library = lambda kind=None: library
+pipes = [Pipeline.from_pretrained("nature-128", device="cpu") for _ in range(2)]
+# Without pixels, for which a forked child would wait for PyTorch's threads.
+draw = lambda pipe: pipe("a red tulip", n=2, method="parallel", output_type="codes").codes
+torch.set_num_threads(1)
+expected = draw(pipes[0])
+torch.set_num_threads(2)
+with ThreadPoolExecutor() as pool:
+    assert all(torch.equal(codes, expected) for _ in range(3) for codes in pool.map(draw, pipes))
+child = os.fork()
+signal.alarm(0 if child else 60)
+assert torch.equal(draw(pipes[0]), expected)
+if not child:
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@installed
+@pytest.mark.skipif(sys.platform != "linux", reason="one system without OpenMP is enough")
+def test_kernels_without_openmp_draw_the_same_in_two_threads_at_once_and_in_a_forked_child(tmp_path: Path):
+    building, files = setup(), loading.installed()
+    kind = choose(loading.features(loading.LIBRARIES / files["cpu"]))[0]
+    try:
+        options = (*KINDS[kind][1], "-fno-openmp", "-fopenmp-simd", "-O1")
+        building.Toolchain.find().compile(building.UNIT, options, tmp_path / "own.so")
+    except (LookupError, subprocess.SubprocessError):
+        pytest.skip("no C compiler here, or it does not know this CPU")
+    assert python("-W", "ignore", "-c", OWN_THREADS, tmp_path / "own.so").stdout == "7\n"
+
+
 DRAW = """
 import os, pathlib, sys
 from lanternpp import Pipeline

@@ -89,14 +89,6 @@ static void quantize_rows(const Inputs *in, int64_t first, int64_t last);
 static void gemm_bf16(const Linear *layer, int64_t block, const Inputs *in, int64_t tile, int64_t tiles, float (*out)[BLOCK_N]);
 static void gemm_int8(const Linear *layer, int64_t block, const Inputs *in, int64_t tile, int64_t tiles, float (*out)[BLOCK_N]);
 
-/* The same in either dtype, with the bias. */
-static void gemm_block(const Linear *layer, int64_t block, const Inputs *in, int64_t tile, int64_t tiles, float (*out)[BLOCK_N]) {
-    (in->is_int8 ? gemm_int8 : gemm_bf16)(layer, block, in, tile, tiles, out);
-    if (layer->bias)
-        for (int64_t r = 0; r < tiles * in->tile_rows; r++)
-            for (int64_t c = 0; c < BLOCK_N; c++) out[r][c] += layer->bias[block * BLOCK_N + c];
-}
-
 /* Products of all rows with some blocks of weights go to `store`, which gets rows [first, first + rows) of a block. */
 typedef void Store(void *work, int64_t block, int64_t first, int64_t rows, float (*out)[BLOCK_N]);
 
@@ -127,7 +119,9 @@ static void gemm(const Linear *layer, const Inputs *in, int64_t begin, int64_t e
             tiles = in->tiles - tile < max_tiles ? in->tiles - tile : max_tiles;
             const int64_t rows = tiles * in->tile_rows, rows_left = in->rows - first;
             float (*out)[BLOCK_N] = store ? product : (float (*)[BLOCK_N])work + block * up_to(TILE_M, in->rows) + first;
-            gemm_block(layer, block, in, tile, tiles, out);
+            (in->is_int8 ? gemm_int8 : gemm_bf16)(layer, block, in, tile, tiles, out);
+            for (int64_t r = 0; layer->bias && r < rows; r++)
+                for (int64_t c = 0; c < BLOCK_N; c++) out[r][c] += layer->bias[block * BLOCK_N + c];
             if (store) store(work, block, first, rows < rows_left ? rows : rows_left, out);
         }
 }

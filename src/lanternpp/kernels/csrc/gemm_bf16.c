@@ -30,6 +30,7 @@ ALWAYS_INLINE void fma_tile(int count, const bf16 *x, int64_t width, int64_t siz
 }
 
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+enum { GEMM_IS_FP32 = 0 };
 static int dot_bf16_is_faster; /* whether `vdpbf16ps` is, which has half the rate of FMA on Intel's CPUs and twice that rate on AMD's */
 
 /* `fma_tile` with products of bf16. */
@@ -51,7 +52,7 @@ ALWAYS_INLINE void dot_tile(int count, const bf16 *x, int64_t width, int64_t siz
     UNROLL for (int r = 0; r < count; r++) _mm512_storeu_ps(out[r], left[r]), _mm512_storeu_ps(out[r] + BLOCK_N / 2, right[r]);
 }
 #else
-enum { dot_bf16_is_faster = has_amx };
+enum { dot_bf16_is_faster = has_amx, GEMM_IS_FP32 = !has_amx };
 #define dot_tile fma_tile
 #endif
 

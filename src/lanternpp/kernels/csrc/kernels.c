@@ -7,12 +7,6 @@
 /* Called once, before all else. */
 void prepare(void) { measure_bf16(); }
 
-#ifdef __AVX512BF16__
-enum { GEMM_IS_FP32 = 0 };
-#else
-enum { GEMM_IS_FP32 = 1 };
-#endif
-
 /* Bytes of each structure that Python fills, by the name that it has there, and what it asks of the kernels besides; -1: unknown. */
 int64_t number_of(const char *name) {
 #define SIZE(type) {#type, sizeof(type)}

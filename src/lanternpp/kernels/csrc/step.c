@@ -65,7 +65,7 @@ enum { DRAFT, PASS, VERIFY, COMMIT };
 enum { ACCEPT_NOISE = 1, BONUS_NOISE = 2, DRAFT_NOISE = 16 };
 
 static int64_t drafter_inputs_bytes(const DraftLayers *l, int64_t known, int64_t rows) {
-    return inputs_bytes(known, &l->fc) + inputs_bytes(rows, &l->hint) + align64(4 * rows * l->dim) + 64;
+    return inputs_bytes(known, &l->fc) + inputs_bytes(rows, &l->hint) + align64(4 * known * l->dim) + align64(4 * rows * l->dim) + 64;
 }
 
 /* A row of inputs of `fc`: the embedding, the features, and what layers returned, each divided by its root mean square. */
@@ -85,28 +85,18 @@ static void join(const DraftLayers *l, const bf16 *embed, const bf16 *features, 
 typedef struct {
     const QueryInputs *call;
     Inputs joined, hints;
-    FloatRows hinted; /* [rows, dim] products of the hints */
+    FloatRows joined_products, hint_products; /* [rows, dim] */
 } InputsWork;
 
-/* Add the products of known positions to the products of the hints. */
-static void add_known(void *work, int64_t block, int64_t first, int64_t rows, float (*out)[BLOCK_N]) {
-    const InputsWork *w = work;
-    const int64_t known = w->call->known, nodes = known + w->call->queries;
-    for (int64_t i = 0; i < rows; i++) {
-        float *y = w->hinted.y + ((first + i) / known * nodes + (first + i) % known) * w->hinted.stride + block * BLOCK_N;
-        for (int64_t c = 0; c < BLOCK_N; c += WIDTH) *(f32v *)(y + c) += *(f32v *)(out[i] + c);
-    }
-}
-
-/* Write channels [from, to) of all rows of `out`: `hinted`, plus the learned queries at queries. */
+/* Write channels [from, to) of all rows of `out`: the products of hints, plus those of known positions or the learned queries. */
 static void write_inputs(const InputsWork *w, int64_t from, int64_t to) {
     const DraftLayers *l = w->call->layers;
     const int64_t known = w->call->known, nodes = known + w->call->queries;
     for (int64_t row = 0; row < w->hints.rows; row++) {
         const int64_t n = row % nodes - known, level = n < l->query_count ? n : l->query_count - 1;
         for (int64_t c = from; c < to; c += WIDTH) {
-            f32v x = *(f32v *)(w->hinted.y + row * l->dim + c);
-            if (n >= 0) x += widen_all(l->queries + level * l->dim + c);
+            f32v x = *(f32v *)(w->hint_products.y + row * l->dim + c);
+            x += n < 0 ? *(f32v *)(w->joined_products.y + (row / nodes * known + row % nodes) * l->dim + c) : widen_all(l->queries + level * l->dim + c);
             *(bf16v *)(w->call->out + row * l->dim + c) = narrow_all(x);
         }
     }
@@ -129,11 +119,11 @@ static void inputs_team(const Team *team, void *work) {
     if (q->hints) quantize_rows(&w->hints, share_begin(team, w->hints.rows), share_end(team, w->hints.rows));
     wait_for_team(team);
     configure_tiles(w->hints.tile_rows);
-    if (q->hints) gemm(&l->hint, &w->hints, begin, end, store_floats, &w->hinted);
+    if (q->hints) gemm(&l->hint, &w->hints, begin, end, store_floats, &w->hint_products);
     else
-        for (int64_t r = 0; r < w->hints.rows; r++) memset(w->hinted.y + r * l->dim + begin * BLOCK_N, 0, 4 * (end - begin) * BLOCK_N);
+        for (int64_t r = 0; r < w->hints.rows; r++) memset(w->hint_products.y + r * l->dim + begin * BLOCK_N, 0, 4 * (end - begin) * BLOCK_N);
     configure_tiles(w->joined.tile_rows);
-    gemm(&l->fc, &w->joined, begin, end, add_known, w);
+    gemm(&l->fc, &w->joined, begin, end, store_floats, &w->joined_products);
     write_inputs(w, begin * BLOCK_N, end * BLOCK_N);
     release_tiles();
 }
@@ -147,7 +137,8 @@ int64_t drafter_inputs(const QueryInputs *inputs, const Scratch *scratch, int64_
     InputsWork work = {.call = inputs};
     work.joined = new_inputs(&at, known, &layers->fc);
     work.hints = new_inputs(&at, rows, &layers->hint);
-    work.hinted = (FloatRows){arena_alloc(&at, 4 * rows * layers->dim), layers->dim};
+    work.joined_products = (FloatRows){arena_alloc(&at, 4 * known * layers->dim), layers->dim};
+    work.hint_products = (FloatRows){arena_alloc(&at, 4 * rows * layers->dim), layers->dim};
     return run_team(threads, inputs_team, &work, 0);
 }
 

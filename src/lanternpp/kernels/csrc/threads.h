@@ -3,18 +3,11 @@
 #define THREADS_H
 
 #include "kernels.h"
-
-#if defined(_WIN32)
-enum { MAX_TEAM = 1 };
-#define sched_yield()
-#else
-#include <pthread.h>
 #include <sched.h>
-#include <stdlib.h>
-enum { MAX_TEAM = 64 };
-#endif
 #if defined(_OPENMP)
 #include <omp.h>
+#else
+#include <pthread.h>
 #endif
 
 typedef struct {
@@ -45,15 +38,20 @@ enum { SPINS = 1000 };
 enum { SPINS = 20000 };
 #define PAUSE()
 #endif
-/* A barrier. Waits take microseconds, so threads spin; in a longer wait another thread may have no core, so yield this one. */
+/* Wait until a number is at least `least`, in all for at most `most` spins. Waits take microseconds, so threads spin; in a longer wait
+   another thread may have no core, so yield this one. */
+static inline void spin_until(const int64_t *number, int64_t least, int64_t most) {
+    for (int64_t spins = 1; __atomic_load_n(number, __ATOMIC_ACQUIRE) < least && spins < most; spins++) {
+        PAUSE();
+        if (spins % SPINS == 0) sched_yield();
+    }
+}
+
+/* A barrier. */
 static inline void wait_for_team(const Team *team) {
     const int64_t count = *team->reached[team->rank] + 1;
     __atomic_store_n(team->reached[team->rank], count, __ATOMIC_RELEASE);
-    for (int64_t other = 0; other < team->size; other++)
-        for (int64_t spins = 1; __atomic_load_n(team->reached[other], __ATOMIC_ACQUIRE) < count; spins++) {
-            PAUSE();
-            if (spins % SPINS == 0) sched_yield();
-        }
+    for (int64_t other = 0; other < team->size; other++) spin_until(team->reached[other], count, INT64_MAX);
 }
 
 #if defined(_OPENMP)
@@ -77,32 +75,61 @@ int use_threads(int count) {
 #else
 int use_threads(int count) { return (void)count, 0; } /* PyTorch has threads of its own */
 
+enum { MAX_TEAM = 64, IDLE_SPINS = 20 * SPINS }; /* IDLE_SPINS: before a thread without work sleeps, some 0.2 ms */
+
+/* Threads that wait for the next team: starting them takes as long as a pass of a small model. */
 typedef struct {
+    pthread_mutex_t busy, asleep; /* busy: held while a team works */
+    pthread_cond_t wake;
+    int64_t threads, finished; /* besides the calling thread: how many there are, and how many of the team's are done */
+    int64_t round;             /* MAX_TEAM times the number of teams so far, plus how many threads work beside the calling one in the last */
     Team team;
     Task *task;
     void *work;
-} Start;
+} Pool;
 
-static void *start_thread(void *from) {
-    const Start *start = from;
-    start->task(&start->team, start->work);
-    return 0;
+#define NEW_POOL {.busy = PTHREAD_MUTEX_INITIALIZER, .asleep = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER}
+static Pool pool = NEW_POOL;
+
+static void *join_teams(void *rank) {
+    for (int64_t last = 0;;) {
+        spin_until(&pool.round, last + 1, IDLE_SPINS);
+        pthread_mutex_lock(&pool.asleep);
+        while (pool.round == last) pthread_cond_wait(&pool.wake, &pool.asleep);
+        last = pool.round;
+        pthread_mutex_unlock(&pool.asleep);
+        if ((intptr_t)rank > last % MAX_TEAM) continue;
+        Team team = pool.team;
+        team.rank = (intptr_t)rank;
+        pool.task(&team, pool.work);
+        __atomic_fetch_add(&pool.finished, 1, __ATOMIC_RELEASE);
+    }
 }
 
+#if !defined(_WIN32)
+static void forget_threads(void) { pool = (Pool)NEW_POOL; } /* a forked child has none of them */
+__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(0, 0, forget_threads); }
+#endif
+
+/* The calling thread works alone while another team works. */
 static int64_t run_team(int64_t threads, Task *task, void *work, char *memory) {
-    Start start[MAX_TEAM];
     int64_t reached[MAX_TEAM][8] __attribute__((aligned(64))) = {{0}};
-    const int64_t size = threads > MAX_TEAM ? MAX_TEAM : threads < 1 ? 1 : threads;
-    for (int64_t i = 0; i < size; i++) start[i] = (Start){{i, size, reached, memory}, task, work};
-#ifndef _WIN32
-    pthread_t thread[MAX_TEAM];
-    for (int64_t i = 1; i < size; i++)
-        if (pthread_create(&thread[i], 0, start_thread, &start[i])) abort();
-#endif
-    start_thread(&start[0]);
-#ifndef _WIN32
-    for (int64_t i = 1; i < size; i++) pthread_join(thread[i], 0);
-#endif
+    const int64_t others = (threads > MAX_TEAM ? MAX_TEAM : threads) - 1;
+    Team team = {.size = 1, .reached = reached, .memory = memory};
+    if (others < 1 || pthread_mutex_trylock(&pool.busy)) return task(&team, work), 0;
+    for (pthread_t thread; pool.threads < others; pool.threads++) {
+        if (pthread_create(&thread, 0, join_teams, (void *)(intptr_t)(pool.threads + 1))) break;
+        pthread_detach(thread);
+    }
+    team.size += pool.threads < others ? pool.threads : others;
+    pthread_mutex_lock(&pool.asleep);
+    pool.finished = 0, pool.team = team, pool.task = task, pool.work = work;
+    __atomic_store_n(&pool.round, (pool.round / MAX_TEAM + 1) * MAX_TEAM + team.size - 1, __ATOMIC_RELEASE);
+    pthread_cond_broadcast(&pool.wake);
+    pthread_mutex_unlock(&pool.asleep);
+    task(&team, work);
+    spin_until(&pool.finished, team.size - 1, INT64_MAX);
+    pthread_mutex_unlock(&pool.busy);
     return 0;
 }
 #endif

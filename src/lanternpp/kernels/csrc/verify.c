@@ -96,13 +96,6 @@ static void distribution_of_row(const Verification *v, const float *p, const flo
     }
 }
 
-/* A copy of x [codes] in a thread's scratch memory, padded with 0 to a multiple of BLOCK. */
-static float *padded_copy(const float *x, int64_t codes, char **scratch) {
-    float *copy = arena_alloc(scratch, bytes_of_row(codes));
-    memset(copy + codes, 0, 4 * (up_to(BLOCK, codes) - codes));
-    return memcpy(copy, x, 4 * codes);
-}
-
 /* Write the codes that sample b decides along its path, the bonus last. */
 static void write_decided(const Verification *v, int64_t b, int64_t kept, int64_t bonus) {
     const int64_t *path = v->path + b * (v->levels + 1), *drawn = v->drawn + b * v->nodes;
@@ -218,8 +211,8 @@ static void distribution_of_node(const Verification *v, int64_t i, char *scratch
         memcpy(distribution, p, 4 * v->codes);
         return;
     }
-    float *q = padded_copy(v->q + i * v->codes, v->codes, &scratch);
-    for (int64_t y = 0; y < v->codes; y++) q[y] = logits[y] > -INFINITY ? q[y] : 0; /* what the format forbids is never relaxed */
+    float *q = arena_alloc(&scratch, bytes_of_row(v->codes)); /* 0 after the last code, and where the format forbids a code: such are never relaxed */
+    for (int64_t y = 0; y < up_to(BLOCK, v->codes); y++) q[y] = y < v->codes && logits[y] > -INFINITY ? v->q[i * v->codes + y] : 0;
     distribution_of_row(v, p, q, v->limit + 2 * v->node[i].depth, (float *)scratch);
     memcpy(distribution, scratch, 4 * v->codes);
 }
