@@ -105,7 +105,7 @@ def test_a_row_does_not_depend_on_the_other_rows_or_their_number(
         assert torch.equal(features(network, start, nodes)[0], alone)
     for nodes in (19, 38, 43, 100):
         assert torch.equal(features(network, x, nodes)[0], many)
-    for count in (2, 3):
+    for count in (2, 3, 5):
         threads(count)
         for inputs, nodes, found in ((x[:, :15], 2, alone), (x[:, :33], 10, many), (x[:, :41], 19, many)):
             assert torch.equal(features(network, inputs, nodes)[0], found[: inputs.shape[1]])

@@ -89,8 +89,8 @@ ALWAYS_INLINE void gemm_skinny(int with_dot, int64_t rows, const bf16 *x, int64_
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 #define KEEP(out) __asm__ volatile("" : : "r"(out) : "memory") /* a compiler leaves out products that nobody reads */
 
-/* Times both on numbers that fit the L1 cache, which takes some 50 microseconds. */
-static void measure_bf16(void) {
+/* Called once, before all else: times both on numbers that fit the L1 cache, which takes some 50 microseconds. */
+void prepare(void) {
     bf16 x[DOT_M * 128] = {0}, weight[128 * BLOCK_N] = {0};
     float out[DOT_M][BLOCK_N];
     uint64_t min_cycles[2] = {UINT64_MAX, UINT64_MAX};
@@ -108,7 +108,7 @@ static void measure_bf16(void) {
     dot_bf16_is_faster = min_cycles[1] < min_cycles[0];
 }
 #else
-static void measure_bf16(void) {}
+void prepare(void) {}
 #endif
 
 #ifndef __AMX_BF16__

@@ -4,9 +4,6 @@
 #include "gemm_amx.c"
 #include "step.c"
 
-/* Called once, before all else. */
-void prepare(void) { measure_bf16(); }
-
 /* Bytes of each structure that Python fills, by the name that it has there, and what it asks of the kernels besides; -1: unknown. */
 int64_t number_of(const char *name) {
 #define SIZE(type) {#type, sizeof(type)}

@@ -10,9 +10,11 @@
 #include <pthread.h>
 #endif
 
+enum { MAX_TEAM = 256 }; /* 2 to the power of the rounds that a barrier has at most */
+
 typedef struct {
     int64_t rank, size;
-    int64_t (*reached)[8]; /* [size] how many barriers each thread has reached, in a cache line that it alone writes */
+    int64_t (*reached)[8]; /* [size] by round of a barrier, how many barriers each thread has reached, in a cache line that it alone writes */
     char *memory; /* scratch memory of all */
 } Team;
 
@@ -38,8 +40,7 @@ enum { SPINS = 1000 };
 enum { SPINS = 20000 };
 #define PAUSE()
 #endif
-/* Wait until a number is at least `least`, in all for at most `most` spins. Waits take microseconds, so threads spin; in a longer wait
-   another thread may have no core, so yield this one. */
+/* Wait until a number is at least `least`, for at most `most` spins. Waits take microseconds; in a longer one another thread may need this core. */
 static inline void spin_until(const int64_t *number, int64_t least, int64_t most) {
     for (int64_t spins = 1; __atomic_load_n(number, __ATOMIC_ACQUIRE) < least && spins < most; spins++) {
         PAUSE();
@@ -47,18 +48,20 @@ static inline void spin_until(const int64_t *number, int64_t least, int64_t most
     }
 }
 
-/* A barrier. */
+/* A barrier by dissemination: after round r a thread knows that the 2^(r + 1) threads up to itself have reached the barrier. */
 static inline void wait_for_team(const Team *team) {
     const int64_t count = *team->reached[team->rank] + 1;
-    __atomic_store_n(team->reached[team->rank], count, __ATOMIC_RELEASE);
-    for (int64_t other = 0; other < team->size; other++) spin_until(team->reached[other], count, INT64_MAX);
+    for (int64_t round = 0, step = 1; step < team->size; round++, step *= 2) {
+        __atomic_store_n(&team->reached[team->rank][round], count, __ATOMIC_RELEASE);
+        spin_until(&team->reached[(team->rank + team->size - step) % team->size][round], count, INT64_MAX);
+    }
 }
 
 #if defined(_OPENMP)
 static int64_t run_team(int64_t threads, Task *task, void *work, char *memory) {
     int64_t reached[threads][8] __attribute__((aligned(64)));
     memset(reached, 0, sizeof reached);
-#pragma omp parallel num_threads((int)threads)
+#pragma omp parallel num_threads((int)(threads < MAX_TEAM ? threads : MAX_TEAM))
     {
         const Team team = {omp_get_thread_num(), omp_get_num_threads(), reached, memory};
         task(&team, work);
@@ -75,7 +78,7 @@ int use_threads(int count) {
 #else
 int use_threads(int count) { return (void)count, 0; } /* PyTorch has threads of its own */
 
-enum { MAX_TEAM = 64, IDLE_SPINS = 20 * SPINS }; /* IDLE_SPINS: before a thread without work sleeps, some 0.2 ms */
+enum { IDLE_SPINS = 20 * SPINS }; /* before a thread without work sleeps, some 0.2 ms */
 
 /* Threads that wait for the next team: starting them takes as long as a pass of a small model. */
 typedef struct {
