@@ -45,19 +45,21 @@ ALWAYS_INLINE void load_pairs(const bf16 *values, int64_t j, int64_t size, int64
 #endif
 
 /* out [count] of [d] = weights [count, stride] times values [size, d]; count is a constant. Weights in pairs are of bf16, each row where its floats were. */
-ALWAYS_INLINE void weigh_tile(int in_pairs, int count, const float *weights, int64_t stride, const bf16 *values, const bf16 *next, int64_t size,
+ALWAYS_INLINE void weigh_tile(int count, int in_pairs, const float *weights, int64_t stride, const bf16 *values, const bf16 *next, int64_t size,
                               int64_t d, bf16 **out) {
     for (int64_t i = 0; i < d; i += VALUE_VECTORS * WIDTH) {
         f32v sums[QUERY_TILE][VALUE_VECTORS] = {0};
-        for (int64_t j = 0; !in_pairs && j < size; j++)
+        for (int64_t j = 0; !in_pairs && j < size; j++) {
+            if (next && !i) prefetch_l2(next + j * d, 2 * d);
             UNROLL for (int c = 0; c < VALUE_VECTORS; c++) {
                 if (i + c * WIDTH >= d) break;
                 const f32v value = widen_all(values + j * d + i + c * WIDTH);
                 UNROLL for (int q = 0; q < count; q++) sums[q][c] += weights[q * stride + j] * value;
             }
+        }
 #ifdef __AVX512BF16__
         for (int64_t j = 0; in_pairs && j < size; j += 2) {
-            if (next) prefetch_l2(next + j * d, 4 * d);
+            if (next && !i) prefetch_l2(next + j * d, 4 * d);
             UNROLL for (int c = 0; c < VALUE_VECTORS; c += 2) {
                 if (i + c * WIDTH >= d) break;
                 __m512i pairs[2];
@@ -83,21 +85,17 @@ ALWAYS_INLINE void weigh_values(int in_pairs, const float *weights, int64_t stri
         const float *weight = weights + first * stride;
         const bf16 *fetched = first ? 0 : next;
         tile = (count - first) / tiles;
-        switch (tile) {
-        case 1: weigh_tile(in_pairs, 1, weight, stride, values, fetched, size, d, out + first); break;
-        case 2: weigh_tile(in_pairs, 2, weight, stride, values, fetched, size, d, out + first); break;
-        case 3: weigh_tile(in_pairs, QUERY_TILE < 3 ? QUERY_TILE : 3, weight, stride, values, fetched, size, d, out + first); break;
-        default: weigh_tile(in_pairs, QUERY_TILE, weight, stride, values, fetched, size, d, out + first);
-        }
+        WITH_ROWS(QUERY_TILE, tile, weigh_tile, in_pairs, weight, stride, values, fetched, size, d, out + first);
     }
 }
 
 /* Attention of `count` queries [count, d] over keys and values [size, d], query q where its mask is set: out [count] of [d].
 
    weights [count, stride] is scratch, stride a multiple of LANES and at least size. A query's result depends on that query alone. */
-ALWAYS_INLINE void attend_f32(const float *query, int64_t count, const bf16 *keys, const bf16 *values, const uint8_t **mask, int64_t size,
-                   int64_t d, float *weights, int64_t stride, bf16 **out) {
+ALWAYS_INLINE void attend_f32(const float *query, int64_t count, const bf16 *keys, const bf16 *values, const bf16 *next,
+                              const uint8_t **mask, int64_t size, int64_t d, float *weights, int64_t stride, bf16 **out) {
     for (int64_t j = 0; j < stride; j += WIDTH) {
+        prefetch_l2(values + j * d, 2 * WIDTH * d);
         f32v key[WIDTH][d / WIDTH]; /* slots after the last repeat the last */
         for (int64_t k = 0; k < WIDTH; k++)
             for (int64_t i = 0; i < d / WIDTH; i++)
@@ -113,7 +111,7 @@ ALWAYS_INLINE void attend_f32(const float *query, int64_t count, const bf16 *key
         }
     }
     for (int64_t q = 0; q < count; q++) softmax(weights + q * stride, stride);
-    weigh_values(0, weights, stride, count, values, 0, size, d, out);
+    weigh_values(0, weights, stride, count, values, next, size, d, out);
 }
 
 #ifdef __AVX512BF16__
@@ -161,9 +159,10 @@ static void attend(float *query, int64_t count, const bf16 *keys, const bf16 *va
     }
 #endif
 #ifndef __AMX_BF16__
-    if (d == 64) attend_f32(query, count, keys, values, mask, size, 64, weights, stride, out);
-    else if (d == 128) attend_f32(query, count, keys, values, mask, size, 128, weights, stride, out);
-    else attend_f32(query, count, keys, values, mask, size, d, weights, stride, out);
+    if (d == 64 && count == 1) attend_f32(query, 1, keys, values, next, mask, size, 64, weights, stride, out);
+    else if (d == 64) attend_f32(query, count, keys, values, next, mask, size, 64, weights, stride, out);
+    else if (d == 128) attend_f32(query, count, keys, values, next, mask, size, 128, weights, stride, out);
+    else attend_f32(query, count, keys, values, next, mask, size, d, weights, stride, out);
 #endif
 }
 

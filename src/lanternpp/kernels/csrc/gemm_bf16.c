@@ -56,13 +56,6 @@ enum { dot_bf16_is_faster = has_amx, GEMM_IS_FP32 = !has_amx };
 #define dot_tile fma_tile
 #endif
 
-/* With `vdpbf16ps` or by FMA; the latter has at most FMA_M rows. */
-ALWAYS_INLINE void bf16_tile(int with_dot, int count, const bf16 *x, int64_t width, int64_t size, const bf16 *weight, const char *next,
-                             int64_t share, float (*out)[BLOCK_N]) {
-    if (with_dot) dot_tile(count, x, width, size, weight, next, share, out);
-    else fma_tile(count < FMA_M ? count : FMA_M, x, width, size, weight, next, share, out);
-}
-
 /* out [rows, BLOCK_N] = x [rows, width] times one block of weights. */
 ALWAYS_INLINE void gemm_skinny(int with_dot, int64_t rows, const bf16 *x, int64_t width, const bf16 *weight, float (*out)[BLOCK_N]) {
     const int64_t most = with_dot ? DOT_M : FMA_M, groups = (rows + most - 1) / most;
@@ -74,14 +67,8 @@ ALWAYS_INLINE void gemm_skinny(int with_dot, int64_t rows, const bf16 *x, int64_
         for (int64_t g = 0, r = 0, count; g < groups; g++, r += count, next += size / 2 * share) {
             const bf16 *y = x + r * width + from, *w = weight + from * BLOCK_N;
             count = (rows - r) / (groups - g);
-            switch (count) {
-            case 1: bf16_tile(with_dot, 1, y, width, size, w, next, share, out + r); break;
-            case 2: bf16_tile(with_dot, 2, y, width, size, w, next, share, out + r); break;
-            case 3: bf16_tile(with_dot, 3, y, width, size, w, next, share, out + r); break;
-            case 4: bf16_tile(with_dot, 4, y, width, size, w, next, share, out + r); break;
-            case 5: bf16_tile(with_dot, 5, y, width, size, w, next, share, out + r); break;
-            default: bf16_tile(with_dot, 6, y, width, size, w, next, share, out + r);
-            }
+            if (with_dot) WITH_ROWS(DOT_M, count, dot_tile, y, width, size, w, next, share, out + r);
+            else WITH_ROWS(FMA_M, count, fma_tile, y, width, size, w, next, share, out + r);
         }
     }
 }

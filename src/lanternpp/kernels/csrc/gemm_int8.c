@@ -31,7 +31,7 @@ static void quantize_rows(const Inputs *in, int64_t first, int64_t last) {
             for (int64_t k = 0; k < K_ALIGN; k += WIDTH) {
                 const i32v some = nearest(widen_all(x + k) * inverse);
                 sum += some;
-                *(i8v *)(number + k) = __builtin_convertvector(some, i8v);
+                *(i8v *)(number + k) = narrow_bytes(some);
             }
             int32_t total = 0;
             for (int lane = 0; lane < WIDTH; lane++) total += sum[lane];
@@ -68,6 +68,7 @@ ALWAYS_INLINE void grouped_tile(int count, const int8_t *x, const float *scale, 
     for (int column = 0; column < BLOCK_N; column += 2 * DOT_N) {
         const int8_t *number = x;
         const char *w = weight + 4 * column;
+        const int64_t fetched = 16 * K_ALIGN * (column / (2 * DOT_N)), fetched_now = share - fetched;
         dot_floats sums[GROUPED_M][2] = {0};
         if (!first)
             UNROLL for (int r = 0; r < count; r++)
@@ -79,7 +80,7 @@ ALWAYS_INLINE void grouped_tile(int count, const int8_t *x, const float *scale, 
                 UNROLL for (int v = 0; v < 2; v++) products[r][v] = (dot_vec)begin;
             }
             UNROLL for (int k = 0; k < K_ALIGN; k += 4, w += 4 * BLOCK_N) {
-                if (!column && 16 * k < share) prefetch_l2(next + g * share + 16 * k, 64);
+                if (16 * k < fetched_now) prefetch_l2(next + g * share + fetched + 16 * k, 64);
                 const dot_vec left = (dot_vec) * (const dot_ints *)w, right = (dot_vec) * (const dot_ints *)(w + 4 * DOT_N);
                 UNROLL for (int r = 0; r < count; r++) {
                     int32_t four;
@@ -104,7 +105,7 @@ static void gemm_int8(const Linear *layer, int64_t block, const Inputs *in, int6
     const char *weight = (const char *)layer->weight + block * in->width * BLOCK_N;
     int64_t visits = 0; /* of the weights by groups of rows */
     for (int64_t r = 0; r < rows; r += TILE_M) visits += ((rows - r < TILE_M ? rows - r : TILE_M) + GROUPED_M - 1) / GROUPED_M;
-    const int64_t share = visits > 1 ? up_to(64, K_ALIGN * BLOCK_N / visits) : 0;
+    const int64_t share = visits > 1 || DOT_N < 16 ? up_to(64, K_ALIGN * BLOCK_N / visits) : 0;
     for (int64_t g = 0, some; g < groups; g += some) {
         some = visits > 1 && groups - g > BLOCK_K / K_ALIGN ? BLOCK_K / K_ALIGN : groups - g;
         const char *w = weight + g * K_ALIGN * BLOCK_N, *next = w + BLOCK_K * BLOCK_N;
@@ -117,14 +118,7 @@ static void gemm_int8(const Linear *layer, int64_t block, const Inputs *in, int6
                 const int32_t *start = in->start + at + r;
                 float (*to)[BLOCK_N] = out + t + r;
                 count = (in_tile - r) / (parts - part);
-                switch (count) {
-                case 1: grouped_tile(1, x, scale, start, some, w, next, share, g == 0, to); break;
-                case 2: grouped_tile(2, x, scale, start, some, w, next, share, g == 0, to); break;
-                case 3: grouped_tile(3, x, scale, start, some, w, next, share, g == 0, to); break;
-                case 4: grouped_tile(GROUPED_M < 4 ? GROUPED_M : 4, x, scale, start, some, w, next, share, g == 0, to); break;
-                case 5: grouped_tile(GROUPED_M < 5 ? GROUPED_M : 5, x, scale, start, some, w, next, share, g == 0, to); break;
-                default: grouped_tile(GROUPED_M, x, scale, start, some, w, next, share, g == 0, to);
-                }
+                WITH_ROWS(GROUPED_M, count, grouped_tile, x, scale, start, some, w, next, share, g == 0, to);
             }
         }
     }
@@ -167,60 +161,48 @@ static void quantize_rows(const Inputs *in, int64_t first, int64_t last) {
 #ifdef INT8_WIDE
 enum { WIDE_M = 4 };
 
-/* Sums of `count` rows, a constant, of which those beyond `rows` repeat the last. */
-ALWAYS_INLINE void wide_tile(int count, int64_t rows, const int16_t *x, int64_t width, const int8_t *weight, int32_t (*sums)[BLOCK_N]) {
-    const int16_t *row[WIDE_M];
-    for (int r = 0; r < count; r++) row[r] = x + (r < rows ? r : rows - 1) * width;
 #if defined(__AVX512BW__)
-    __m512i parts[WIDE_M][4]; /* of a row: two sums for each of 8 columns */
-    UNROLL for (int r = 0; r < count; r++) UNROLL for (int c = 0; c < 4; c++) parts[r][c] = _mm512_setzero_si512();
-    for (int64_t k = 0; k < width; k += 4, weight += 4 * BLOCK_N) {
-        __m512i w[4];
-        prefetch(weight + PREFETCH_BYTES, 4 * BLOCK_N);
-        UNROLL for (int c = 0; c < 4; c++) w[c] = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(weight + 32 * c)));
-        UNROLL for (int r = 0; r < count; r++) {
-            int64_t four;
-            memcpy(&four, row[r] + k, 8);
-            const __m512i x_four = _mm512_set1_epi64(four);
-            UNROLL for (int c = 0; c < 4; c++) parts[r][c] = _mm512_add_epi32(parts[r][c], _mm512_madd_epi16(x_four, w[c]));
-        }
-    }
-    int32_t order[16];
-    for (int i = 0; i < 16; i++) order[i] = 2 * i;
-    const __m512i even = _mm512_loadu_si512(order), odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
-    for (int r = 0; r < rows && r < count; r++)
-        for (int c = 0; c < 4; c += 2)
-            _mm512_storeu_si512(sums[r] + 8 * c, _mm512_add_epi32(_mm512_permutex2var_epi32(parts[r][c], even, parts[r][c + 1]),
-                                                                  _mm512_permutex2var_epi32(parts[r][c], odd, parts[r][c + 1])));
+static inline i32v widen_bytes(const int8_t *x) { return (i32v)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)x)); }
+static inline i32v multiply_pairs(i32v a, i32v b) { return (i32v)_mm512_madd_epi16((__m512i)a, (__m512i)b); }
+static inline i32v add_pairs(i32v a, i32v b) {
+    const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0), odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+    return (i32v)_mm512_permutex2var_epi32((__m512i)a, even, (__m512i)b) + (i32v)_mm512_permutex2var_epi32((__m512i)a, odd, (__m512i)b);
+}
 #elif defined(__AVX2__)
-    for (int first = 0; first < BLOCK_N; first += 8) {
-        __m256i parts[WIDE_M][2]; /* of a row: two sums for each of 4 columns */
-        for (int r = 0; r < count; r++) parts[r][0] = parts[r][1] = _mm256_setzero_si256();
-        const int8_t *w = weight + 4 * first;
-        for (int64_t k = 0; k < width; k += 4, w += 4 * BLOCK_N) {
-            if (!first) prefetch_l2(w + BLOCK_K * BLOCK_N, 4 * BLOCK_N);
-            const __m256i left = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)w));
-            const __m256i right = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(w + 16)));
+static inline i32v widen_bytes(const int8_t *x) { return (i32v)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)x)); }
+static inline i32v multiply_pairs(i32v a, i32v b) { return (i32v)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
+static inline i32v add_pairs(i32v a, i32v b) { return (i32v)_mm256_permute4x64_epi64(_mm256_hadd_epi32((__m256i)a, (__m256i)b), 0xd8); }
+#endif
+
+/* Sums of `count` rows, a constant. Meanwhile the weights at `next`, where it is not null, are fetched. */
+ALWAYS_INLINE void wide_tile(int count, const int16_t *x, int64_t width, const int8_t *weight, const int8_t *next, int32_t (*sums)[BLOCK_N]) {
+#if defined(__AVX2__)
+    enum { COLUMNS = WIDTH / 2 }; /* of a vector, which has two sums for each */
+    const int vectors = WIDTH == 16 || count <= 2 ? 4 : 2; /* as there are registers */
+    for (int first = 0; first < BLOCK_N; first += vectors * COLUMNS, next = 0) {
+        i32v parts[WIDE_M][4] = {0}, w[4];
+        const int8_t *from = weight + 4 * first;
+        for (int64_t k = 0; k < width; k += 4, from += 4 * BLOCK_N) {
+            if (next) prefetch_l2(next + k * BLOCK_N, 4 * BLOCK_N);
+            UNROLL for (int c = 0; c < vectors; c++) w[c] = widen_bytes(from + 4 * COLUMNS * c);
             UNROLL for (int r = 0; r < count; r++) {
                 int64_t four;
-                memcpy(&four, row[r] + k, 8);
-                const __m256i x_four = _mm256_set1_epi64x(four);
-                parts[r][0] = _mm256_add_epi32(parts[r][0], _mm256_madd_epi16(x_four, left));
-                parts[r][1] = _mm256_add_epi32(parts[r][1], _mm256_madd_epi16(x_four, right));
+                memcpy(&four, x + r * width + k, 8);
+                const i32v x_four = (i32v)(four - (i64v){0});
+                UNROLL for (int c = 0; c < vectors; c++) parts[r][c] += multiply_pairs(x_four, w[c]);
             }
         }
-        for (int r = 0; r < rows && r < count; r++) {
-            const __m256i pairs = _mm256_hadd_epi32(parts[r][0], parts[r][1]); /* columns 0, 1, 4, 5, 2, 3, 6, 7 */
-            _mm256_storeu_si256((__m256i *)(sums[r] + first), _mm256_permute4x64_epi64(pairs, 0xd8));
-        }
+        UNROLL for (int r = 0; r < count; r++)
+            UNROLL for (int c = 0; c < vectors; c += 2) *(i32v *)(sums[r] + first + COLUMNS * c) = add_pairs(parts[r][c], parts[r][c + 1]);
     }
 #else
-    for (int r = 0; r < rows && r < count; r++) {
+    for (int r = 0; r < count; r++, x += width) {
         int32_t all[BLOCK_N] = {0};
-        const int8_t *w = weight;
-        for (int64_t k = 0; k < width; k += 4, w += 4 * BLOCK_N)
-            for (int c = 0; c < BLOCK_N; c++)
-                all[c] += row[r][k] * w[4 * c] + row[r][k + 1] * w[4 * c + 1] + row[r][k + 2] * w[4 * c + 2] + row[r][k + 3] * w[4 * c + 3];
+        for (int64_t k = 0; k < width; k += 4)
+            for (int c = 0; c < BLOCK_N; c++) {
+                const int8_t *w = weight + k * BLOCK_N + 4 * c;
+                all[c] += x[k] * w[0] + x[k + 1] * w[1] + x[k + 2] * w[2] + x[k + 3] * w[3];
+            }
         memcpy(sums[r], all, sizeof all);
     }
 #endif
@@ -228,14 +210,13 @@ ALWAYS_INLINE void wide_tile(int count, int64_t rows, const int16_t *x, int64_t 
 
 static void gemm_int8(const Linear *layer, int64_t block, const Inputs *in, int64_t tile, int64_t tiles, float (*out)[BLOCK_N]) {
     const int64_t first = tile * TILE_M, last = first + tiles * TILE_M < in->rows ? first + tiles * TILE_M : in->rows;
-    const int8_t *weight = (const int8_t *)layer->weight + block * in->width * BLOCK_N;
-    for (int64_t row = first; row < last; row += WIDE_M, out += WIDE_M) {
+    const int8_t *weight = (const int8_t *)layer->weight + block * in->width * BLOCK_N, *next = weight + BLOCK_K * BLOCK_N;
+    for (int64_t row = first, groups = (last - first + WIDE_M - 1) / WIDE_M, count; groups; groups--, row += count, out += count, next = 0) {
         const int16_t *x = (const int16_t *)in->number + row * in->width;
         int32_t sums[WIDE_M][BLOCK_N];
-        if (last - row == 1) wide_tile(1, 1, x, in->width, weight, sums);
-        else if (last - row == 2) wide_tile(2, 2, x, in->width, weight, sums);
-        else wide_tile(WIDE_M, last - row, x, in->width, weight, sums);
-        for (int64_t r = 0; r < WIDE_M && row + r < last; r++)
+        count = (last - row) / groups;
+        WITH_ROWS(WIDE_M, count, wide_tile, x, in->width, weight, next, sums);
+        for (int64_t r = 0; r < count; r++)
             for (int64_t c = 0; c < BLOCK_N; c++) out[r][c] = sums[r][c] * (in->scale[row + r] * layer->scale[block * BLOCK_N + c]);
     }
 }

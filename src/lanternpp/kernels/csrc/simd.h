@@ -15,6 +15,17 @@
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 
+/* tile(rows, ...), an inlined function, with a constant for `rows`, which is 1 to `most`, so that its sums are registers; most: 2 to 6. */
+#define WITH_ROWS(most, rows, tile, ...) \
+    do { \
+        if (rows == 1) tile(1, __VA_ARGS__); \
+        else if (rows == 2) tile(2, __VA_ARGS__); \
+        else if (most > 3 && rows == 3) tile(3, __VA_ARGS__); \
+        else if (most > 4 && rows == 4) tile(4, __VA_ARGS__); \
+        else if (most > 5 && rows == 5) tile(5, __VA_ARGS__); \
+        else tile(most, __VA_ARGS__); \
+    } while (0)
+
 /* Numbers of a vector: as many as registers have, as GCC 12 computes wider vectors in memory. */
 #if defined(__AVX512F__)
 enum { WIDTH = 16 };
@@ -28,6 +39,7 @@ typedef float f32x8 __attribute__((vector_size(32), aligned(4)));
 typedef float f32x4 __attribute__((vector_size(16), aligned(4)));
 typedef int32_t i32v __attribute__((vector_size(4 * WIDTH), aligned(4)));
 typedef uint32_t u32v __attribute__((vector_size(4 * WIDTH), aligned(4)));
+typedef int64_t i64v __attribute__((vector_size(4 * WIDTH), aligned(4)));
 typedef uint16_t bf16v __attribute__((vector_size(2 * WIDTH), aligned(2)));
 typedef int16_t i16v __attribute__((vector_size(2 * WIDTH), aligned(2)));
 typedef int8_t i8v __attribute__((vector_size(WIDTH), aligned(1)));
@@ -86,8 +98,20 @@ static inline unsigned bits_of(i32v mask) {
 static inline i32v widen_flags(const uint8_t *x) {
 #ifdef __AVX512F__
     return (i32v)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)x));
+#elif defined(__AVX2__)
+    return (i32v)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)x));
 #else
     return __builtin_convertvector(*(const i8v *)x, i32v);
+#endif
+}
+
+/* Numbers of 8 bits. */
+static inline i8v narrow_bytes(i32v x) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    const __m128i half = _mm_packs_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+    return (i8v)_mm_cvtsi128_si64(_mm_packs_epi16(half, half));
+#else
+    return __builtin_convertvector(x, i8v);
 #endif
 }
 
