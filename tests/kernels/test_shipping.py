@@ -152,7 +152,9 @@ def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in building.SOURCES:
         (folder / path.name).write_text(path.read_text().replace("} Pass;", "int64_t more; } Pass;"))
     try:
-        building.Toolchain.find().compile(folder / building.UNIT.name, ("-O0",), folder / "older.so")
+        kind = "x86-64-v3" if platform.machine() == "x86_64" else "armv8-a"
+        options = (*KINDS[kind][1], "-O0")
+        building.Toolchain.find().compile(folder / building.UNIT.name, options, folder / "older.so")
     except LookupError:
         pytest.skip("no C compiler here")
     return folder / "older.so"

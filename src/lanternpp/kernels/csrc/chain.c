@@ -37,9 +37,6 @@ typedef struct {
     double min_survival;  /* drawing ends at a level where survival is below the min_survival in every row; 0: never */
 } Chain;
 
-/* Codes, up to whole groups of blocks. */
-static int64_t width_of(const Linear *layer) { return up_to(GROUP * BLOCK_N, layer->outputs); }
-
 /* Memory of `sample_chain`, shared and per thread. Levels alternate between two buffers, so that a thread may begin the next level while
    another still reads this one. */
 typedef struct {
@@ -56,7 +53,7 @@ typedef struct {
 
 /* A thread's part of the memory: after the shared buffers and the parts of lower ranks. */
 static ChainMemory chain_memory(const DraftLayers *layers, int64_t batch, int64_t levels, const Team *team, char **at) {
-    const int64_t size = width_of(&layers->head_up), groups = size / (GROUP * BLOCK_N);
+    const int64_t size = up_to(GROUP * BLOCK_N, layers->head_up.outputs), groups = size / (GROUP * BLOCK_N);
     ChainMemory m = {.size = size, .from = share_begin(team, groups) * GROUP * BLOCK_N, .to = share_end(team, groups) * GROUP * BLOCK_N};
     for (int parity = 0; parity < 2; parity++) {
         m.logits[parity] = arena_alloc(at, 4 * batch * size);

@@ -52,10 +52,10 @@ enum { DOT_N = 8, GROUPED_M = 3 };
 typedef __m256i dot_vec;
 #define DOT4(sum, weight, x) sum = _mm256_dpbusd_avx_epi32(sum, weight, x)
 #else
-enum { DOT_N = 4, GROUPED_M = 4 };
+enum { DOT_N = 4, GROUPED_M = 6 };
 typedef int32x4_t dot_vec;
-/* the intrinsic of GCC 12 wants an architecture beside the extension */
-#define DOT4(sum, weight, x) __asm__("sdot %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(weight), "w"(x))
+/* The products of 4 of 16 inputs x; the intrinsic of GCC 12 wants an architecture beside the extension. */
+#define DOT4_LANE(sum, weight, x, lane) __asm__("sdot %0.4s, %1.16b, %2.4b[" #lane "]" : "+w"(sum) : "w"(weight), "w"(x))
 #endif
 typedef int32_t dot_ints __attribute__((vector_size(4 * DOT_N), aligned(4)));
 typedef float dot_floats __attribute__((vector_size(4 * DOT_N), aligned(4)));
@@ -79,6 +79,21 @@ ALWAYS_INLINE void grouped_tile(int count, const int8_t *x, const float *scale, 
                 const dot_ints begin = start[g * TILE_M + r] - (dot_ints){0};
                 UNROLL for (int v = 0; v < 2; v++) products[r][v] = (dot_vec)begin;
             }
+#if defined(__ARM_FEATURE_DOTPROD)
+            for (int k = 0; k < K_ALIGN; k += 16, w += 16 * BLOCK_N) {
+                const dot_vec *four = (const dot_vec *)w; /* of each 4 inputs BLOCK_N / DOT_N vectors */
+                if (16 * k < fetched_now) prefetch_l2(next + g * share + fetched + 16 * k, 256);
+                UNROLL for (int r = 0; r < count; r++) {
+                    const dot_vec x_all = (dot_vec) * (const dot_ints *)(number + r * K_ALIGN + k);
+                    UNROLL for (int v = 0; v < 2; v++) {
+                        DOT4_LANE(products[r][v], four[v], x_all, 0);
+                        DOT4_LANE(products[r][v], four[8 + v], x_all, 1);
+                        DOT4_LANE(products[r][v], four[16 + v], x_all, 2);
+                        DOT4_LANE(products[r][v], four[24 + v], x_all, 3);
+                    }
+                }
+            }
+#else
             UNROLL for (int k = 0; k < K_ALIGN; k += 4, w += 4 * BLOCK_N) {
                 if (16 * k < fetched_now) prefetch_l2(next + g * share + fetched + 16 * k, 64);
                 const dot_vec left = (dot_vec) * (const dot_ints *)w, right = (dot_vec) * (const dot_ints *)(w + 4 * DOT_N);
@@ -90,6 +105,7 @@ ALWAYS_INLINE void grouped_tile(int count, const int8_t *x, const float *scale, 
                     DOT4(products[r][1], right, x_four);
                 }
             }
+#endif
             UNROLL for (int r = 0; r < count; r++)
                 UNROLL for (int v = 0; v < 2; v++)
                     sums[r][v] += __builtin_convertvector((dot_ints)products[r][v], dot_floats) * scale[g * TILE_M + r];
@@ -114,11 +130,8 @@ static void gemm_int8(const Linear *layer, int64_t block, const Inputs *in, int6
             const int64_t at = ((first + t) / TILE_M * groups + g) * TILE_M;
             for (int64_t part = 0, r = 0, count; part < parts; part++, r += count, next += some * share) {
                 const int8_t *x = in->number + (at + r) * K_ALIGN;
-                const float *scale = in->scale + at + r;
-                const int32_t *start = in->start + at + r;
-                float (*to)[BLOCK_N] = out + t + r;
                 count = (in_tile - r) / (parts - part);
-                WITH_ROWS(GROUPED_M, count, grouped_tile, x, scale, start, some, w, next, share, g == 0, to);
+                WITH_ROWS(GROUPED_M, count, grouped_tile, x, in->scale + at + r, in->start + at + r, some, w, next, share, g == 0, out + t + r);
             }
         }
     }

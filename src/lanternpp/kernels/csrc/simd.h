@@ -77,7 +77,7 @@ static inline f32v widen_all(const bf16 *x) {
 #elif defined(__AVX2__)
     return (f32v)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)x)), 16);
 #else
-    return (f32v)(__builtin_convertvector(*(const bf16v *)x, u32v) << 16);
+    return (f32v)vshll_n_u16(vld1_u16(x), 16);
 #endif
 }
 
@@ -199,9 +199,7 @@ ALWAYS_INLINE f32v reduce_add_each(f32v *x) {
     }
     return (f32v)_mm256_hadd_ps(_mm256_hadd_ps(sums[0], sums[1]), _mm256_hadd_ps(sums[2], sums[3]));
 #else
-    f32v sums;
-    for (int i = 0; i < WIDTH; i++) sums[i] = reduce_add(x[i]);
-    return sums;
+    return (f32v)vpaddq_f32(vpaddq_f32((float32x4_t)x[0], (float32x4_t)x[1]), vpaddq_f32((float32x4_t)x[2], (float32x4_t)x[3]));
 #endif
 }
 
