@@ -414,6 +414,23 @@ def test_a_step_is_timed_after_one_of_the_same_engine_unless_it_is_slow(
         assert warm_step(timed)[0] == cold * seconds * timed.rows
 
 
+def test_plain_decoding_is_timed_once_drafts_have_left_the_caches(pipe: Pipeline, monkeypatch) -> None:
+    """The first four steps of plain decoding after another engine's take twice as long here."""
+    made = pipe.new_engine(pipe.settings("ar"))
+    warm_steps = 0
+
+    def step(timed: TimedEngine, zero_cache: bool = False) -> tuple[float, float]:
+        nonlocal warm_steps
+        sleep(0.0005)
+        warm_steps = warm_steps + 1 if timed.engine is made else 0
+        taken = 4e-3 if not warm_steps else 2e-3 if warm_steps <= 4 else 1e-3
+        return taken, taken
+
+    monkeypatch.setattr(TimedEngine, "midway_step", step)
+    drafts = ((PLAIN, lambda: made), ("parallel", lambda: pipe.new_engine(pipe.settings("parallel"))))
+    assert measure(drafts, 16)["parallel"].time == 4
+
+
 def test_steps_that_all_waited_for_a_core_are_disturbed(pipe: Pipeline, monkeypatch) -> None:
     """All by the same factor, so that the spread is small; a sleeping thread stands for one that waits."""
 

@@ -10,12 +10,11 @@ import platform
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, lru_cache, partial
 from itertools import combinations
-from operator import truediv
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -53,6 +52,8 @@ MAX_SETTINGS = 256  # settings whose counts, or steps, the file keeps: the lates
 SECONDS, SHARE = 0.8, 0.05
 # A draft gets MIN_STEPS timed steps, and up to MAX_STEPS in STEP_SECONDS. A step of SLOW_STEP seconds needs no step before it.
 MIN_STEPS, MAX_STEPS, STEP_SECONDS, SLOW_STEP = 3, 7, 0.04, 0.1
+# Plain decoding finds small models in a CPU's cache, from which drafts displace them. Several steps bring them back.
+WARM_SECONDS = 0.01
 # Other work has disturbed a measurement above this mean spread (1.06 on a quiet machine), or where a pass takes more than
 # MAX_RATIO times as long as a pass over more rows.
 MAX_SPREAD, MAX_RATIO = 1.15, 1.3
@@ -60,10 +61,7 @@ MAX_SPREAD, MAX_RATIO = 1.15, 1.3
 
 @dataclass(frozen=True)
 class Step:
-    """A measured step with one draft. Its times are medians, in steps of plain decoding that were timed beside it.
-
-    They do not change when the machine becomes slower for a while.
-    """
+    """A measured step with one draft. Its times are medians, in the median step of plain decoding of the same measurement."""
 
     rows: Annotated[int, Between(1, 1 << 32)]  # of the target's pass
     time: Annotated[float, Between(1e-9, 1e9)]
@@ -77,10 +75,14 @@ Steps = dict[str, Step]  # by the draft: a tree, "window-8", or "plain"
 Span = tuple[float, float]  # seconds of a step, and of the target's pass in the step
 
 
-def warm_step(timed: TimedEngine) -> Span:
-    """Time a step that follows another step of the same engine, so that CPU caches are warm; a slow step is timed alone."""
-    span = timed.midway_step()
-    return span if span[0] > SLOW_STEP else timed.midway_step()
+def warm_step(timed: TimedEngine, seconds: float = 0.0) -> Span:
+    """Time a step after others of the same engine, one or for some seconds, so that CPU caches are warm; a slow step is timed alone."""
+    began, span = time.perf_counter(), timed.midway_step()
+    if span[0] > SLOW_STEP:
+        return span
+    while time.perf_counter() - began < seconds:
+        timed.midway_step()
+    return timed.midway_step()
 
 
 def measure(drafts: Iterable[tuple[str, Callable[[], Engine]]], length: int) -> Steps:
@@ -91,7 +93,7 @@ def measure(drafts: Iterable[tuple[str, Callable[[], Engine]]], length: int) -> 
     """
     (plain_name, make_plain), *drafted_engines = drafts
     began = time.perf_counter()
-    steps: Steps = {}
+    plain_spans, steps = list[Span](), dict[str, tuple[int, list[Span], float]]()
     with suppress(InputError):  # such as too little memory for an engine
         plain = TimedEngine(make_plain())
         plain.midway_step(zero_cache=True)  # with the set-up of a first use
@@ -101,37 +103,39 @@ def measure(drafts: Iterable[tuple[str, Callable[[], Engine]]], length: int) -> 
             # The next draft is expected to take the mean time of plain decoding and of the drafts before it.
             if steps and elapsed + elapsed / len(steps) > budget:
                 break
-            plain_step, drafted_step = measure_beside(plain, make_engine)
-            steps = {plain_name: plain_step} | steps | {name: drafted_step}
-    return steps
+            steps[name] = measure_beside(plain, plain_spans, make_engine)
+    if not steps:
+        return {}
+    wait_ratio = median(ratio for _, _, ratio in steps.values())
+    plain_seconds = median(seconds for seconds, _ in plain_spans)
+    measured = Steps()
+    for name, (rows, spans, ratio) in ({plain_name: (plain.rows, plain_spans, wait_ratio)} | steps).items():
+        seconds, target_seconds = (sorted(part) for part in zip(*spans, strict=True))
+        spread = max(ratio, median(seconds) / seconds[0])
+        times = median(seconds) / plain_seconds, median(target_seconds) / plain_seconds
+        measured[name] = Step(rows, *times, spread)
+    return measured
 
 
-def measure_beside(plain: TimedEngine, make_engine: Callable[[], Engine]) -> tuple[Step, Step]:
-    """Time steps of plain decoding and of a draft in turn, the latter in an engine that is freed at the end."""
-    drafted = TimedEngine(make_engine())
+def measure_beside(
+    plain: TimedEngine, plain_spans: list[Span], make_engine: Callable[[], Engine]
+) -> tuple[int, list[Span], float]:
+    """Time steps of a draft and of plain decoding in turn, and add the latter to `plain_spans`.
+
+    Return the rows of the draft's passes, its steps, and seconds over seconds of CPU time. The draft's engine is freed.
+    """
+    drafted, spans = TimedEngine(make_engine()), list[Span]()
     drafted.midway_step(zero_cache=True)
-    drafted_spans, plain_spans = list[Span](), list[Span]()
     start, thread_start = time.perf_counter(), time.thread_time()
-    while len(plain_spans) < MAX_STEPS:
-        if len(plain_spans) >= MIN_STEPS and time.perf_counter() - start > STEP_SECONDS:
+    while len(spans) < MAX_STEPS:
+        if len(spans) >= MIN_STEPS and time.perf_counter() - start > STEP_SECONDS:
             break
-        drafted_spans.append(warm_step(drafted))
-        plain_spans.append(warm_step(plain))
+        spans.append(warm_step(drafted))
+        plain_spans.append(warm_step(plain, WARM_SECONDS))
     wall_seconds, thread_seconds = time.perf_counter() - start, time.thread_time() - thread_start
     # On a CPU, seconds beyond the thread's own CPU time were spent waiting for a core.
     on_cpu = plain.engine.codes.device.type == "cpu"
-    wait_ratio = wall_seconds / thread_seconds if thread_seconds and on_cpu else 1.0
-    plain_seconds = [seconds for seconds, _ in plain_spans]
-
-    def step(rows: int, spans: Sequence[Span]) -> Step:
-        seconds, target_seconds = zip(*spans, strict=True)
-        spread = max(wait_ratio, median(seconds) / min(seconds))
-        step_time, target_time = (
-            median(map(truediv, part, plain_seconds)) for part in (seconds, target_seconds)
-        )
-        return Step(rows, step_time, target_time, spread)
-
-    return step(plain.rows, plain_spans), step(drafted.rows, drafted_spans)
+    return drafted.rows, spans, wall_seconds / thread_seconds if thread_seconds and on_cpu else 1.0
 
 
 def disturbed(steps: Collection[Step]) -> bool:
