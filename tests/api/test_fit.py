@@ -120,8 +120,10 @@ def test_the_draft_with_the_most_codes_per_second_is_chosen(pipe: Pipeline, time
     assert pipe.fit(pipe.settings("parallel")) == fitted and len(asked) == 1
 
 
-def test_plain_decoding_is_chosen_where_no_draft_is_faster(pipe: Pipeline, timed) -> None:
-    timed({PLAIN: 1.0, "chain-1": 1.6, "chain-2": 1.8})
+# A chain of 1 decides 1.5 codes: it is slower than plain decoding, or faster within the error of a measurement.
+@pytest.mark.parametrize("seconds", [1.6, 1.45])
+def test_plain_decoding_is_chosen_where_no_draft_is_clearly_faster(pipe: Pipeline, timed, seconds) -> None:
+    timed({PLAIN: 1.0, "chain-1": seconds, "chain-2": 1.8})
     settings = pipe.settings("parallel")
     fitted = pipe.fit(settings)
     assert fitted == plain_settings(settings) and fitted.method == "ar" and fitted.fit

@@ -40,7 +40,8 @@ from lanternpp.util.registry import GivenEntry
 
 SWITCH = "LANTERNPP_FIT"  # in the environment; 0: nothing is fitted, as with --no-fit
 PLAIN = "plain"
-MARGIN = 0.02  # how much slower than the fastest draft a shorter one may be: the error of a measurement
+# How much slower than the fastest draft a shorter one, or plain decoding, may be; the latter is the error of a measurement.
+MARGIN, PLAIN_MARGIN = 0.02, 0.05
 # In the order of measurement, as the budget may end before all depths are measured.
 DEPTHS = (4, 2, 8, 12, 6, 3, 10, 14, 5, 16, 1, 7)
 TREES = ("deep-8", "eagle-25")  # offered beside chains to a method whose own tree branches
@@ -269,7 +270,7 @@ class Fit:
 
     @own_devices()
     def __call__(self, settings: Settings, new_engine: Callable[..., Engine]) -> Settings:
-        """Return the settings with the fastest draft, or plain decoding's where no draft is faster; new_engine: of `Engines`.
+        """Return the settings with the fastest draft, or plain decoding's where none is clearly faster; new_engine: of `Engines`.
 
         The steps of a few drafts are measured now unless they were before. Where acceptance rates are not known yet the method's
         own draft stays, with `fit` False, and is counted.
@@ -288,7 +289,7 @@ class Fit:
             return unfitted
         times = {name: step.time * passes(self.length, candidates[name][1]) for name, step in steps.items()}
         shortest = min(times.values())
-        if times[PLAIN] == shortest:
+        if times[PLAIN] * (1 - PLAIN_MARGIN) <= shortest:
             return candidates[PLAIN][0]
         fast = [name for name in times if name != PLAIN and times[name] * (1 - MARGIN) <= shortest]
         return candidates[min(fast, key=lambda name: steps[name].rows)][0]

@@ -129,7 +129,7 @@ class Pipeline(Engines):
         return for_target(settings, self.target, self.name, overrides)
 
     def fit(self, settings: Settings) -> Settings:
-        """Return the settings with the draft that is fastest on this machine, or plain decoding's where no draft is faster.
+        """Return the settings with the draft that is fastest on this machine, or plain decoding's where none is clearly faster.
 
         Steps that were not measured before are measured now, in at most a second or 5 % of a picture's time. Settings whose
         draft was given or tuned, or whose acceptance rates are not known yet, keep their draft and get `fit` False.
