@@ -93,8 +93,8 @@ def measure(drafts: Iterable[tuple[str, Callable[[], Engine]]], length: int) -> 
     another draft. The second is always measured too, the others as far as the budget allows. length: codes of a picture.
     """
     (plain_name, make_plain), *drafted_engines = drafts
-    began = time.perf_counter()
-    plain_spans, steps = list[Span](), dict[str, tuple[int, list[Span], float]]()
+    began, thread_began = time.perf_counter(), time.thread_time()
+    plain_spans, steps = list[Span](), dict[str, tuple[int, list[Span]]]()
     with suppress(InputError):  # such as too little memory for an engine
         plain = TimedEngine(make_plain())
         plain.midway_step(zero_cache=True)  # with the set-up of a first use
@@ -107,36 +107,35 @@ def measure(drafts: Iterable[tuple[str, Callable[[], Engine]]], length: int) -> 
             steps[name] = measure_beside(plain, plain_spans, make_engine)
     if not steps:
         return {}
-    wait_ratio = median(ratio for _, _, ratio in steps.values())
+    wall_seconds, thread_seconds = time.perf_counter() - began, time.thread_time() - thread_began
+    # On a CPU, seconds beyond the thread's own CPU time were spent waiting for a core.
+    on_cpu = plain.engine.codes.device.type == "cpu"
+    wait_ratio = wall_seconds / thread_seconds if thread_seconds and on_cpu else 1.0
     plain_seconds = median(seconds for seconds, _ in plain_spans)
     measured = Steps()
-    for name, (rows, spans, ratio) in ({plain_name: (plain.rows, plain_spans, wait_ratio)} | steps).items():
+    for name, (rows, spans) in ({plain_name: (plain.rows, plain_spans)} | steps).items():
         seconds, target_seconds = (sorted(part) for part in zip(*spans, strict=True))
-        spread = max(ratio, median(seconds) / seconds[0])
         times = median(seconds) / plain_seconds, median(target_seconds) / plain_seconds
-        measured[name] = Step(rows, *times, spread)
+        measured[name] = Step(rows, *times, spread=max(wait_ratio, median(seconds) / seconds[0]))
     return measured
 
 
 def measure_beside(
     plain: TimedEngine, plain_spans: list[Span], make_engine: Callable[[], Engine]
-) -> tuple[int, list[Span], float]:
-    """Time steps of a draft and of plain decoding in turn, and add the latter to `plain_spans`.
+) -> tuple[int, list[Span]]:
+    """Time steps of a draft, in an engine that is freed at the end, and of plain decoding in turn; add the latter to `plain_spans`.
 
-    Return the rows of the draft's passes, its steps, and seconds over seconds of CPU time. The draft's engine is freed.
+    Return the rows of the draft's passes, and its steps.
     """
     drafted, spans = TimedEngine(make_engine()), list[Span]()
     drafted.midway_step(zero_cache=True)
-    start, thread_start = time.perf_counter(), time.thread_time()
+    start = time.perf_counter()
     while len(spans) < MAX_STEPS:
         if len(spans) >= MIN_STEPS and time.perf_counter() - start > STEP_SECONDS:
             break
         spans.append(warm_step(drafted))
         plain_spans.append(warm_step(plain, WARM_SECONDS))
-    wall_seconds, thread_seconds = time.perf_counter() - start, time.thread_time() - thread_start
-    # On a CPU, seconds beyond the thread's own CPU time were spent waiting for a core.
-    on_cpu = plain.engine.codes.device.type == "cpu"
-    return drafted.rows, spans, wall_seconds / thread_seconds if thread_seconds and on_cpu else 1.0
+    return drafted.rows, spans
 
 
 def disturbed(steps: Collection[Step]) -> bool:

@@ -287,8 +287,7 @@ METHODS = {
         {"proposer": "independent", "accept": "exact", "tree": "chain-4"},
     ),
     "lantern": Method(
-        "LANTERN: additive relaxation on a tree like EAGLE-2's (arXiv 2410.03355)",
-        {**LANTERN, "tree": "eagle2-58"},
+        "LANTERN: additive relaxation on a dynamic tree (arXiv 2410.03355)", {**LANTERN, "tree": "eagle2-58"}
     ),
     "lantern-static": Method(
         "LANTERN's additive relaxation on EAGLE-1's static tree", {**LANTERN, "tree": "eagle-25"}
