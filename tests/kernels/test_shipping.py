@@ -165,32 +165,30 @@ def test_kernels_of_another_version_are_rejected(older: Path):
 
 
 FORK = """
-import os, signal, torch
+import os, pathlib, signal, sys, torch
 from lanternpp.kernels import loading
-loading.library()
-torch.set_num_threads(2)
-torch.rand(10**6).exp()
+{prepare}
 child = os.fork()
 signal.alarm(0 if child else 30)
-torch.rand(10**6).exp()
+{work}
 if not child:
     os._exit(7)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
+EXP = "torch.rand(10**6).exp()"
 
 
 @installed
 @pytest.mark.skipif(sys.platform != "linux", reason="PyTorch has another OpenMP here")
 def test_a_forked_child_computes_with_threads_of_its_own():
-    assert python("-W", "ignore", "-c", FORK).stdout == "7\n"
+    script = FORK.format(prepare=f"loading.library()\ntorch.set_num_threads(2)\n{EXP}", work=EXP)
+    assert python("-W", "ignore", "-c", script).stdout == "7\n"
 
 
 OWN_THREADS = """
-import os, pathlib, signal, sys, torch
 from concurrent.futures import ThreadPoolExecutor
 from lanternpp import Pipeline
 from lanternpp.engine import threads
-from lanternpp.kernels import loading
 
 threads.SCHEDSTAT = pathlib.Path("missing")  # two threads, whatever else runs here
 library = loading.load(pathlib.Path(sys.argv[1]))
@@ -203,12 +201,6 @@ expected = draw(pipes[0])
 torch.set_num_threads(2)
 with ThreadPoolExecutor() as pool:
     assert all(torch.equal(codes, expected) for _ in range(3) for codes in pool.map(draw, pipes))
-child = os.fork()
-signal.alarm(0 if child else 60)
-assert torch.equal(draw(pipes[0]), expected)
-if not child:
-    os._exit(7)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
@@ -222,7 +214,8 @@ def test_kernels_without_openmp_draw_the_same_in_two_threads_at_once_and_in_a_fo
         building.Toolchain.find().compile(building.UNIT, options, tmp_path / "own.so")
     except (LookupError, subprocess.SubprocessError):
         pytest.skip("no C compiler here, or it does not know this CPU")
-    assert python("-W", "ignore", "-c", OWN_THREADS, tmp_path / "own.so").stdout == "7\n"
+    script = FORK.format(prepare=OWN_THREADS, work="assert torch.equal(draw(pipes[0]), expected)")
+    assert python("-W", "ignore", "-c", script, tmp_path / "own.so").stdout == "7\n"
 
 
 DRAW = """

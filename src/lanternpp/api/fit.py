@@ -77,7 +77,7 @@ Span = tuple[float, float]  # seconds of a step, and of the target's pass in the
 
 
 def warm_step(timed: TimedEngine, seconds: float = 0.0) -> Span:
-    """Time a step after others of the same engine, one or for some seconds, so that CPU caches are warm; a slow step is timed alone."""
+    """Time a step after at least one other, and `seconds`, of the same engine, so that CPU caches are warm; a slow step is timed alone."""
     began, span = time.perf_counter(), timed.midway_step()
     if span[0] > SLOW_STEP:
         return span

@@ -68,7 +68,7 @@ ALWAYS_INLINE void grouped_tile(int count, const int8_t *x, const float *scale, 
     for (int column = 0; column < BLOCK_N; column += 2 * DOT_N) {
         const int8_t *number = x;
         const char *w = weight + 4 * column;
-        const int64_t fetched = 16 * K_ALIGN * (column / (2 * DOT_N)), fetched_now = share - fetched;
+        const int64_t fetched = 16 * K_ALIGN * (column / (2 * DOT_N)), to_fetch = share - fetched; /* with the columns before, and from here on */
         dot_floats sums[GROUPED_M][2] = {0};
         if (!first)
             UNROLL for (int r = 0; r < count; r++)
@@ -81,21 +81,21 @@ ALWAYS_INLINE void grouped_tile(int count, const int8_t *x, const float *scale, 
             }
 #if defined(__ARM_FEATURE_DOTPROD)
             for (int k = 0; k < K_ALIGN; k += 16, w += 16 * BLOCK_N) {
-                const dot_vec *four = (const dot_vec *)w; /* of each 4 inputs BLOCK_N / DOT_N vectors */
-                if (16 * k < fetched_now) prefetch_l2(next + g * share + fetched + 16 * k, 256);
+                const dot_vec *weights = (const dot_vec *)w; /* BLOCK_N / DOT_N = 8 vectors for each 4 inputs */
+                if (16 * k < to_fetch) prefetch_l2(next + g * share + fetched + 16 * k, 256);
                 UNROLL for (int r = 0; r < count; r++) {
                     const dot_vec x_all = (dot_vec) * (const dot_ints *)(number + r * K_ALIGN + k);
                     UNROLL for (int v = 0; v < 2; v++) {
-                        DOT4_LANE(products[r][v], four[v], x_all, 0);
-                        DOT4_LANE(products[r][v], four[8 + v], x_all, 1);
-                        DOT4_LANE(products[r][v], four[16 + v], x_all, 2);
-                        DOT4_LANE(products[r][v], four[24 + v], x_all, 3);
+                        DOT4_LANE(products[r][v], weights[v], x_all, 0);
+                        DOT4_LANE(products[r][v], weights[8 + v], x_all, 1);
+                        DOT4_LANE(products[r][v], weights[16 + v], x_all, 2);
+                        DOT4_LANE(products[r][v], weights[24 + v], x_all, 3);
                     }
                 }
             }
 #else
             UNROLL for (int k = 0; k < K_ALIGN; k += 4, w += 4 * BLOCK_N) {
-                if (16 * k < fetched_now) prefetch_l2(next + g * share + fetched + 16 * k, 64);
+                if (16 * k < to_fetch) prefetch_l2(next + g * share + fetched + 16 * k, 64);
                 const dot_vec left = (dot_vec) * (const dot_ints *)w, right = (dot_vec) * (const dot_ints *)(w + 4 * DOT_N);
                 UNROLL for (int r = 0; r < count; r++) {
                     int32_t four;

@@ -16,7 +16,6 @@ int64_t number_of(const char *name) {
         SIZE(Scratch), SIZE(Linear), SIZE(Packing), SIZE(LinearCall), SIZE(Layer), SIZE(Shape), SIZE(Pass), SIZE(Sampling), SIZE(Rows),
         SIZE(Children), SIZE(DraftLayers), SIZE(Chain), SIZE(Node), SIZE(Verification), SIZE(QueryInputs), SIZE(Network), SIZE(Drafter), SIZE(Step),
     };
-#undef SIZE
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
         if (!strcmp(name, numbers[i].name)) return numbers[i].number;
     return -1;

@@ -4,11 +4,6 @@
 
 #include "kernels.h"
 #include <sched.h>
-#if defined(_OPENMP)
-#include <omp.h>
-#else
-#include <pthread.h>
-#endif
 
 enum { MAX_TEAM = 256 }; /* 2 to the power of the rounds that a barrier has at most */
 
@@ -58,17 +53,7 @@ static inline void wait_for_team(const Team *team) {
 }
 
 #if defined(_OPENMP)
-static int64_t run_team(int64_t threads, Task *task, void *work, char *memory) {
-    int64_t reached[threads][8] __attribute__((aligned(64)));
-    memset(reached, 0, sizeof reached);
-#pragma omp parallel num_threads((int)(threads < MAX_TEAM ? threads : MAX_TEAM))
-    {
-        const Team team = {omp_get_thread_num(), omp_get_num_threads(), reached, memory};
-        task(&team, work);
-    }
-    return 0;
-}
-
+#include <omp.h>
 /* How many threads the parallel regions that the calling thread starts have from now on, PyTorch's among them; returns how many they had. */
 int use_threads(int count) {
     const int before = omp_get_max_threads();
@@ -76,9 +61,8 @@ int use_threads(int count) {
     return before;
 }
 #else
+#include <pthread.h>
 int use_threads(int count) { return (void)count, 0; } /* PyTorch has threads of its own */
-
-enum { IDLE_SPINS = 20 * SPINS }; /* before a thread without work sleeps, some 0.2 ms */
 
 /* Threads that wait for the next team: starting them takes as long as a pass of a small model. */
 typedef struct {
@@ -96,7 +80,7 @@ static Pool pool = NEW_POOL;
 
 static void *join_teams(void *rank) {
     for (int64_t last = 0;;) {
-        spin_until(&pool.round, last + 1, IDLE_SPINS);
+        spin_until(&pool.round, last + 1, 20 * SPINS); /* for some 0.2 ms, then sleep */
         pthread_mutex_lock(&pool.asleep);
         while (pool.round == last) pthread_cond_wait(&pool.wake, &pool.asleep);
         last = pool.round;
@@ -114,28 +98,46 @@ static void forget_threads(void) { pool = (Pool)NEW_POOL; } /* a forked child ha
 __attribute__((constructor)) static void watch_forks(void) { pthread_atfork(0, 0, forget_threads); }
 #endif
 
-/* The calling thread works alone while another team works. */
-static int64_t run_team(int64_t threads, Task *task, void *work, char *memory) {
-    int64_t reached[MAX_TEAM][8] __attribute__((aligned(64))) = {{0}};
-    const int64_t others = (threads > MAX_TEAM ? MAX_TEAM : threads) - 1;
-    Team team = {.size = 1, .reached = reached, .memory = memory};
-    if (others < 1 || pthread_mutex_trylock(&pool.busy)) return task(&team, work), 0;
-    for (pthread_t thread; pool.threads < others; pool.threads++) {
-        if (pthread_create(&thread, 0, join_teams, (void *)(intptr_t)(pool.threads + 1))) break;
+/* Work on a task with threads of the pool, at most `size` in all; `busy` is held and is released. */
+static void work_with_pool(Team team, int64_t size, Task *task, void *work) {
+    pthread_t thread;
+    while (pool.threads < size - 1 && !pthread_create(&thread, 0, join_teams, (void *)(intptr_t)(pool.threads + 1))) {
         pthread_detach(thread);
+        pool.threads++;
     }
-    team.size += pool.threads < others ? pool.threads : others;
+    team.size = pool.threads < size ? pool.threads + 1 : size;
     pthread_mutex_lock(&pool.asleep);
-    pool.finished = 0, pool.team = team, pool.task = task, pool.work = work;
+    pool.finished = 0;
+    pool.team = team;
+    pool.task = task;
+    pool.work = work;
     __atomic_store_n(&pool.round, (pool.round / MAX_TEAM + 1) * MAX_TEAM + team.size - 1, __ATOMIC_RELEASE);
     pthread_cond_broadcast(&pool.wake);
     pthread_mutex_unlock(&pool.asleep);
     task(&team, work);
     spin_until(&pool.finished, team.size - 1, INT64_MAX);
     pthread_mutex_unlock(&pool.busy);
-    return 0;
 }
 #endif
+
+/* Without OpenMP the calling thread works alone while another team works. */
+static int64_t run_team(int64_t threads, Task *task, void *work, char *memory) {
+    const int64_t size = threads < MAX_TEAM ? threads : MAX_TEAM;
+    int64_t reached[size][8] __attribute__((aligned(64)));
+    memset(reached, 0, sizeof reached);
+#if defined(_OPENMP)
+#pragma omp parallel num_threads((int)size)
+    {
+        const Team team = {omp_get_thread_num(), omp_get_num_threads(), reached, memory};
+        task(&team, work);
+    }
+#else
+    const Team team = {.size = 1, .reached = reached, .memory = memory};
+    if (size < 2 || pthread_mutex_trylock(&pool.busy)) task(&team, work);
+    else work_with_pool(team, size, task, work);
+#endif
+    return 0;
+}
 
 static void rows_of_team(const Team *team, void *work) {
     const RowsOfTeam *rows = work;
