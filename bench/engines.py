@@ -41,8 +41,10 @@ ENGINES = {
     "openvino-int8": ("OpenVINO, W8A8 in groups of 64, head bf16", 1, 1.5),
     "llama.cpp": ("llama.cpp, BF16", 2, 0.2),
     "llama.cpp-int8": ("llama.cpp, Q8_0", 1, 1.2),
+    "llama.cpp-int4": ("llama.cpp, Q4_0", 0.56, 0.7),
     "ours": ("**ours, bf16**", 2, 2.5),
     "ours-int8": ("**ours, int8**", 1, 1.5),
+    "ours-int4": ("**ours, int4**", 0.53, 1.5),
 }
 """By engine: its label, the bytes per weight that it reads, and the bytes per weight in memory besides mapped files."""
 KINDS = {

@@ -53,7 +53,7 @@ class RandomTarget(LlamaGenTarget):
         embeds = torch.randn(branches, SLOTS, weight.shape[1], device=weight.device).to(weight)
         return Prompt(embeds, torch.full((branches,), SLOTS - TEXT_SLOTS, device=weight.device))
 
-    def draw_weights(self, device: torch.device, dtype: torch.dtype, int8: bool) -> None:
+    def draw_weights(self, device: torch.device, dtype: torch.dtype, stored: str) -> None:
         """Draw weights with the standard deviation of trained ones, and pack them for the kernels."""
         self.decoder.rotary_table = self.decoder.rotary_table.to(device)
         for module in self.modules():
@@ -61,7 +61,7 @@ class RandomTarget(LlamaGenTarget):
                 values = torch.empty(weight.shape, dtype=dtype, device=device)
                 values = values.fill_(1) if weight.dim() == 1 else values.normal_(0, 0.02)
                 module.register_parameter(name, torch.nn.Parameter(values, requires_grad=False))
-        backend().pack(self.eval(), int8)
+        backend().pack(self.eval(), "bfloat16" if stored == "auto" else stored)
 
 
 class Case(TimedEngine):
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="XL")
     parser.add_argument("--stage", type=int, choices=(1, 2), default=1)
     parser.add_argument("--tree", default="lantern-57")
-    parser.add_argument("--dtype", choices=("auto", "int8"), default="auto")
+    parser.add_argument("--dtype", choices=("auto", "int8", "int4"), default="auto")
     parser.add_argument("--accepted", type=float, default=5.2)
     parser.add_argument("--runs", type=int, default=12)
     parser.add_argument("--cfg", type=float, default=7.5)
@@ -110,7 +110,7 @@ def main() -> None:
     config = LlamaGenConfig(dim, layers, heads, hidden, grid=grid, caption_dim=2048, slots=SLOTS)
     with blank():
         target = RandomTarget(config)
-    target.draw_weights(device, dtype, options.dtype == "int8")
+    target.draw_weights(device, dtype, options.dtype)
     cases = [Case("plain step", target, NoDraft(), options.cfg)]
     for name, drafted in (("nothing accepted", target), ("all accepted", with_flat_head(target))):
         cases.append(Case(name, drafted, build_proposer(drafted, options.tree), options.cfg))
@@ -123,7 +123,7 @@ def main() -> None:
     print(
         f"LlamaGen-{options.size}, stage {options.stage}: {target.length} codes, cfg {options.cfg}, {options.tree}"
     )
-    weights = "int8" if options.dtype == "int8" else dtype
+    weights = dtype if options.dtype == "auto" else options.dtype
     print(
         f"{device}, {weights}, kernels {backend().name}, {threads} threads, torch {torch.__version__}, medians of {options.runs} steps"
     )

@@ -20,7 +20,7 @@ NAMES = {
 
 
 def write(weights: Path, kind: str, path: Path) -> None:
-    """Write a model of the architecture "llama" with these weights; kind: "BF16" or "Q8_0", the head's too.
+    """Write a model of the architecture "llama" with these weights; kind: "BF16", "Q8_0" or "Q4_0", the head's too.
 
     Its rotary embedding has one axis and pairs other channels: the cost is equal, the logits are not.
     """

@@ -113,12 +113,12 @@ class Compiled(PyTorch):
 
 
 class Ours(PyTorch):
-    """`PyTorch` with weights packed for the package's kernels. dtype: "bfloat16" or "int8"."""
+    """`PyTorch` with weights packed for the package's kernels. dtype: "bfloat16", "int8" or "int4"."""
 
     def __init__(self, weights: Path, dtype: str):
         super().__init__(weights)
         kernels = backend()
-        kernels.pack(self.decoder, int8=dtype == "int8")
+        kernels.pack(self.decoder, dtype)
         packed = kernels.head(self.head)
         if self.decoder.native is None or packed is None:
             raise UnavailableError("our kernels do not serve this decoder, or are not installed")
@@ -139,8 +139,10 @@ ENGINES: dict[str, Callable[..., Any]] = {
     "openvino-int8": partial(OpenVINO, int8=True),
     "llama.cpp": partial(LlamaCpp, kind="BF16"),
     "llama.cpp-int8": partial(LlamaCpp, kind="Q8_0"),
+    "llama.cpp-int4": partial(LlamaCpp, kind="Q4_0"),
     "ours": partial(Ours, dtype="bfloat16"),
     "ours-int8": partial(Ours, dtype="int8"),
+    "ours-int4": partial(Ours, dtype="int4"),
 }
 
 

@@ -1,4 +1,4 @@
-"""`--dtype`: auto, what is reported, and weights in 8 bits."""
+"""`--dtype`: auto, what is reported, and weights in 8 and 4 bits."""
 
 from __future__ import annotations
 
@@ -68,10 +68,11 @@ def test_8_bits_by_torchao_draw_and_report_their_effect_on_the_logits(run, model
 
 
 @pytest.mark.skipif(kernels() is None, reason="no kernels here")
-def test_kernels_draw_from_8_bits_without_torchao(run, model, monkeypatch) -> None:
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_kernels_draw_from_8_and_4_bits_without_torchao(run, model, monkeypatch, dtype) -> None:
     monkeypatch.setattr(int8, "find_spec", lambda name: None)
-    settings = run(*DRAW, model, "--dtype", "int8", "--json").json["settings"]
-    assert settings["dtype"].startswith("int8, ")
+    settings = run(*DRAW, model, "--dtype", dtype, "--json").json["settings"]
+    assert settings["dtype"].startswith(f"{dtype}, ")
 
 
 @pytest.mark.skipif(kernels() is None, reason="no kernels here")
@@ -89,11 +90,15 @@ def test_8_bits_of_latents_are_rejected_with_and_without_kernels(run, tmp_path, 
     run(*DRAW, write_diffusion(tmp_path), "--dtype", "int8").refused("draws continuous latents; leave it out")
 
 
-def test_8_bits_without_torchao_and_kernels_are_rejected_before_a_model_is_read(
-    run, broken, monkeypatch, empty_dir
+@pytest.mark.parametrize(
+    ("dtype", "reason"),
+    [("int8", "pip install 'lanternpp[int8]'"), ("int4", "int4 needs the kernels for CPUs")],
+)
+def test_weights_in_few_bits_that_nothing_computes_from_are_rejected_before_a_model_is_read(
+    run, broken, monkeypatch, empty_dir, dtype, reason
 ) -> None:
     monkeypatch.setenv(SWITCH, "0")
     monkeypatch.setattr(int8, "find_spec", lambda name: None)
     (broken / "target" / "model.safetensors").unlink()
-    run(*DRAW, broken, "--dtype", "int8").refused("pip install 'lanternpp[int8]'")
+    run(*DRAW, broken, "--dtype", dtype).refused(reason)
     assert not list(empty_dir.iterdir())

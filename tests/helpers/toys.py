@@ -318,3 +318,19 @@ def stored_in_8_bits(weight: Tensor) -> Tensor:
     weight.copy_(exact)
     weight.int8_weight = numbers, scale
     return exact
+
+
+def fits_4_bits(weight: Tensor) -> Tensor:
+    """Replace a weight [out, in] by random numbers that 4 bits store exactly; return it in float64.
+
+    They are q - 8 times a whole number that 32 inputs share, and 2^-8, with q = 0 in each of these groups.
+    """
+    out, inputs = weight.shape
+    groups = -(-inputs // 32)
+    factors = torch.randint(1, 16, (out, groups)) * torch.randint(0, 2, (out, groups)).mul(2).sub(1)
+    factors[:, 0] = 15
+    numbers = torch.randint(-8, 8, (out, groups, 32))
+    numbers[..., 0] = -8
+    exact = (numbers * factors[..., None]).flatten(1)[:, :inputs].double() / 256
+    weight.copy_(exact)
+    return exact

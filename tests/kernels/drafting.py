@@ -28,21 +28,16 @@ TAIL = [name for name, _ in structs.Node._fields_].index("tail")
 
 
 def drafter_of(dim: int, hidden: int, aux_layers: tuple[int, ...] = ()) -> ParallelDrafter:
-    """A drafter with a layer for the confidence, in bfloat16."""
+    """A drafter in bfloat16."""
     decoder = DecoderConfig(dim, 1, 1, 32, head_dim=4)
-    config = ParallelConfig(decoder, 2, hidden, aux_layers=aux_layers, confidence=True)
+    config = ParallelConfig(decoder, 2, hidden, aux_layers=aux_layers)
     return ParallelDrafter(config, grid_table(1, 4, 4).float()).to(HALF).requires_grad_(False)
 
 
-def empty_chain(batch: int, levels: int, vocab: int, survival: bool = False) -> Draft:
+def empty_chain(batch: int, levels: int, vocab: int) -> Draft:
     """A draft with room for the codes of a chain, all of them the last code."""
     codes, probs = torch.full((batch, levels + 1), vocab - 1), torch.zeros(batch, levels + 1, vocab)
-    return Draft(
-        chain_tree(batch, levels, codes.device),
-        codes,
-        probs,
-        torch.zeros(batch, levels) if survival else None,
-    )
+    return Draft(chain_tree(batch, levels, codes.device), codes, probs)
 
 
 class Turn:
@@ -60,16 +55,14 @@ class Turn:
         self.u = torch.rand(batch, levels, dtype=torch.float64)
         self.forbidden: Tensor | None = None
 
-    def drawn(
-        self, library: Any, sampling: Sampling, rows: slice = slice(None), min_survival: float = 0.0
-    ) -> Draft:
+    def drawn(self, library: Any, sampling: Sampling, rows: slice = slice(None)) -> Draft:
         """The chains of some pictures, in C."""
         u = self.u[rows]
-        draft = empty_chain(*u.shape, len(self.head), bool(min_survival))
+        draft = empty_chain(*u.shape, len(self.head))
         forbidden = None if self.forbidden is None else self.forbidden[rows]
         inputs = {"features": self.features[rows], "query": self.query[rows], "prev": self.prev}
         made = KernelDrafter(self.drafter, KernelLinear(library, [(self.head, None)]), library)
-        assert made.sample(draft, sampling.warp, min_survival, **inputs, bias=forbidden, u=u)
+        assert made.sample(draft, sampling.warp, **inputs, bias=forbidden, u=u)
         return draft
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers.distributions import KINDS, chain_distribution, contexts, distance, sequences
 from helpers.relaxed import RULES as SMALL_RULES
 from helpers.relaxed import distributions_of
@@ -36,31 +35,6 @@ pytestmark = [
 
 Threads = Callable[[int], None]
 DIM, HIDDEN, LEVELS = 64, 32, 4  # of a `Turn`
-
-
-@pytest.mark.parametrize("batch", [1, 5])
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_chain_ends_where_none_of_the_batch_survives(
-    library: object, batch: int, count: int, threads: Threads
-) -> None:
-    """What is drawn until then is the same as without `min_survival`."""
-    turn = Turn(300, batch)
-    complete = turn.drawn(library, Sampling())
-    drafter = turn.drafter
-    act = F.silu(turn.query.double() + turn.prev[complete.codes[:, :-1]].double()).to(HALF).double()
-    after = act @ drafter.up.weight.double().T + drafter.up.bias.double()
-    after[:, 0] = 0
-    weight, bias = drafter.confidence.weight.double(), drafter.confidence.bias.double()
-    expected = ((turn.features + after) @ weight.T + bias)[..., 0].sigmoid().cumprod(1)
-    cuts = [0.0] + [float(expected[:, level].amax()) + 2e-4 for level in range(1, LEVELS)]
-    threads(count)
-    for level, cut in enumerate(cuts):
-        draft = turn.drawn(library, Sampling(), min_survival=cut or 1e-9)
-        drawn = level or LEVELS
-        assert torch.allclose(draft.survival[:, :drawn].double(), expected[:, :drawn], atol=1e-4)
-        assert not draft.survival[:, drawn:].any() and not draft.probs[:, drawn:].any()
-        assert torch.equal(draft.codes[:, : drawn + 1], complete.codes[:, : drawn + 1])
-        assert torch.equal(draft.probs[:, :drawn], complete.probs[:, :drawn])
 
 
 def logits_in_c(logits: Tensor, sampling: Sampling) -> Tensor:

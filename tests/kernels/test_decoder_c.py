@@ -52,9 +52,9 @@ def in_float64(network: Decoder) -> Decoder:
 def in_c(network: Decoder, library: object = None) -> Decoder:
     """Its passes in C, with the 8 bits that weights have."""
     found = copy.deepcopy(network)
-    int8 = all(int8_parts(block.wqkv.weight) is not None for block in network.blocks)
+    dtype = "int8" if all(int8_parts(block.wqkv.weight) for block in network.blocks) else "bfloat16"
     library = library or native.library()
-    found.native = KernelDecoder(network.stack(), network.rotary_table, library, int8)
+    found.native = KernelDecoder(network.stack(), network.rotary_table, library, dtype)
     return found
 
 

@@ -22,7 +22,6 @@ from lanternpp.kernels.binding import Struct
 from lanternpp.kernels.kinds import KINDS, choose
 from lanternpp.kernels.packing import KernelDecoder
 from lanternpp.nn.decoder import Decoder, DecoderConfig, grid_table
-from lanternpp.nn.int8 import quantise
 
 HARNESS = Path(__file__).with_name("harness.c")
 CROSS, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
@@ -116,19 +115,16 @@ def library_without_weight_zero() -> ctypes.CDLL:
 
 
 @torch.inference_mode()
-def recorded_pass(int8_weight: bool) -> Recorder:
+def recorded_pass(kept: str) -> Recorder:
     """A chain of 5 nodes in two rows, after a prefill of 3 slots."""
     torch.manual_seed(0)
     config = DecoderConfig(64, 2, 4, 96)
     network = (
         Decoder(config, grid_table(3, 8, config.head_dim).float()).bfloat16().eval().requires_grad_(False)
     )
-    if int8_weight:
-        pytest.importorskip("torchao")
-        quantise(network)
     found = library_without_weight_zero()
     cache, x = Cache(config, 2, 10, torch.zeros(0).bfloat16()), torch.randn(2, 8, 64).bfloat16()
-    network.native = KernelDecoder(network.stack(), network.rotary_table, found, int8_weight)
+    network.native = KernelDecoder(network.stack(), network.rotary_table, found, kept)
     prompt = cache.rows(torch.arange(2), torch.zeros(2, dtype=torch.int64), 3)
     network(x[:, :3], prompt.nodes(), prompt)
     network.native.library = recorder = Recorder(found, network.native.layer_structs)
@@ -169,14 +165,14 @@ def library_of(folder: Path, kind: str) -> Path:
 
 @cross
 @pytest.mark.skipif(loading.library() is None, reason="no kernels here")
-@pytest.mark.parametrize("int8_weight", [False, True], ids=["bfloat16", "int8"])
+@pytest.mark.parametrize("kept", ["bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("kind", ARM)
-def test_a_pass_on_arm_is_that_of_this_cpu(arm: Path, kind, int8_weight: bool, tmp_path: Path):
-    recorder = recorded_pass(int8_weight)
+def test_a_pass_on_arm_is_that_of_this_cpu(arm: Path, kind, kept: str, tmp_path: Path):
+    recorder = recorded_pass(kept)
     (tmp_path / "in").write_bytes(recorder.text)
     emulate("max", arm, library_of(arm, kind), "decode", tmp_path / "in", tmp_path / "out")
     # Inputs have 16 bits here and 8 on a CPU with products of 8 bits.
-    share = 0.01 if int8_weight and "dotprod" in kind else 0.004
+    share = 0.01 if kept != "bfloat16" and "dotprod" in kind else 0.004
     recorder.compare((tmp_path / "out").read_bytes(), share)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.stacks import StackPasses, with_biases
-from helpers.toys import neighbours, noise, stored_in_8_bits
+from helpers.toys import fits_4_bits, neighbours, noise, stored_in_8_bits
 from kernels.drafting import Turn, drafted
 from kernels.rounding import groups_inputs, multiplied
 from torch import Tensor, nn
@@ -99,11 +99,12 @@ def test_passes(library: object, rng: Random) -> None:
         with_biases(plain)
     plain = plain.to(HALF).eval().requires_grad_(False)
     exact = copy.deepcopy(plain).double()
-    int8 = rng.random() < 0.4
-    if int8:
+    kept = rng.choices(["bfloat16", "int8", "int4"], [3, 2, 2])[0]
+    store = stored_in_8_bits if kept == "int8" else fits_4_bits
+    if kept != "bfloat16":
         for child, same in zip(plain.modules(), exact.modules(), strict=True):
             if isinstance(child, nn.Linear):
-                same.weight = nn.Parameter(stored_in_8_bits(child.weight), requires_grad=False)
+                same.weight = nn.Parameter(store(child.weight), requires_grad=False)
     mine, only_after = copy.deepcopy(plain), rng.random() < 0.5
     norms = [torch.rand(config.dim) + 0.5 for _ in range(4)] if rng.random() < 0.4 else []
     heads = torch.rand(config.heads + config.num_kv_heads, config.head_dim) + 0.5
@@ -120,7 +121,7 @@ def test_passes(library: object, rng: Random) -> None:
         ]
         return replace(found, layers=layers, gate=gate, **({"qk_norm": "rms"} if rms else {}))
 
-    mine.native = KernelDecoder(stack(plain), plain.rotary_table, library, int8)
+    mine.native = KernelDecoder(stack(plain), plain.rotary_table, library, kept)
     if norms or rms or gate != "silu":
         plain.native, exact.native = (StackPasses(stack(x), x.rotary_table) for x in (plain, exact))
     rows, nodes = rng.choice([(1, 1), (1, 300), (300, 1), (2, 8), (3, 43), (10, 13), (17, 1), (5, 26)])
@@ -129,7 +130,7 @@ def test_passes(library: object, rng: Random) -> None:
     found, usual = (tree_pass(network, x, parent, aux_layers).double() for network in (mine, plain))
     expected, times = (
         tree_pass(exact, x.double(), parent, aux_layers),
-        4 if int8 and groups_inputs(library) else 1,
+        4 if kept != "bfloat16" and groups_inputs(library) else 1,
     )
     for part in zip(*(each.split(config.dim, -1) for each in (found, usual, expected)), strict=True):
         near(*part, times)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.stacks import with_biases
-from helpers.toys import stored_in_8_bits
+from helpers.toys import fits_4_bits, stored_in_8_bits
 from kernels.rounding import multiplied
 from torch import Tensor, nn
 
@@ -26,6 +26,7 @@ pytestmark = pytest.mark.skipif(loading.library() is None, reason="no kernels he
 HALF = torch.bfloat16
 Threads = Callable[[int], None]
 SIZES = [(1, 1), (7, 33), (70, 45), (33, 65), (5, 1100)]  # outputs, inputs
+DTYPES = ["bfloat16", "int8", "int4"]
 
 
 @pytest.fixture(autouse=True)
@@ -39,10 +40,16 @@ def layer_of(outputs: int, inputs: int, bias: bool = True) -> nn.Linear:
     return nn.Linear(inputs, outputs, bias=bias).to(HALF).requires_grad_(False)
 
 
+def stored(weight: Tensor, dtype: str) -> Tensor:
+    """Change a weight to numbers that `dtype` stores exactly; return it in float64."""
+    change = {"bfloat16": Tensor.double, "int8": stored_in_8_bits, "int4": fits_4_bits}[dtype]
+    return change(weight)
+
+
 def packed(
-    library: CDLL, weights: list[Tensor], int8: bool = False, order: Tensor | None = None
+    library: CDLL, weights: list[Tensor], dtype: str = "bfloat16", order: Tensor | None = None
 ) -> KernelLinear:
-    return KernelLinear(library, [(weight, None) for weight in weights], int8, order)
+    return KernelLinear(library, [(weight, None) for weight in weights], dtype, order)
 
 
 def together(inputs: int) -> tuple[list[Tensor], Tensor]:
@@ -62,7 +69,7 @@ def test_weights_in_bfloat16_are_unpacked_as_they_were(library: CDLL, inputs: in
     for count in (1, 3):
         threads(count)
         assert torch.equal(packed(library, weights).unpacked(), torch.cat(weights))
-        found = packed(library, weights, False, order)
+        found = packed(library, weights, order=order)
         assert torch.equal(found.unpacked(), ordered(torch.cat(weights), order))
 
 
@@ -72,7 +79,7 @@ def test_the_error_of_weights_rounded_to_8_bits_is_at_most_half_a_step(library: 
     weights[2][7] = 0
     stored_in_8_bits(weights[0])  # if only some have 8 bits already, all are rounded again
     exact = ordered(torch.cat(weights), order).double()
-    found = packed(library, weights, True, order)
+    found = packed(library, weights, "int8", order)
     step = exact.abs().amax(1) / 127
     assert torch.allclose(found.scale[: len(order)].double(), step)
     # They are returned in bfloat16, which has 8 significant bits.
@@ -91,24 +98,49 @@ def test_8_bits_of_a_checkpoint_are_kept(library: CDLL, inputs: int) -> None:
         weight.int8_weight = numbers, 2 * scale  # no longer the largest weight over 127
     parts = [int8_parts(weight) for weight in weights]
     numbers, scale = (torch.cat([part[i] for part in parts if part]) for i in range(2))
-    found = packed(library, weights, True, order)
+    found = packed(library, weights, "int8", order)
     assert torch.equal(found.scale[: len(order)], torch.where(order < 0, 0, scale[order.clamp(min=0)]))
     expected = (numbers.float() * scale[:, None]).to(HALF)
     assert torch.equal(found.unpacked(), ordered(expected, order))
 
 
-@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("inputs", [1, 45, 130])
+def test_weights_that_4_bits_store_exactly_are_kept(library: CDLL, inputs: int) -> None:
+    weights, order = together(inputs)
+    exact = torch.cat([fits_4_bits(weight) for weight in weights])
+    assert torch.equal(packed(library, weights, "int4", order).unpacked().double(), ordered(exact, order))
+
+
+def test_the_error_of_weights_rounded_to_4_bits(library: CDLL) -> None:
+    """At most half a step of 4 bits, but for the furthest 32nd and those near its negative, which may have a step."""
+    weight = torch.randn(300, 320).to(HALF)
+    weight[7], weight[8, :32] = 0, 0
+    weight[9, 40] = 100
+    error = (packed(library, [weight], "int4").unpacked() - weight).float().unflatten(1, (-1, 32))
+    groups = weight.float().unflatten(1, (-1, 32))
+    assert not error[7].any() and not error[8, 0].any()
+    usual = torch.arange(300) != 9
+    step = groups.abs().amax(-1, keepdim=True)[usual] / 8
+    assert (error[usual].abs() <= 1.5 * step).all()
+    assert error[usual].square().mean() < 0.011 * groups[usual].square().mean()
+    assert error[9, 1, 8].abs() <= 100 / 256, "the largest weight of a row"
+    stored_in_8_bits(weight)
+    again = packed(library, [weight], "int4").unpacked() - weight
+    assert again[usual].square().mean() < 0.011 * weight[usual].square().mean()
+
+
+@pytest.mark.parametrize("kept", DTYPES)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_a_layer_rounds_once(library: CDLL, size: tuple[int, int], bias: bool, bits: int) -> None:
+def test_a_layer_rounds_once(library: CDLL, size: tuple[int, int], bias: bool, kept: str) -> None:
     layer = layer_of(*size, bias=bias)
-    weight = layer.weight.double() if bits == 16 else stored_in_8_bits(layer.weight)
-    made = KernelLinear(library, [(layer.weight, layer.bias)], bits == 8)
+    weight = stored(layer.weight, kept)
+    made = KernelLinear(library, [(layer.weight, layer.bias)], kept)
     assert torch.equal(made.weight, layer.weight)
     assert made.bias is layer.bias or torch.equal(made.bias, layer.bias)
     for rows in (0, 1, 5, 17, 300):
         x = torch.randn(rows, size[1]).to(HALF)
-        given = multiplied(x, library) if bits == 8 else x.double()
+        given = x.double() if kept == "bfloat16" else multiplied(x, library)
         exact = F.linear(given, weight, None if layer.bias is None else layer.bias.double())
         for dtype, digits in ((HALF, 255), (torch.float32, 1 << 20)):
             found = made.product(x, dtype)
@@ -117,13 +149,13 @@ def test_a_layer_rounds_once(library: CDLL, size: tuple[int, int], bias: bool, b
         assert torch.equal(made(x[None, None]), made.product(x)[None, None])
 
 
-@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("kept", DTYPES)
 @pytest.mark.parametrize("size", [(70, 45), (300, 200), (5, 1100)], ids=str)
 def test_a_row_has_the_same_bits_for_any_number_of_rows_and_threads(
-    library: CDLL, size: tuple[int, int], bits: int, threads: Threads
+    library: CDLL, size: tuple[int, int], kept: str, threads: Threads
 ) -> None:
     layer = layer_of(*size)
-    made = KernelLinear(library, [(layer.weight, layer.bias)], bits == 8)
+    made = KernelLinear(library, [(layer.weight, layer.bias)], kept)
     x = torch.randn(300, size[1]).to(HALF) * 10 ** torch.randn(300, 1).to(HALF)
     pairs = x.view(2, 150, -1)
     alone, guided = made.product(x, torch.float32), made.logits(pairs, 3.0, 2)
@@ -136,33 +168,32 @@ def test_a_row_has_the_same_bits_for_any_number_of_rows_and_threads(
         assert torch.equal(made.logits(pairs[:, -7:], 3.0, 2), guided[:, -7:])
 
 
-@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("kept", DTYPES)
 @pytest.mark.parametrize("hidden", [1, 16, 44, 96])
 def test_a_block_whose_gate_and_up_alternate_returns_them_in_order(
-    library: CDLL, hidden: int, bits: int
+    library: CDLL, hidden: int, kept: str
 ) -> None:
     plain = with_biases(Block(DecoderConfig(40, 1, 2, hidden))).to(HALF).requires_grad_(False)
-    if bits == 8:
-        stored_in_8_bits(plain.w13.weight)
+    stored(plain.w13.weight, kept)
     block, x = copy.deepcopy(plain), torch.randn(3, 40).to(HALF)
     block.w13.weight.__dict__.update(plain.w13.weight.__dict__)
-    pack(block, library, bits == 8)
+    pack(block, library, kept)
     assert type(block.w13) is KernelLinear and torch.equal(block.w13.weight, plain.w13.weight)
     assert torch.equal(block.w13.bias, plain.w13.bias)
-    assert torch.allclose(block.w13(x), plain.w13(x), rtol=0.02, atol=0.05 if bits == 8 else 0.01)
+    assert torch.allclose(block.w13(x), plain.w13(x), rtol=0.02, atol=0.01 if kept == "bfloat16" else 0.05)
 
 
-@pytest.mark.parametrize("int8", [False, True])
-def test_a_packed_decoder_keeps_no_other_copy_of_its_weights(library: CDLL, int8: bool) -> None:
+@pytest.mark.parametrize("kept", DTYPES)
+def test_a_packed_decoder_keeps_no_other_copy_of_its_weights(library: CDLL, kept: str) -> None:
     config = DecoderConfig(96, 2, 4, 100)
     network = (
         with_biases(Decoder(config, grid_table(3, 8, config.head_dim).float())).to(HALF).requires_grad_(False)
     )
-    pack(network, library, int8)
+    pack(network, library, kept)
     assert isinstance(network.native, KernelDecoder)
     assert all(tensor.ndim == 1 for tensor in network.state_dict().values()), "only norms"
     for block, struct in zip(network.blocks, network.native.layer_structs, strict=True):
         for name in ("wqkv", "wo", "w13", "w2"):
             layer = getattr(block, name)
             assert struct.alive[name] is layer.struct, "passes and modules share them"
-            assert layer.packed.dtype == (torch.int8 if int8 else HALF)
+            assert layer.packed.dtype == (HALF if kept == "bfloat16" else torch.uint8)

@@ -43,7 +43,7 @@ KERNELS = """
         slot = torch.arange(nodes).expand(rows, -1)
         mask = torch.ones(nodes, nodes, dtype=torch.bool).tril().expand(rows, 1, -1, -1)
         kv = torch.zeros(1, 2, rows, 2, nodes, 32).bfloat16()
-        passes = KernelDecoder(made.stack(), made.rotary_table, native.library(), False)
+        passes = KernelDecoder(made.stack(), made.rotary_table, native.library(), "bfloat16")
         x = torch.randn(rows, nodes, 64).bfloat16()
         assert passes(x, Nodes(slot.clamp(max=3), slot, mask), kv).isfinite().all()
 

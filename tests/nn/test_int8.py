@@ -40,7 +40,7 @@ def test_without_torchao_the_error_says_what_to_install(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         int8, "find_spec", lambda name: None if name == "torchao" else importlib.util.find_spec(name)
     )
-    rejects(r"needs torchao.*pip install 'lanternpp\[int8\]'", int8.require)
+    rejects(r"needs torchao.*pip install 'lanternpp\[int8\]'", int8.require, "int8")
 
 
 @pytest.mark.parametrize("floats", [False, True])

@@ -229,8 +229,8 @@ def test_blocks_are_packed_before_later_ones_are_read(
         read = Decoder(config, table)
     source, left = Source.open(tmp_path), []
 
-    def pack(block: nn.Module, int8: bool) -> None:
-        assert not int8 and not any(p.is_meta for p in block.parameters())
+    def pack(block: nn.Module, dtype: str) -> None:
+        assert dtype == "bfloat16" and not any(p.is_meta for p in block.parameters())
         block.w2 = nn.Identity()  # as a packed layer, it has no parameters
         left.append(sum(p.is_meta for b in read.blocks for p in b.parameters()))
 

@@ -24,7 +24,7 @@ from lanternpp.nn.checkpoints import CONFIG, load_config
 from lanternpp.nn.files import INDEX, NEIGHBOURS, PICKLED, SAFE
 from lanternpp.nn.int8 import Effect, compared, quantise, require, weight_bytes
 from lanternpp.nn.sources import Source
-from lanternpp.util.devices import INT8, own_devices, pick_device, pick_dtype
+from lanternpp.util.devices import STORED, own_devices, pick_device, pick_dtype
 from lanternpp.util.jsonfile import read_object, validated
 from lanternpp.util.registry import find, import_extensions, unknown
 
@@ -129,8 +129,8 @@ def read_target(
 
 def pick_placement(
     device: str | torch.device, dtype: str | torch.dtype, folder: Path
-) -> tuple[torch.device, torch.dtype, bool]:
-    """Return the device, the dtype that a model computes in there, and whether weights are kept in 8 bits. InputError.
+) -> tuple[torch.device, torch.dtype, str | None]:
+    """Return the device, the dtype that a model computes in there, and the dtype of stored weights where it is another. InputError.
 
     On a CPU without products of bfloat16 auto is float32, or bfloat16 where the backend computes: it reads half the bytes and
     multiplies them as floats. auto keeps weights in 8 bits where the backend computes from them: they round less than PyTorch does
@@ -138,17 +138,18 @@ def pick_placement(
     """
     device, name = pick_device(str(device)), str(dtype).removeprefix("torch.")
     dtype, half = pick_dtype(name, device), torch.empty(0, dtype=torch.bfloat16, device=device)
-    if dtype == torch.float32 and name in ("auto", INT8) and backend(device).packs(half):
+    if dtype == torch.float32 and name in ("auto", *STORED) and backend(device).packs(half):
         dtype = torch.bfloat16
     if name != "auto" or latent_family(folder) is not None:
-        return device, dtype, name == INT8
-    return device, dtype, backend(device).packs(torch.empty(0, dtype=dtype, device=device))
+        return device, dtype, name if name in STORED else None
+    packs = backend(device).packs(torch.empty(0, dtype=dtype, device=device))
+    return device, dtype, "int8" if packs else None
 
 
-def dtype_name(dtype: torch.dtype, int8: bool) -> str:
-    """Return the name of a compute dtype, such as "bfloat16"; "int8, bfloat16" where weights have 8 bits."""
+def dtype_name(dtype: torch.dtype, stored: str | None) -> str:
+    """Return the name of a compute dtype, such as "bfloat16"; "int8, bfloat16" where weights are stored in int8."""
     name = str(dtype).removeprefix("torch.")
-    return f"{INT8}, {name}" if int8 else name
+    return f"{stored}, {name}" if stored else name
 
 
 def pack_target(target: Target) -> None:
@@ -216,8 +217,8 @@ class Model:
 
     On a CPU the weights are packed for passes over few rows. Networks that are not `packed` can be compiled, as
     torch.compile chooses its own layout. `drafter` is the path of a network that drafts in place of the model's own;
-    `size`, as "768x512", is for families that draw several sizes. `int8`: the target's weights are kept in 8 bits,
-    and `effect` is the change of its logits. `tensor_parallel`: transformers divides the target's layers among the
+    `size`, as "768x512", is for families that draw several sizes. `stored`: the dtype of `STORED` that the target's
+    weights are kept in; `effect` is the change of its logits where PyTorch computes them. `tensor_parallel`: transformers divides the target's layers among the
     processes that torchrun started.
     """
 
@@ -227,7 +228,7 @@ class Model:
     dtype: torch.dtype
     packed: bool = True
     size: str | None = None
-    int8: bool = False
+    stored: str | None = None
     tensor_parallel: bool = False
 
     def __post_init__(self) -> None:
@@ -237,8 +238,8 @@ class Model:
             )
         self.effect: Effect | None = None
         self._networks: dict[str, Drafter | Target] = {}
-        if self.int8 and not (self.packed and backend(self.device).packs(self._like)):
-            require()
+        if self.stored and not (self.packed and backend(self.device).packs(self._like)):
+            require(self.stored)
 
     @classmethod
     def of(cls, target: Target, folder: Path, drafter_path: Path | None = None, **networks: Drafter) -> Model:
@@ -255,8 +256,8 @@ class Model:
 
     @property
     def dtype_name(self) -> str:
-        """The target's compute dtype, such as "bfloat16"; "int8, bfloat16" where its weights have 8 bits."""
-        return dtype_name(self.dtype, self.int8)
+        """The target's compute dtype, such as "bfloat16"; "int8, bfloat16" where its weights are stored in int8."""
+        return dtype_name(self.dtype, self.stored)
 
     @property
     def weights(self) -> str:
@@ -266,45 +267,45 @@ class Model:
     @cached_property
     def target(self) -> Target:
         """The target; reading it raises an InputError for a damaged file."""
-        return self._read_target(self.folder, self.int8)
+        return self._read_target(self.folder, self.stored)
 
     @cached_property
     def unpacked(self) -> Model:
         """The same networks, read again, whose weights are not packed."""
-        return replace(self, packed=False, int8=self.effect is not None)
+        return replace(self, packed=False, stored="int8" if self.effect else None)
 
     @own_devices()
-    def _read_target(self, folder: Path, int8: bool = False) -> Target:
+    def _read_target(self, folder: Path, stored: str | None = None) -> Target:
         """Read the target of a model folder, and prepare it for inference."""
         options = {"size": self.size, "tensor_parallel": self.tensor_parallel and folder == self.folder}
         source, family = target_source(folder, {name: value for name, value in options.items() if value})
-        if int8 and family.channels:
+        if stored and family.channels:
             raise InputError(
-                f"dtype int8 is for models of codes, and {folder.name} draws continuous latents; leave it out"
+                f"dtype {stored} is for models of codes, and {folder.name} draws continuous latents; leave it out"
             )
         if self.size and not family.any_size:
             raise InputError(f"{folder.name} draws pictures of one size; leave out --size {self.size}")
-        self._pack_while_reading(source, int8)
+        self._pack_while_reading(source, stored)
         target = family.read(source, self.dtype, self.device).eval().requires_grad_(False)
         if "tensor_parallel" in source.given and target.decoder.ranks == 1:
             raise InputError(f"transformers does not divide {folder.name}; leave out tensor_parallel")
-        if int8 and source.packing is None:
+        if stored and source.packing is None:
             self.effect = in_eight_bits(target)
         if self.packed:
             pack_target(target)
             # The kernels may compute none of a transformers model's layers.
-            if int8 and source.packing and getattr(target.decoder, "packed_dtype", INT8) is None:
-                self.int8 = False
+            if stored and source.packing and getattr(target.decoder, "packed_dtype", stored) is None:
+                self.stored = None
         return target
 
-    def _pack_while_reading(self, source: Source, int8: bool) -> None:
-        """Let the source pack blocks as soon as they are read, and keep 8-bit weights, where the backend can."""
+    def _pack_while_reading(self, source: Source, stored: str | None) -> None:
+        """Let the source pack blocks as soon as they are read, and keep the bits of stored weights, where the backend can."""
         if not self.packed:
             return
         device_backend = backend(self.device)
         if device_backend.packs(self._like):
-            source.packing = INT8 if int8 else "bfloat16"
-        source.int8 = device_backend.gemm_dtype(self._like) != self.dtype or source.packing == INT8
+            source.packing = stored or "bfloat16"
+        source.int8 = device_backend.gemm_dtype(self._like) != self.dtype or source.packing in STORED
 
     @own_devices()
     def network(self, kind: str, shape: Hashable = None) -> Drafter | Target:
@@ -337,7 +338,7 @@ class Model:
                 f"{folder} comes without a {missing}; name one with --drafter, or train one; {remedy}"
             )
         source = Source.open(path if path.is_dir() else folder)
-        self._pack_while_reading(source, int8=True)
+        self._pack_while_reading(source, "int8")
         drafter: Drafter = recognise("drafter", source, DRAFTERS).read(source, self.target, self.dtype)
         drafter.eval().requires_grad_(False).to(self.device)
         if self.packed:

@@ -346,7 +346,7 @@ def with_rule(method: str, settings: Mapping[str, Any]) -> str:
 
 def device_text(settings: Mapping[str, Any]) -> str:
     """Return the device and the precision of drawing, such as "cpu (int8 weights, bfloat16)"."""
-    return f"{settings['device']} ({settings['dtype'].replace('int8,', 'int8 weights,')})"
+    return f"{settings['device']} ({settings['dtype'].replace(',', ' weights,')})"
 
 
 def draft_of(settings: Mapping[str, Any]) -> str | None:
@@ -372,8 +372,8 @@ class DrawOptions:
     """A model as `Pipeline.from_pretrained` reads it, a method, and the dials that override its settings.
 
     drafter: Another drafter than the model's own.
-    dtype: auto, float32, bfloat16, float16, float64, or int8: the target's weights in 8 bits (auto's choice on a CPU; a GPU
-        needs torchao).
+    dtype: auto, float32, bfloat16, float16, float64, int8: the target's weights in 8 bits (auto's choice on a CPU; a GPU
+        needs torchao), or int4: in 4 bits, on a CPU.
     size: Pixels, for a model that draws more than one size (most families, docs/models.md).
     method: A proposer, a tree and an acceptance rule by name. auto takes the method of the model's defaults or of `lanternpp
         tune`, else the fastest lossless one for the drafter that it has.

@@ -28,7 +28,7 @@ from lanternpp.engine.decode import Engine
 from lanternpp.errors import InputError
 from lanternpp.models.base import Target
 from lanternpp.types import shape_of
-from lanternpp.util.devices import INT8
+from lanternpp.util.devices import STORED
 
 __all__ = ["Partial", "Pipeline", "Result", "Stats"]
 
@@ -62,7 +62,7 @@ class Pipeline(Engines):
 
         size: "768x512" or (768, 512), width first, or 768, in pixels, for models that draw more than one size.
         dtype: float32, bfloat16, float16, float64, or auto, the fastest here; int8 keeps the target's weights in
-        8 bits and computes in auto's dtype, which auto does too for a model of codes on a CPU with kernels.
+        8 bits and computes in auto's dtype, which auto does too for a model of codes on a CPU with kernels; int4 in 4 bits.
         tuned: whether settings that `lanternpp tune` found for this model are defaults under the conditions of the tuning.
         engine_bytes: the most bytes that engines kept for the next call with the same settings take, mostly KV caches.
         The latest engine is kept whatever its size.
@@ -73,18 +73,18 @@ class Pipeline(Engines):
         name = calls.text("model", model)
         drafter_folder = None if drafter is None else model_folder(calls.text("drafter", drafter), "drafter")
         folder = model_folder(name)
-        device, compute_dtype, int8 = pick_placement(device, dtype, folder)
+        device, compute_dtype, stored = pick_placement(device, dtype, folder)
         if tensor_parallel:
-            if dtype == INT8:
-                raise InputError("dtype int8 does not go with tensor_parallel; leave one of them out")
-            int8 = False
+            if dtype in STORED:
+                raise InputError(f"dtype {dtype} does not go with tensor_parallel; leave one of them out")
+            stored = None
         if name not in MODELS and Path(name).exists():
             name = folder.resolve().stem if folder.is_file() else folder.name
         if size is not None and not isinstance(size, str):
             sides = size if isinstance(size, list | tuple) else (size,)
             size = "x".join(str(calls.integer("size", side)) for side in sides)
         packed = not tensor_parallel
-        networks = Model(folder, drafter_folder, device, compute_dtype, packed, size, int8, tensor_parallel)
+        networks = Model(folder, drafter_folder, device, compute_dtype, packed, size, stored, tensor_parallel)
         return cls(networks, name, tuned, calls.converted(float, "engine_bytes", engine_bytes))
 
     def to(
@@ -102,11 +102,11 @@ class Pipeline(Engines):
             device, dtype = None, device if dtype is None else dtype
         with self._lock:
             model = self.model
-            current_dtype = INT8 if model.int8 else model.dtype
+            current_dtype = model.stored or model.dtype
             placement = pick_placement(device or model.device, dtype or current_dtype, model.folder)
-            if placement != (model.device, model.dtype, model.int8):
-                new_device, new_dtype, int8 = placement
-                self._set_model(replace(model, device=new_device, dtype=new_dtype, int8=int8))
+            if placement != (model.device, model.dtype, model.stored):
+                new_device, new_dtype, stored = placement
+                self._set_model(replace(model, device=new_device, dtype=new_dtype, stored=stored))
         return self
 
     def chosen(self, method: str | None = AUTO) -> Chosen:
@@ -161,7 +161,7 @@ class Pipeline(Engines):
 
     @property
     def dtype(self) -> str:
-        """The target's compute dtype, such as "bfloat16"; "int8, bfloat16" where its weights have 8 bits."""
+        """The target's compute dtype, such as "bfloat16"; "int8, bfloat16" where its weights are stored in int8."""
         return self.model.dtype_name
 
     def conditions(self, settings: Settings) -> dict[str, Any]:

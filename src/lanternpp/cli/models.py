@@ -66,8 +66,8 @@ def list_models(
     model = local_name(options.model)
     drafter = None if options.drafter is None else local_name(options.drafter)
     defaults = opt.defaults_of(replace(options, model=model, drafter=drafter))
-    device, dtype, int8 = pick_placement(options.device, options.dtype, defaults.folder)
-    machine = {"device": device.type, "dtype": dtype_name(dtype, int8)}
+    device, dtype, stored = pick_placement(options.device, options.dtype, defaults.folder)
+    machine = {"device": device.type, "dtype": dtype_name(dtype, stored)}
     chosen = defaults.chosen()
     reason = chosen.reason(defaults.settings(chosen.method, {}, machine))
     trees = {name: build_tree(name) for name in TREES}

@@ -96,7 +96,7 @@ class Drafter(nn.Module, ABC):
 
     def pack(self, target: Target) -> None:
         """Prepare for passes over few rows, with its target; for inference only."""
-        backend(next(self.parameters()).device).pack(self, int8=True)
+        backend(next(self.parameters()).device).pack(self, "int8")
 
     @abstractmethod
     def forward(self, next_embeds: Tensor, features: Tensor, nodes: Nodes, cache: AttentionCache) -> Tensor:

@@ -81,7 +81,7 @@ def pass_costs(pipe: Pipeline, engine: Engine) -> tuple[float, float]:
     keys_values = 2 * config.layers * config.num_kv_heads * config.head_dim * context * sequences
     attention = 4 * config.layers * config.heads * config.head_dim * context
     cache_bytes = torch.empty(0, dtype=engine.cache.kv.dtype).element_size()
-    weight_bytes = 1 if pipe.dtype.startswith("int8") else cache_bytes
+    weight_bytes = {"int8": 1, "int4": 0.54}.get(pipe.dtype.partition(",")[0], cache_bytes)
     return weights * weight_bytes + keys_values * cache_bytes, rows * (2 * weights + attention)
 
 

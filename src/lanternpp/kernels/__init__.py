@@ -23,7 +23,7 @@ from lanternpp.types import Draft, NeighbourBudget, Verdict, Warping
 class OneDNN(Backend):
     """Convolutions with packed weights, where there are no kernels."""
 
-    def pack(self, module: nn.Module, int8: bool = False) -> None:
+    def pack(self, module: nn.Module, dtype: str = "bfloat16") -> None:
         """Pack convolutions alone."""
         pack(module, None)
 
@@ -40,15 +40,15 @@ class Kernels(Backend):
         """Return float32 for tensors in bfloat16 where the CPU has no products of bfloat16."""
         return torch.float32 if self.packs(like) and self.library.number_of(b"gemm is fp32") else like.dtype
 
-    def pack(self, module: nn.Module, int8: bool = False) -> None:
-        """Pack linear layers, convolutions, group norms and decoders; decoders alone can have 8 bits."""
-        pack(module, self.library, int8)
+    def pack(self, module: nn.Module, dtype: str = "bfloat16") -> None:
+        """Pack linear layers, convolutions, group norms and decoders; decoders alone can have 8 or 4 bits."""
+        pack(module, self.library, dtype)
 
     def decoder(
         self, stack: Stack, rotary_table: Tensor, dtype: str, release: bool = False
     ) -> KernelDecoder | None:
         """Return the passes of a stack with weights in bfloat16."""
-        return kernel_decoder(stack, rotary_table, self.library, dtype == "int8", release)
+        return kernel_decoder(stack, rotary_table, self.library, dtype, release)
 
     def head(self, layer: nn.Module | None) -> HeadLogits | None:
         """Return the logits of a linear head with weights in bfloat16."""

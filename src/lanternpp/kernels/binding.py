@@ -14,14 +14,15 @@ from torch import Tensor, nn
 BLOCK_N = 32  # outputs of a block of weights
 K_ALIGN = 64  # inputs are padded to a multiple of this
 LANES = 16  # numbers of a kind that lie together: gate and up alternate by so many outputs
+FACTOR_ZERO = 16  # is added to the factors of weights of 4 bits
 
 # A structure, the kernel that takes it, and its fields in the order of C: `x` is an integer, `x:f` a float, `x:d` a double and
 # `x:Linear` a structure. `x*` is a pointer to an input, which is copied where it is a tensor that is not contiguous; `x&` is a
 # pointer to the tensor itself, as later calls read it again or C writes to it. `x*:h` names the dtype that the tensor must have.
 DECLARED = """
 Scratch: memory& bytes
-Linear: weight& scale&:f bias&:f inputs outputs
-Packing pack_linear: row*:i given*:f weight& scale&:f blocks inputs width
+Linear: weight& scale&:f bias&:f inputs outputs is_int4
+Packing pack_linear: row*:i given*:f weight& scale&:f blocks inputs width is_int4
 LinearCall linear: layer* x*:h out& rows pitch branches out_is_float guidance:d
 Layer: attention_norm*:f ffn_norm*:f attention_out_norm*:f ffn_out_norm*:f qk_norm*:f qk_bias*:f wqkv:Linear wo:Linear w13:Linear
  w2:Linear
@@ -30,10 +31,9 @@ Pass decode: shape* layers* rows nodes slots x*:h rotation*:f slot*:i mask*:b kv
 Sampling: temperature:d top_k top_p:d
 Rows row_probs: rows codes sampling:Sampling logits*:f probs&:f
 Children draw_children: rows codes each count q*:f u*:d drawn&:i
-DraftLayers: fc:Linear hint:Linear down:Linear head_up:Linear head:Linear queries*:h confidence*:h confidence_up*:f query_count dim
- aux confidence_bias:d eps:f
+DraftLayers: fc:Linear hint:Linear down:Linear head_up:Linear head:Linear queries*:h query_count dim aux
+ eps:f
 Chain sample_chain: layers* batch levels codes sampling:Sampling features*:h query*:h prev*:h bias*:f u*:d probs&:f drawn&:i
- survival&:f min_survival:d
 Node: begin:d end:d tail:d parent depth
 Verification verify: joint batch nodes codes ranks levels near optimal sampling:Sampling logits*:f q*:f drawn*:i children*:i order*:i
  u*:d last*:d limit*:d table*:n node&:d distribution&:f path&:i following&:i kept&:i bonus&:i

@@ -1,4 +1,4 @@
-"""Linear layers whose weights lie in memory once, packed as the kernels read them, in bfloat16 or in 8 bits."""
+"""Linear layers whose weights lie in memory once, packed as the kernels read them, in bfloat16, 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lanternpp.kernels.binding import BLOCK_N, K_ALIGN, structs
+from lanternpp.kernels.binding import BLOCK_N, FACTOR_ZERO, K_ALIGN, structs
 from lanternpp.nn.int8 import int8_parts
 from lanternpp.types import on_host
 
@@ -55,14 +55,16 @@ Layers = Sequence[tuple[Tensor, Tensor | None]]  # weights [out, in] and biases 
 class KernelLinear(nn.Module):
     """Linear layers with the same inputs as one, for inference, with packed weights: x [..., in] -> [..., out].
 
-    layers: weights [out, in] in bfloat16, or with the 8 bits of their checkpoint, and biases. int8: whether weights are packed in
-    8 bits, with a scale per output; bits and scales of a checkpoint are taken as they are. order [packed outputs]: the row of each
-    packed output in the concatenated weights; -1: zeros. `struct` is the layer in C, with outputs in this order.
+    layers: weights [out, in] in bfloat16, or with the 8 bits of their checkpoint, and biases. dtype: of the packed weights,
+    "bfloat16", "int8", where 8 bits and scales of a checkpoint are taken as they are, or "int4". order [packed outputs]: the row of
+    each packed output in the concatenated weights; -1: zeros. `struct` is the layer in C, with outputs in this order.
     """
 
-    def __init__(self, library: CDLL, layers: Layers, int8: bool = False, order: Tensor | None = None):
+    def __init__(self, library: CDLL, layers: Layers, dtype: str = "bfloat16", order: Tensor | None = None):
         super().__init__()
-        pairs: list[Any] = [int8_parts(weight) if int8 else None for weight, _ in layers]  # 8 bits and scales
+        pairs: list[Any] = [
+            None if dtype == "bfloat16" else int8_parts(weight) for weight, _ in layers
+        ]  # 8 bits and scales
         if all(pairs):
             weights = [bits.contiguous() for bits, _ in pairs]
         else:
@@ -78,31 +80,42 @@ class KernelLinear(nn.Module):
         def arranged(parts: Iterable[Tensor]) -> Tensor:
             return F.pad(torch.cat(list(parts)), (0, 1))[padded_order]  # the last number, at -1, is 0
 
-        group = 4 if int8 else 2  # inputs of one output that lie side by side
-        shape = blocks, width // group, BLOCK_N, group
-        self.packed = empty_in_large_pages(shape, torch.int8 if int8 else torch.bfloat16)
-        self.scale = torch.zeros(len(padded_order), dtype=torch.float32) if int8 else None
+        shapes: dict[str, tuple[int, ...]] = {
+            "bfloat16": (width // 2, BLOCK_N, 2),  # 2 or 4 inputs of one output lie side by side
+            "int8": (width // 4, BLOCK_N, 4),
+            "int4": (width * (1 + BLOCK_N // 2),),
+        }
+        number_type = torch.bfloat16 if dtype == "bfloat16" else torch.uint8
+        self.packed = empty_in_large_pages((blocks, *shapes[dtype]), number_type)
+        self.scale = None if dtype == "bfloat16" else torch.zeros(len(padded_order), dtype=torch.float32)
         addresses = arranged(w.data_ptr() + torch.arange(len(w)) * w[0].nbytes for w in weights)
         scales = arranged(scale.float() for _, scale in pairs) if all(pairs) else None
-        structs.Packing(addresses, scales, self.packed, self.scale, blocks, self.in_features, width).run(
-            library
-        )
+        packing = structs.Packing(addresses, scales, self.packed, self.scale, blocks, self.in_features, width)
+        packing.is_int4 = is_int4 = dtype == "int4"
+        packing.run(library)
         packed_bias = None
         if any(bias is not None for _, bias in layers):
             biases = (w.new_zeros(len(w)) if bias is None else bias.detach() for w, bias in layers)
             packed_bias = arranged(bias.float() for bias in biases)
         self.library = library
-        self.struct = structs.Linear(self.packed, self.scale, packed_bias, self.in_features, len(order))
+        sizes = self.in_features, len(order), is_int4
+        self.struct = structs.Linear(self.packed, self.scale, packed_bias, *sizes)
 
     def unpacked(self) -> Tensor:
         """Return the weights [packed outputs, in] in bfloat16."""
+        numbers = self.packed
+        if self.struct.is_int4:
+            width = numbers.shape[1] // (1 + BLOCK_N // 2)
+            factors = numbers[:, :width].view(len(numbers), -1, 1, BLOCK_N, 1).float() - FACTOR_ZERO
+            pairs = numbers[:, width:].view(len(numbers), width // 8, 1, BLOCK_N, 4)
+            q = torch.cat((pairs & 15, pairs >> 4), 2).float() - 8
+            numbers = (q.view(*factors.shape[:2], -1, BLOCK_N, 4) * factors).flatten(1, 2)
+        elif self.scale is not None:
+            zero = self.library.number_of(b"weight zero")
+            numbers = numbers.float() - zero if zero else numbers.view(torch.int8).float()
         # [blocks, groups, BLOCK_N, group] -> [blocks, BLOCK_N, width] -> [packed outputs, in]
-        rows = self.packed.transpose(1, 2).flatten(2).flatten(0, 1)[: self.struct.outputs, : self.in_features]
-        if self.scale is None:
-            return rows
-        zero = self.library.number_of(b"weight zero")
-        numbers = rows.view(torch.uint8).float() - zero if zero else rows.float()
-        return (numbers * self.scale[: len(rows), None]).bfloat16()
+        rows = numbers.transpose(1, 2).flatten(2).flatten(0, 1)[: self.struct.outputs, : self.in_features]
+        return rows if self.scale is None else (rows * self.scale[: len(rows), None]).bfloat16()
 
     @property
     def weight(self) -> Tensor:

@@ -32,13 +32,13 @@ MAX_SERIAL = 1 << 20  # values of an input that one thread normalises; larger in
 
 
 class KernelDecoder:
-    """The passes of a stack, with copies of its linear layers that are packed in 8 bits or in bfloat16.
+    """The passes of a stack, with copies of its linear layers that are packed in `dtype`.
 
     rotary_table: [positions, 2, head_dim], in the stack's `qk_order`. release: free a layer's weights once they are packed.
     """
 
-    def __init__(self, stack: Stack, rotary_table: Tensor, library: CDLL, int8: bool, release: bool = False):
-        self.library, self.int8, self.rotary_table = library, int8, rotary_table.float().contiguous()
+    def __init__(self, stack: Stack, rotary_table: Tensor, library: CDLL, dtype: str, release: bool = False):
+        self.library, self.dtype, self.rotary_table = library, dtype, rotary_table.float().contiguous()
         self.embeddings: Tensor | None = None  # of all codes, [V, D], set by `fused_step`
         self.layer_structs: list[Any] = []  # keep the tensors of every layer alive
         config = stack.config
@@ -96,7 +96,7 @@ class KernelDecoder:
     def _linear(self, modules: Sequence[Any], order: Tensor | None = None) -> Any:
         if isinstance(modules[0], KernelLinear):
             return modules[0].struct
-        return KernelLinear(self.library, [(x.weight, x.bias) for x in modules], self.int8, order).struct
+        return KernelLinear(self.library, [(x.weight, x.bias) for x in modules], self.dtype, order).struct
 
 
 def linear_layers(layer: StackLayer) -> tuple[Any, ...]:
@@ -105,14 +105,14 @@ def linear_layers(layer: StackLayer) -> tuple[Any, ...]:
 
 
 def kernel_decoder(
-    stack: Stack, rotary_table: Tensor, library: CDLL, int8: bool, release: bool = False
+    stack: Stack, rotary_table: Tensor, library: CDLL, dtype: str, release: bool = False
 ) -> KernelDecoder | None:
     """Return a `KernelDecoder`, or None where the kernels do not compute the stack."""
     modules = (module for layer in stack.layers for module in linear_layers(layer))
     can_pack = all(isinstance(module, KernelLinear) or packable(module.weight) for module in modules)
     if not can_pack or stack.config.head_dim > MAX_HEAD_DIM:
         return None
-    return KernelDecoder(stack, rotary_table, library, int8, release)
+    return KernelDecoder(stack, rotary_table, library, dtype, release)
 
 
 def gate_up_order(hidden: int) -> Tensor:
@@ -147,7 +147,7 @@ class KernelDrafter:
         for name in DRAFTER_LAYERS:
             layer = getattr(drafter, name)
             if not isinstance(layer, KernelLinear):
-                layer = KernelLinear(library, [(layer.weight, layer.bias)], int8=True)
+                layer = KernelLinear(library, [(layer.weight, layer.bias)], "int8")
                 setattr(drafter, name, layer)
             setattr(layers, name, layer.struct)
         layers.query_count, layers.dim = drafter.queries.shape
@@ -159,11 +159,8 @@ class KernelDrafter:
         # 8 bits are enough: a draft's rounding changes the codes that are offered, not the distribution of pictures.
         head_up = product(head.weight, up)
         head_up.int8_weight = quantised(head_up, 8)  # type: ignore[attr-defined]
-        self.head_up = KernelLinear(library, [(head_up, product(head.weight, bias)[:, 0])], int8=True)
+        self.head_up = KernelLinear(library, [(head_up, product(head.weight, bias)[:, 0])], "int8")
         layers.head_up, layers.head = self.head_up.struct, head.struct
-        if (confidence := drafter.confidence) is not None:
-            layers.confidence_bias, layers.confidence = float(confidence.bias), confidence.weight.detach()
-            layers.confidence_up = product(confidence.weight, torch.cat((up, bias), 1))
 
     def inputs(
         self, next_embeds: Tensor, features: Tensor, queries: int, hints: Tensor | None
@@ -178,14 +175,13 @@ class KernelDrafter:
         call.run(self.library)
         return out
 
-    def sample(self, draft: Draft, warp: Warping, min_survival: float = 0.0, **tensors: Any) -> bool:
+    def sample(self, draft: Draft, warp: Warping, **tensors: Any) -> bool:
         """Draw the codes of `DrafterKernels.sample`."""
         batch, levels, _ = tensors["features"].shape
         if self.head is None or not computable(tensors["features"]):
             return False
         call = structs.Chain(self.layers, batch, levels, self.head.struct.outputs, **tensors)
-        call.sampling, call.min_survival = structs.Sampling(*warp), min_survival
-        call.probs, call.drawn, call.survival = draft.probs, draft.codes, draft.survival
+        call.sampling, call.probs, call.drawn = structs.Sampling(*warp), draft.probs, draft.codes
         call.run(self.library)
         return True
 
@@ -243,10 +239,10 @@ def supports(convolution: nn.Conv2d) -> bool:
     return dtype == torch.float32 or (dtype == torch.bfloat16 and ops._is_mkldnn_bf16_supported())
 
 
-def pack(module: nn.Module, library: CDLL | None, int8: bool = False) -> None:
+def pack(module: nn.Module, library: CDLL | None, dtype: str = "bfloat16") -> None:
     """Replace the linear layers, convolutions and group norms below `module` by packed ones where possible, for inference.
 
-    int8: whether a decoder's linear layers have 8 bits. library None: convolutions alone.
+    dtype: of the weights of a decoder's linear layers. library None: convolutions alone.
     """
     in_block = isinstance(module, Block)
     for name, child in cast("Iterable[tuple[str, Any]]", module.named_children()):
@@ -254,14 +250,13 @@ def pack(module: nn.Module, library: CDLL | None, int8: bool = False) -> None:
         on_cpu = isinstance(weight, Tensor) and weight.device.type == "cpu"
         if kind is nn.Linear and library is not None and packable(child.weight):
             order = gate_up_order(len(child.weight) // 2) if in_block and name == "w13" else None
-            setattr(
-                module, name, KernelLinear(library, [(child.weight, child.bias)], int8 and in_block, order)
-            )
+            kept = dtype if in_block else "bfloat16"
+            setattr(module, name, KernelLinear(library, [(child.weight, child.bias)], kept, order))
         elif kind is nn.Conv2d and on_cpu and supports(child):
             child.__class__ = PackedConvolution
         elif kind is nn.GroupNorm and on_cpu and library is not None:
             child.__class__, child.library = SerialGroupNorm, library
         else:
-            pack(child, library, int8)
+            pack(child, library, dtype)
     if library is not None and type(module) is Decoder:
-        module.native = kernel_decoder(module.stack(), module.rotary_table, library, int8)
+        module.native = kernel_decoder(module.stack(), module.rotary_table, library, dtype)

@@ -40,12 +40,11 @@ class DrafterKernels(Protocol):
         """next_embeds [B, N, D], features [B, N, (1 + aux) D], hints [B, N + Q, D] -> the decoder's inputs, [B, N + Q, D]."""
         ...
 
-    def sample(self, draft: Draft, warp: Warping, min_survival: float, **tensors: Tensor | None) -> bool:
+    def sample(self, draft: Draft, warp: Warping, **tensors: Tensor | None) -> bool:
         """Draw the codes of a chain, each from the head of `ParallelDrafter.combine` after the previous code; False: none is drawn.
 
         tensors: features [B, levels, D], query [B, levels, H], prev [V, H] of every previous code, bias [B, levels, V] float32
-        added to the logits or None, u [B, levels] float64 uniform. Codes and their probs are written to the draft. min_survival:
-        above 0, survival is written too, and drawing ends where it is lower for all B; the first code is always drawn.
+        added to the logits or None, u [B, levels] float64 uniform. Codes and their probs are written to the draft.
         """
         ...
 
@@ -68,19 +67,20 @@ class Backend:
         return like.dtype
 
     def packs(self, like: Tensor) -> bool:
-        """Whether `pack` takes the blocks of a decoder one at a time, in 8 bits too, with weights of the dtype and device of `like`."""
+        """Whether `pack` takes the blocks of a decoder one at a time, in 8 and 4 bits too, with weights of the dtype and device of `like`."""
         return False
 
-    def pack(self, module: nn.Module, int8: bool = False) -> None:
+    def pack(self, module: nn.Module, dtype: str = "bfloat16") -> None:
         """Prepack the weights below `module`, for inference; a `Decoder` gets its `native` forward.
 
-        int8: the weights of a decoder's linear layers may be stored in 8 bits.
+        dtype: of the weights of a decoder's linear layers, as `decoder` has it.
         """
 
     def decoder(
         self, stack: Any, rotary_table: Tensor, dtype: str, release: bool = False
     ) -> DecoderForward | None:
-        """Return the passes of a `Stack`, with copies of its weights in `dtype`: "bfloat16", or "int8" with a scale for each output.
+        """Return the passes of a `Stack`, with copies of its weights in `dtype`: "bfloat16", "int8" with a scale for each output, or "int4" with a
+        scale for each output times a whole number for 32 of its inputs.
 
         rotary_table: [positions, 2, head_dim] float32, in the stack's `qk_order`. release: free a layer's weights once copied.
         """

@@ -43,8 +43,10 @@ def quantise(module: nn.Module) -> None:
         quantize_(module, Int8WeightOnlyConfig(version=2))
 
 
-def require() -> None:
-    """Raise InputError unless torchao is installed, without an import, which takes seconds."""
+def require(dtype: str) -> None:
+    """Raise InputError unless PyTorch computes from weights in a dtype of `STORED`, without an import of torchao, which takes seconds."""
+    if dtype != "int8":
+        raise InputError(f"dtype {dtype} needs the kernels for CPUs; use int8, or another dtype")
     if find_spec("torchao") is None:
         raise InputError(
             "dtype int8 needs torchao, which is not installed; pip install 'lanternpp[int8]', or use another dtype"

@@ -158,7 +158,7 @@ def blank(path: Path | None = None) -> Iterator[None]:
 class Source:
     """One checkpoint: a folder or a file.
 
-    packing: the dtype, "bfloat16" or "int8", in which every `Block` is packed as soon as it is read, so that the weights of one block
+    packing: the dtype, "bfloat16", "int8" or "int4", in which every `Block` is packed as soon as it is read, so that the weights of one block
     alone are in memory twice; None: blocks stay as they are.
     int8: whether weights that lie on disk in 8 or 6 bits keep these bits too, for `int8_parts`.
     """
@@ -268,7 +268,7 @@ class Source:
             for name, parts in int8.items():  # for `int8_parts`
                 module.get_parameter(name).int8_weight = parts  # type: ignore[attr-defined]
             if block:
-                backend().pack(blocks[block], self.packing == "int8")
+                backend().pack(blocks[block], self.packing or "bfloat16")
 
     def _plan(
         self, tensors: Mapping[str, Tensor], rules: Sequence[Rename], skip: Sequence[str]

@@ -118,15 +118,14 @@ class Parallel(NetworkProposer):
     def _sample_natively(self, levels: Tensor, query: Tensor, noise: Noise) -> Draft | None:
         """Sample a chain by kernels, from levels [B, depth, D] and query [B, depth, H]; None where they do not sample it."""
         native = self.drafter.native
-        if native is None or not self._whole_chain or not on_host(levels):
+        if native is None or not self._whole_chain or self.min_survival or not on_host(levels):
             return None
         draft, bias = self._empty_chain(), None
         if type(self.target).constrain is not Target.constrain:
             bias = self.target.constrain(torch.zeros_like(self.probs_of_nodes[:, 1:]), self._index())
         u = noise.draft_uniform(self.depth)
         tensors = {"features": levels, "query": query, "prev": self.prev_code_table, "bias": bias, "u": u}
-        sampled = native.sample(draft, self.sampling.warp, self.min_survival, **tensors)
-        return self._ended(draft) if sampled else None
+        return draft if native.sample(draft, self.sampling.warp, **tensors) else None
 
     def _sample_chain(self, levels: Tensor, query: Tensor, index: Tensor, noise: Noise) -> Draft:
         """Sample a chain that `min_survival` ends, from levels [B, depth, D], query [B, depth, H] and index [B, depth]."""
@@ -156,8 +155,7 @@ class Parallel(NetworkProposer):
 
     def _ended(self, draft: Draft) -> Draft:
         """Return the chains of a batch without the nodes after the end of the longest chain."""
-        if draft.survival is None:
-            return draft
+        assert draft.survival is not None
         max_drafted = (self.target.length - 1 - self.count).clamp(min=1)  # the last code is a bonus
         lengths = (1 + (draft.survival[:, 1:] >= self.min_survival).sum(1)).minimum(max_drafted)
         depth = int(lengths.max())

@@ -17,7 +17,7 @@ from lanternpp.errors import InputError
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")
 }
-INT8 = "int8"  # a dtype of stored weights alone; their products have the dtype of auto
+STORED = ("int8", "int4")  # dtypes of stored weights alone; their products have the dtype of auto
 # Linux counts free memory here; control groups limit the memory and the cores of containers and services.
 PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
@@ -42,11 +42,11 @@ def device_name(device: torch.device) -> str:
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype called `name`; for auto and int8: `half_width`, else float32. Raise InputError if `name` is unknown."""
-    if name in ("auto", INT8):
+    """Return the dtype called `name`; for auto and `STORED`: `half_width`, else float32. Raise InputError if `name` is unknown."""
+    if name in ("auto", *STORED):
         return half_width(device) or torch.float32
     if name not in DTYPES:
-        raise InputError(f"dtype {name!r} is unknown; use auto, {', '.join(DTYPES)} or {INT8}")
+        raise InputError(f"dtype {name!r} is unknown; use auto, {', '.join((*DTYPES, *STORED))}")
     return DTYPES[name]
 
 

@@ -230,7 +230,7 @@ def test_kernels_follow_the_format_and_keep_one_copy_of_the_weights(
     pipe = pipeline(models / name, dtype)
     target: Any = pipe.target
     assert target.decoder.native is not None
-    assert target.decoder.native.int8 == (dtype == "auto"), "auto keeps 8 bits"
+    assert (target.decoder.native.dtype == "int8") == (dtype == "auto"), "auto keeps 8 bits"
     layer = next(target.decoder.body.get_submodule("layers").children())
     assert layer.mlp.down_proj.weight.numel() == 0 and layer.self_attn.q_proj.weight.numel() == 0
     engine = pipe.new_engine(pipe.settings("parallel", batch_size=2, tree="chain-3"))
@@ -725,7 +725,7 @@ def test_a_checkpoint_is_read_and_packed_in_little_more_memory_than_its_weights(
     target.pack()
     done.set()
     thread.join()
-    assert target.decoder.native is not None and target.decoder.native.int8
+    assert target.decoder.native is not None and target.decoder.native.dtype == "int8"
     assert max(peaks) - before < 1.25 * 2 * sum(meta.numel() for meta in source.metas.values())
 
 

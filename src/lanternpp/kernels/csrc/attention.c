@@ -8,7 +8,7 @@ enum { HEAD_ALIGN = 32, VALUE_VECTORS = 4, QUERY_TILE = WIDTH == 16 ? 4 : 2 };
 static inline f32v masked(f32v sums, const uint8_t *mask, int64_t count) {
     uint8_t mask_bytes[WIDTH] = {0};
     if (count < WIDTH) mask = memcpy(mask_bytes, mask, count > 0 ? count : 0);
-    const i32v kept = widen_flags(mask) != 0, negative_infinity = (i32v)((f32v){0} - INFINITY);
+    const i32v kept = widen_unsigned(mask) != 0, negative_infinity = (i32v)((f32v){0} - INFINITY);
     return (f32v)(((i32v)sums & kept) | (negative_infinity & ~kept));
 }
 

@@ -14,11 +14,8 @@
    The bias of `head_up` is head times that of `up`. */
 typedef struct {
     Linear fc, hint, down, head_up, head;
-    const bf16 *queries;    /* [query_count, dim]; deeper levels repeat the last */
-    const bf16 *confidence; /* [dim], of the logit of how likely a draft code is kept, given those before; read where min_survival > 0 */
-    const float *confidence_up;  /* [hidden + 1]: confidence times `up`, and times its bias */
+    const bf16 *queries; /* [query_count, dim]; deeper levels repeat the last */
     int64_t query_count, dim, aux; /* aux: layers of the target that are read beside its features */
-    double confidence_bias;
     float eps;
 } DraftLayers;
 
@@ -33,8 +30,6 @@ typedef struct {
     const double *u;      /* [batch, levels] uniform */
     float *probs;         /* [batch, levels + 1, codes]; the last is left as it is */
     int64_t *drawn;       /* [batch, levels + 1], of which the first is left as it is */
-    float *survival;      /* [batch, levels], how likely a draft code and all before it are kept; written where min_survival > 0 */
-    double min_survival;  /* drawing ends at a level where survival is below the min_survival in every row; 0: never */
 } Chain;
 
 /* Memory of `sample_chain`, shared and per thread. Levels alternate between two buffers, so that a thread may begin the next level while
@@ -47,7 +42,6 @@ typedef struct {
     int64_t from, to;  /* this thread's columns */
     Inputs features, active; /* of the head [batch levels, dim], of `head_up` [batch, hidden] */
     bf16 *act;         /* [batch, hidden] */
-    float *survival;   /* [batch] */
     void *spare;       /* [size] floats */
 } ChainMemory;
 
@@ -64,7 +58,6 @@ static ChainMemory chain_memory(const DraftLayers *layers, int64_t batch, int64_
         m.features = new_inputs(at, batch * levels, &layers->head);
         m.active = new_inputs(at, batch, &layers->head_up);
         m.act = arena_alloc(at, 2 * batch * layers->head_up.inputs);
-        m.survival = arena_alloc(at, 4 * batch);
         m.spare = arena_alloc(at, 4 * size);
     }
     return m;
@@ -108,26 +101,6 @@ static void activate(const Chain *c, int64_t level, int64_t hidden, bf16 *act) {
         for (int64_t i = 0; i < hidden; i += WIDTH)
             *(bf16v *)(act + b * hidden + i) = narrow_all(silu(widen_all(query + i) + widen_all(prev + i)));
     }
-}
-
-/* How likely the draft codes of a level will be kept; survival [batch] is of the level before, then of this one. Returns whether any is at
-   least the min_survival. */
-static int surviving(const Chain *c, int64_t level, int64_t dim, int64_t hidden, const bf16 *act, float *survival) {
-    int any_survives = 0;
-    for (int64_t b = 0; b < c->batch; b++) {
-        const bf16 *x = c->features + (b * c->levels + level) * dim;
-        float logit = (float)c->layers->confidence_bias;
-#pragma omp simd reduction(+ : logit)
-        for (int64_t i = 0; i < dim; i++) logit += widen(x[i]) * widen(c->layers->confidence[i]);
-        if (level) {
-            logit += c->layers->confidence_up[hidden];
-#pragma omp simd reduction(+ : logit)
-            for (int64_t i = 0; i < hidden; i++) logit += widen(act[b * hidden + i]) * c->layers->confidence_up[i];
-        }
-        survival[b] = (level ? survival[b] : 1) / (1 + expf(-logit));
-        any_survives |= survival[b] >= (float)c->min_survival;
-    }
-    return any_survives;
 }
 
 /* This thread's columns of the logits of a level, and the highest of them. */
@@ -193,8 +166,9 @@ static void draw_level_by_rows(const Chain *c, int64_t level, ChainMemory *m, co
         float *row = m->logits[level % 2] + b * m->size;
         probabilities(&c->sampling, row, c->codes, m->size, m->spare);
         memcpy(c->probs + (b * (c->levels + 1) + level) * c->codes, row, 4 * c->codes);
-        c->drawn[b * (c->levels + 1) + level + 1] =
-            c->sampling.temperature == 0 ? largest(row, c->codes) : draw(row, up_to(BLOCK, c->codes), c->u[b * c->levels + level]);
+        int64_t *code = c->drawn + b * (c->levels + 1) + level + 1;
+        if (c->sampling.temperature == 0) *code = largest(row, c->codes);
+        else draw_all(row, c->codes, c->u + b * c->levels + level, 1, code, m->spare);
     }
     wait_for_team(team);
 }
@@ -202,26 +176,17 @@ static void draw_level_by_rows(const Chain *c, int64_t level, ChainMemory *m, co
 static void chain_team(const Team *team, void *work) {
     const Chain c = *(const Chain *)work;
     const DraftLayers *layers = c.layers;
-    const int64_t hidden = layers->head_up.inputs, dim = layers->head.inputs;
+    const int64_t hidden = layers->head_up.inputs;
     const int by_rows = c.sampling.temperature == 0 || c.sampling.top_k > 0 || c.sampling.top_p < 1;
     char *at = (char *)align64((int64_t)team->memory);
     ChainMemory memory = chain_memory(layers, c.batch, c.levels, team, &at);
     head_of_levels(&c, &layers->head, &memory);
-    int64_t level = 0;
-    for (; level < c.levels; level++) {
+    for (int64_t level = 0; level < c.levels; level++) {
         if (level) activate(&c, level, hidden, memory.act);
-        if (c.min_survival > 0) {
-            if (!surviving(&c, level, dim, hidden, memory.act, memory.survival) && level) break;
-            for (int64_t b = 0; b < c.batch && !team->rank; b++) c.survival[b * c.levels + level] = memory.survival[b];
-        }
         logits_of_level(layers, &c, level, &memory, team);
         if (by_rows) draw_level_by_rows(&c, level, &memory, team);
         else draw_level(&c, level, &memory, team);
     }
-    const int64_t last_column = memory.to < c.codes ? memory.to : c.codes;
-    for (; level < c.levels; level++) /* after the end of a chain */
-        for (int64_t b = 0; b < c.batch && memory.from < last_column; b++)
-            memset(c.probs + (b * (c.levels + 1) + level) * c.codes + memory.from, 0, 4 * (last_column - memory.from));
     release_tiles();
 }
 

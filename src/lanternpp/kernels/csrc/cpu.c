@@ -59,7 +59,15 @@ static int has(size_t i, uint64_t kept) {
            (word[FEATURES[i].word] >> FEATURES[i].bit & 1) && (kept & FEATURES[i].kept) == FEATURES[i].kept;
 }
 
-static const char *machine(void) { return "x86_64"; }
+/* Names with a space between them. Called by one thread. */
+const char *cpu_features(void) {
+    static char names[512];
+    const uint64_t kept = kept_registers();
+    strcpy(names, "x86_64");
+    for (size_t i = 0; i < sizeof FEATURES / sizeof *FEATURES; i++)
+        if (has(i, kept)) strcat(strcat(names, " "), FEATURES[i].name);
+    return names;
+}
 
 #elif defined(__aarch64__)
 #if defined(__APPLE__)
@@ -68,37 +76,14 @@ static const char *machine(void) { return "x86_64"; }
 #include <sys/auxv.h>
 #endif
 
-static const struct {
-    const char *name, *apple;
-    uint64_t bit; /* of Linux's AT_HWCAP */
-} FEATURES[] = {
-    {"dotprod", "hw.optional.arm.FEAT_DotProd", 20},
-};
-
-static uint64_t kept_registers(void) { return 0; }
-
-static int has(size_t i, uint64_t kept) {
-    (void)kept;
-#if defined(__APPLE__)
-    int found = 0;
-    size_t size = sizeof found;
-    return sysctlbyname(FEATURES[i].apple, &found, &size, NULL, 0) == 0 && found;
-#elif defined(__linux__)
-    return getauxval(AT_HWCAP) >> FEATURES[i].bit & 1;
-#else
-    return 0;
-#endif
-}
-
-static const char *machine(void) { return "aarch64"; }
-#endif
-
-/* Names with a space between them. Called by one thread. */
 const char *cpu_features(void) {
-    static char names[512];
-    const uint64_t kept = kept_registers();
-    strcpy(names, machine());
-    for (size_t i = 0; i < sizeof FEATURES / sizeof *FEATURES; i++)
-        if (has(i, kept)) strcat(strcat(names, " "), FEATURES[i].name);
-    return names;
+    int has_dotprod = 0;
+#if defined(__APPLE__)
+    size_t size = sizeof has_dotprod;
+    sysctlbyname("hw.optional.arm.FEAT_DotProd", &has_dotprod, &size, NULL, 0);
+#elif defined(__linux__)
+    has_dotprod = getauxval(AT_HWCAP) >> 20 & 1;
+#endif
+    return has_dotprod ? "aarch64 dotprod" : "aarch64";
 }
+#endif

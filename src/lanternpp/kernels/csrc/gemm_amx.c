@@ -63,34 +63,43 @@ static void gemm_bf16(const Linear *layer, int64_t block, const Inputs *in, int6
 static void gemm_int8(const Linear *layer, int64_t block, const Inputs *in, int64_t tile, int64_t tiles, float (*out)[BLOCK_N]) {
     enum { PLANE = TILE_M * K_ALIGN };
     const __m512 left = _mm512_loadu_ps(layer->scale + block * BLOCK_N), right = _mm512_loadu_ps(layer->scale + block * BLOCK_N + 16);
-    for (int64_t t = tile; t < tile + tiles; t++, out += in->tile_rows) {
-        const int8_t *x = in->number + t * 2 * TILE_M * in->width, *weight = (const int8_t *)layer->weight + block * in->width * BLOCK_N;
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-        for (int64_t k = 0; k < in->width; k += K_ALIGN, weight += K_ALIGN * BLOCK_N, x += 2 * PLANE) {
-            if (t == 0) prefetch(weight + PREFETCH_BYTES, K_ALIGN * BLOCK_N);
-            _tile_loadd(6, weight, 4 * BLOCK_N);
-            _tile_loadd(4, x, K_ALIGN);
-            _tile_dpbssd(0, 4, 6);
-            _tile_loadd(7, weight + 2 * BLOCK_N, 4 * BLOCK_N);
-            _tile_dpbssd(1, 4, 7);
-            _tile_loadd(4, x + PLANE, K_ALIGN);
-            _tile_dpbssd(2, 4, 6);
-            _tile_dpbssd(3, 4, 7);
-        }
-        int32_t sums[4][TILE_M][16] __attribute__((aligned(64)));
-        _tile_stored(0, sums[0], 64);
-        _tile_stored(1, sums[1], 64);
-        _tile_stored(2, sums[2], 64);
-        _tile_stored(3, sums[3], 64);
-        for (int64_t r = 0; r < in->tile_rows; r++) {
-            const __m512 scale = _mm512_set1_ps(in->scale[t * in->tile_rows + r]);
-            const __m512i first = _mm512_add_epi32(_mm512_slli_epi32(_mm512_load_si512(sums[0][r]), 8), _mm512_load_si512(sums[2][r]));
-            const __m512i second = _mm512_add_epi32(_mm512_slli_epi32(_mm512_load_si512(sums[1][r]), 8), _mm512_load_si512(sums[3][r]));
-            _mm512_storeu_ps(out[r], _mm512_mul_ps(_mm512_cvtepi32_ps(first), _mm512_mul_ps(scale, left)));
-            _mm512_storeu_ps(out[r] + 16, _mm512_mul_ps(_mm512_cvtepi32_ps(second), _mm512_mul_ps(scale, right)));
+    char unpacked[BLOCK_K * BLOCK_N] __attribute__((aligned(64)));
+    for (int64_t from = 0, size; from < in->width; from += size) {
+        const char *weights, *next;
+        size = load_weights(layer, block, in->width, from, unpacked, &weights, &next);
+        if (!layer->is_int4) next = weights + PREFETCH_BYTES;
+        for (int64_t t = 0; t < tiles; t++) {
+            const int8_t *x = in->number + ((tile + t) * in->width + from) * 2 * TILE_M;
+            const char *weight = weights;
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+            for (int64_t k = 0; k < size; k += K_ALIGN, weight += K_ALIGN * BLOCK_N, x += 2 * PLANE) {
+                if (tile + t == 0) prefetch(next + (k * BLOCK_N >> layer->is_int4), K_ALIGN * BLOCK_N >> layer->is_int4);
+                _tile_loadd(6, weight, 4 * BLOCK_N);
+                _tile_loadd(4, x, K_ALIGN);
+                _tile_dpbssd(0, 4, 6);
+                _tile_loadd(7, weight + 2 * BLOCK_N, 4 * BLOCK_N);
+                _tile_dpbssd(1, 4, 7);
+                _tile_loadd(4, x + PLANE, K_ALIGN);
+                _tile_dpbssd(2, 4, 6);
+                _tile_dpbssd(3, 4, 7);
+            }
+            int32_t sums[4][TILE_M][16] __attribute__((aligned(64)));
+            _tile_stored(0, sums[0], 64);
+            _tile_stored(1, sums[1], 64);
+            _tile_stored(2, sums[2], 64);
+            _tile_stored(3, sums[3], 64);
+            for (int64_t r = 0; r < in->tile_rows; r++) {
+                float *y = out[t * in->tile_rows + r];
+                const __m512 scale = _mm512_set1_ps(in->scale[(tile + t) * in->tile_rows + r]);
+                const __m512i first = _mm512_add_epi32(_mm512_slli_epi32(_mm512_load_si512(sums[0][r]), 8), _mm512_load_si512(sums[2][r]));
+                const __m512i second = _mm512_add_epi32(_mm512_slli_epi32(_mm512_load_si512(sums[1][r]), 8), _mm512_load_si512(sums[3][r]));
+                const __m512 before = from ? _mm512_loadu_ps(y) : _mm512_setzero_ps(), after = from ? _mm512_loadu_ps(y + 16) : before;
+                _mm512_storeu_ps(y, before + _mm512_cvtepi32_ps(first) * (scale * left));
+                _mm512_storeu_ps(y + 16, after + _mm512_cvtepi32_ps(second) * (scale * right));
+            }
         }
     }
 }

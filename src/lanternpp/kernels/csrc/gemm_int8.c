@@ -16,6 +16,33 @@ static inline bf16 largest_magnitude(const bf16 *x, int64_t count) {
 
 static inline i32v nearest(f32v x) { return (i32v)(x + ROUND) - 0x4b400000; }
 
+/* Weights of a block from input `from` on in 8 bits: all, or of weights of 4 bits those of up to BLOCK_K inputs, in `unpacked`. Returns how many
+   inputs these are. next: where the weights lie that follow BLOCK_K inputs later, in their own bits. */
+static int64_t load_weights(const Linear *layer, int64_t block, int64_t width, int64_t from, char *unpacked, const char **weight, const char **next) {
+    const char *packed = (const char *)layer->weight + block * width * (layer->is_int4 ? 1 + BLOCK_N / 2 : BLOCK_N), *numbers = packed + width;
+    const u16v zero = 0x8080 - (u16v){0}, flip = zero ^ (0x101 * WEIGHT_ZERO); /* with `zero` no byte borrows from the next one */
+    int64_t k = from;
+    *weight = layer->is_int4 ? unpacked : packed + from * BLOCK_N;
+    *next = layer->is_int4 ? numbers + (from + BLOCK_K) * BLOCK_N / 2 : packed + (from + BLOCK_K) * BLOCK_N;
+    if (!layer->is_int4) return width - from;
+    for (; k < from + BLOCK_K && k < width; k += INT4_GROUP) {
+        u16v factor[BLOCK_N / WIDTH], offset[BLOCK_N / WIDTH];
+        prefetch_l2(packed + k + BLOCK_K, INT4_GROUP);
+        UNROLL for (int c = 0; c < BLOCK_N / WIDTH; c++) {
+            const i32v wide = widen_unsigned((const uint8_t *)packed + k + c * WIDTH) - FACTOR_ZERO;
+            factor[c] = (u16v)((wide & 0xffff) * 0x10001);
+            offset[c] = zero - 0x0808 * factor[c];
+        }
+        UNROLL for (int i = 0; i < INT4_GROUP; i += 8, unpacked += 8 * BLOCK_N)
+            UNROLL for (int c = 0; c < BLOCK_N / WIDTH; c++) {
+                const u16v two = *(const u16v *)(numbers + (k + i) * BLOCK_N / 2 + 4 * c * WIDTH);
+                *(u16v *)(unpacked + 4 * c * WIDTH) = ((two & 0x0f0f) * factor[c] + offset[c]) ^ flip;
+                *(u16v *)(unpacked + 4 * (BLOCK_N + c * WIDTH)) = ((two >> 4 & 0x0f0f) * factor[c] + offset[c]) ^ flip;
+            }
+    }
+    return k - from;
+}
+
 #ifdef INT8_GROUPED
 /* Group by group. Threads begin with different groups, as the scales of a group share a cache line. */
 static void quantize_rows(const Inputs *in, int64_t first, int64_t last) {
@@ -118,13 +145,14 @@ ALWAYS_INLINE void grouped_tile(int count, const int8_t *x, const float *scale, 
 static void gemm_int8(const Linear *layer, int64_t block, const Inputs *in, int64_t tile, int64_t tiles, float (*out)[BLOCK_N]) {
     const int64_t groups = in->width / K_ALIGN, first = tile * TILE_M, left = in->rows - first;
     const int64_t rows = tiles * TILE_M < left ? tiles * TILE_M : left;
-    const char *weight = (const char *)layer->weight + block * in->width * BLOCK_N;
+    char unpacked[BLOCK_K * BLOCK_N] __attribute__((aligned(64)));
     int64_t visits = 0; /* of the weights by groups of rows */
     for (int64_t r = 0; r < rows; r += TILE_M) visits += ((rows - r < TILE_M ? rows - r : TILE_M) + GROUPED_M - 1) / GROUPED_M;
-    const int64_t share = visits > 1 || DOT_N < 16 ? up_to(64, K_ALIGN * BLOCK_N / visits) : 0;
+    const int64_t share = layer->is_int4 || visits > 1 || DOT_N < 16 ? up_to(64, (K_ALIGN * BLOCK_N >> layer->is_int4) / visits) : 0;
     for (int64_t g = 0, some; g < groups; g += some) {
-        some = visits > 1 && groups - g > BLOCK_K / K_ALIGN ? BLOCK_K / K_ALIGN : groups - g;
-        const char *w = weight + g * K_ALIGN * BLOCK_N, *next = w + BLOCK_K * BLOCK_N;
+        const char *w, *next;
+        some = load_weights(layer, block, in->width, g * K_ALIGN, unpacked, &w, &next) / K_ALIGN;
+        if (visits > 1 && some > BLOCK_K / K_ALIGN) some = BLOCK_K / K_ALIGN;
         for (int64_t t = 0; t < rows; t += TILE_M) {
             const int64_t in_tile = rows - t < TILE_M ? rows - t : TILE_M, parts = (in_tile + GROUPED_M - 1) / GROUPED_M;
             const int64_t at = ((first + t) / TILE_M * groups + g) * TILE_M;
@@ -187,16 +215,17 @@ static inline i32v multiply_pairs(i32v a, i32v b) { return (i32v)_mm256_madd_epi
 static inline i32v add_pairs(i32v a, i32v b) { return (i32v)_mm256_permute4x64_epi64(_mm256_hadd_epi32((__m256i)a, (__m256i)b), 0xd8); }
 #endif
 
-/* Sums of `count` rows, a constant. Meanwhile the weights at `next`, where it is not null, are fetched. */
-ALWAYS_INLINE void wide_tile(int count, const int16_t *x, int64_t width, const int8_t *weight, const int8_t *next, int32_t (*sums)[BLOCK_N]) {
+/* Sums of `size` inputs of `count` rows, a constant, `width` apart. Meanwhile the weights at `next`, where it is not null, are fetched. */
+ALWAYS_INLINE void wide_tile(int count, const int16_t *x, int64_t width, int64_t size, const int8_t *weight, const char *next, int next_bytes,
+                             int32_t (*sums)[BLOCK_N]) {
 #if defined(__AVX2__)
     enum { COLUMNS = WIDTH / 2 }; /* of a vector, which has two sums for each */
     const int vectors = WIDTH == 16 || count <= 2 ? 4 : 2; /* as there are registers */
     for (int first = 0; first < BLOCK_N; first += vectors * COLUMNS, next = 0) {
         i32v parts[WIDE_M][4] = {0}, w[4];
         const int8_t *from = weight + 4 * first;
-        for (int64_t k = 0; k < width; k += 4, from += 4 * BLOCK_N) {
-            if (next) prefetch_l2(next + k * BLOCK_N, 4 * BLOCK_N);
+        for (int64_t k = 0; k < size; k += 4, from += 4 * BLOCK_N) {
+            if (next) prefetch_l2(next + k / 4 * next_bytes, next_bytes);
             UNROLL for (int c = 0; c < vectors; c++) w[c] = widen_bytes(from + 4 * COLUMNS * c);
             UNROLL for (int r = 0; r < count; r++) {
                 int64_t four;
@@ -211,7 +240,7 @@ ALWAYS_INLINE void wide_tile(int count, const int16_t *x, int64_t width, const i
 #else
     for (int r = 0; r < count; r++, x += width) {
         int32_t all[BLOCK_N] = {0};
-        for (int64_t k = 0; k < width; k += 4)
+        for (int64_t k = 0; k < size; k += 4)
             for (int c = 0; c < BLOCK_N; c++) {
                 const int8_t *w = weight + k * BLOCK_N + 4 * c;
                 all[c] += x[k] * w[0] + x[k + 1] * w[1] + x[k + 2] * w[2] + x[k + 3] * w[3];
@@ -222,15 +251,20 @@ ALWAYS_INLINE void wide_tile(int count, const int16_t *x, int64_t width, const i
 }
 
 static void gemm_int8(const Linear *layer, int64_t block, const Inputs *in, int64_t tile, int64_t tiles, float (*out)[BLOCK_N]) {
-    const int64_t first = tile * TILE_M, last = first + tiles * TILE_M < in->rows ? first + tiles * TILE_M : in->rows;
-    const int8_t *weight = (const int8_t *)layer->weight + block * in->width * BLOCK_N, *next = weight + BLOCK_K * BLOCK_N;
-    for (int64_t row = first, groups = (last - first + WIDE_M - 1) / WIDE_M, count; groups; groups--, row += count, out += count, next = 0) {
-        const int16_t *x = (const int16_t *)in->number + row * in->width;
-        int32_t sums[WIDE_M][BLOCK_N];
-        count = (last - row) / groups;
-        WITH_ROWS(WIDE_M, count, wide_tile, x, in->width, weight, next, sums);
-        for (int64_t r = 0; r < count; r++)
-            for (int64_t c = 0; c < BLOCK_N; c++) out[r][c] = sums[r][c] * (in->scale[row + r] * layer->scale[block * BLOCK_N + c]);
+    const int64_t first = tile * TILE_M, rows = (first + tiles * TILE_M < in->rows ? first + tiles * TILE_M : in->rows) - first;
+    char unpacked[BLOCK_K * BLOCK_N] __attribute__((aligned(64)));
+    for (int64_t from = 0, size; from < in->width; from += size) {
+        const char *weight, *next;
+        size = load_weights(layer, block, in->width, from, unpacked, &weight, &next);
+        for (int64_t r = 0, groups = (rows + WIDE_M - 1) / WIDE_M, count; groups; groups--, r += count, next = 0) {
+            const int16_t *x = (const int16_t *)in->number + (first + r) * in->width + from;
+            int32_t sums[WIDE_M][BLOCK_N];
+            count = (rows - r) / groups;
+            WITH_ROWS(WIDE_M, count, wide_tile, x, in->width, size, (const int8_t *)weight, next, 4 * BLOCK_N >> layer->is_int4, sums);
+            for (int64_t i = 0; i < count; i++)
+                for (int64_t c = 0; c < BLOCK_N; c++)
+                    out[r + i][c] = (from ? out[r + i][c] : 0) + sums[i][c] * (in->scale[first + r + i] * layer->scale[block * BLOCK_N + c]);
+        }
     }
 }
 #endif

@@ -11,6 +11,9 @@
        | k = P..2P-1 of outputs 0, 1, .. 31 |
        | ...                                |    inputs up to a multiple of K_ALIGN = 64, with zeros
        +------------------------------------+
+
+   Weights of 4 bits, q, are (q - 8) times a factor of their INT4_GROUP inputs of an output, from -15 to 15, and so have 8 bits again. A block has the
+   factors, bytes [width / INT4_GROUP, BLOCK_N], then bytes in the order of 8 bits, with one q in the lower half and that of 4 inputs later in the upper.
 */
 #ifndef KERNELS_H
 #define KERNELS_H
@@ -23,6 +26,8 @@
 #define BLOCK_K 512          /* inputs that all rows are multiplied with before the next ones: weights stay in the L1 cache, the next go to L2 */
 #define MAX_BLOCK_M 128      /* rows whose products with a block of weights are computed before they are used */
 #define PREFETCH_BYTES 4096  /* between the weights that are multiplied and those that are fetched into the L1 cache */
+#define INT4_GROUP 32        /* inputs that share a factor of weights of 4 bits */
+#define FACTOR_ZERO 16       /* is added to such a factor */
 #define LANES 16             /* numbers of a kind that lie together in packed layouts */
 
 typedef uint16_t bf16; /* the upper half of a float */
@@ -34,12 +39,12 @@ typedef struct {
 
 #define ENSURE(scratch, needed) do { const int64_t _needed = needed; if (_needed > (scratch)->bytes) return _needed; } while (0)
 
-/* A linear layer. Weights have 8 bits where there is a scale, and are then stored with WEIGHT_ZERO added. */
+/* A linear layer. Weights have 8 or 4 bits where there is a scale; 8 bits are stored with WEIGHT_ZERO added. */
 typedef struct {
     const void *weight; /* [blocks, width / P, BLOCK_N, P] of bf16 or bytes, width: inputs up to a multiple of K_ALIGN */
     const float *scale; /* [blocks * BLOCK_N] of the outputs, or null */
     const float *bias;  /* [blocks * BLOCK_N], or null */
-    int64_t inputs, outputs;
+    int64_t inputs, outputs, is_int4;
 } Linear;
 
 /* What `pack_linear` writes from the rows of weight matrices. */
@@ -48,7 +53,7 @@ typedef struct {
     const float *given; /* of int8 rows: [blocks * BLOCK_N] their scales; null: rows are bf16 */
     void *weight;
     float *scale; /* null: packed as bf16 */
-    int64_t blocks, inputs, width;
+    int64_t blocks, inputs, width, is_int4;
 } Packing;
 
 /* Rows of a matrix times a linear layer, for two branches those that guidance makes of both, rounded to bf16. */

@@ -83,19 +83,10 @@ static int32_t smallest_of(bits32 *x, int64_t size, int64_t rank) {
             const int32_t high = found | (2 * bit - 1);
             int64_t count = 0;
             below = count_below(x, size, found);
-#ifdef __AVX512F__
-            for (int64_t i = 0; i < size; i += WIDTH) {
-                const __m512i chunk = _mm512_loadu_si512(x + i), bottom = _mm512_set1_epi32(found), top = _mm512_set1_epi32(high);
-                const __mmask16 kept = _mm512_cmpge_epi32_mask(chunk, bottom) & _mm512_cmple_epi32_mask(chunk, top);
-                _mm512_mask_compressstoreu_epi32(x + count, kept, chunk);
-                count += __builtin_popcount(kept);
-            }
-#else
             for (int64_t i = 0; i < size; i++) {
                 x[count] = x[i];
                 count += x[count] >= found && x[count] <= high;
             }
-#endif
             size = count;
         }
         if (below + count_below(x, size, found | bit) < rank) found |= bit;
@@ -161,15 +152,6 @@ static int64_t first_above(const float *x, int64_t from, int64_t to, double sum,
     return code;
 }
 
-/* The first of x [size] at which their running sum exceeds the share u in (0, 1) of the whole. */
-static int64_t draw(const float *x, int64_t size, double u) {
-    const double threshold = u * sum_all(x, size);
-    double sum = 0;
-    int64_t first = 0;
-    for (double next; first < size - BLOCK && (next = sum + block_sum(x + first)) <= threshold; first += BLOCK) sum = next;
-    return first_above(x, first, first + BLOCK, sum, threshold);
-}
-
 /* The first of the largest of x [size]. */
 static int64_t largest(const float *x, int64_t size) {
     int64_t code = 0;
@@ -197,7 +179,7 @@ static double sum_of_row(const float *x, int64_t size) {
     return sum;
 }
 
-/* `draw` for many shares u [each] of x [codes]; `running_sums` [blocks] is scratch. */
+/* The first codes at which the running sum of x [codes] exceeds shares u [each] in (0, 1) of the sum; `running_sums` [blocks] is scratch. */
 static void draw_all(const float *x, int64_t codes, const double *u, int64_t each, int64_t *drawn, double *running_sums) {
     const int64_t blocks = up_to(BLOCK, codes) / BLOCK;
     for (int64_t b = 0; b < blocks; b++) {

@@ -41,6 +41,7 @@ typedef int32_t i32v __attribute__((vector_size(4 * WIDTH), aligned(4)));
 typedef uint32_t u32v __attribute__((vector_size(4 * WIDTH), aligned(4)));
 typedef int64_t i64v __attribute__((vector_size(4 * WIDTH), aligned(4)));
 typedef uint16_t bf16v __attribute__((vector_size(2 * WIDTH), aligned(2)));
+typedef uint16_t u16v __attribute__((vector_size(4 * WIDTH), aligned(4)));
 typedef int16_t i16v __attribute__((vector_size(2 * WIDTH), aligned(2)));
 typedef int8_t i8v __attribute__((vector_size(WIDTH), aligned(1)));
 
@@ -94,8 +95,8 @@ static inline unsigned bits_of(i32v mask) {
 #endif
 }
 
-/* 0 or 1 in each lane, of WIDTH bytes. */
-static inline i32v widen_flags(const uint8_t *x) {
+/* The number in each of WIDTH bytes. */
+static inline i32v widen_unsigned(const uint8_t *x) {
 #ifdef __AVX512F__
     return (i32v)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)x));
 #elif defined(__AVX2__)

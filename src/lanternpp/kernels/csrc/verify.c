@@ -266,7 +266,7 @@ static void weigh_children(const Verification *v, int64_t b, float *residual) {
 }
 
 /* Draw where the draft of a sample ends, and the code after it. */
-static void end_draft(const Verification *v, int64_t b, float *residual) {
+static void end_draft(const Verification *v, int64_t b, float *residual, char *scratch) {
     const int64_t root = b * v->nodes;
     int64_t end = 0;
     double all_rejected = 1;
@@ -277,8 +277,9 @@ static void end_draft(const Verification *v, int64_t b, float *residual) {
     int64_t node = v->order ? v->order[end] : end;
     reject_children(v, root + node, residual);
     if (!(sum_of_row(residual, v->codes) > 0)) memcpy(residual, v->distribution + (root + node) * v->codes, 4 * v->codes);
-    const int64_t bonus = draw(residual, up_to(BLOCK, v->codes), v->last[b]), depth = v->node[root + node].depth;
-    int64_t *path = v->path + b * (v->levels + 1);
+    const int64_t depth = v->node[root + node].depth;
+    int64_t *path = v->path + b * (v->levels + 1), bonus;
+    draw_all(residual, v->codes, v->last + b, 1, &bonus, (double *)scratch);
     for (int64_t n = v->levels; n >= 0; n--) {
         path[n] = node;
         if (n <= depth) node = v->node[root + node].parent;
@@ -298,7 +299,7 @@ static void joint_team(const Team *team, void *work) {
     for (int64_t i = team->rank; i < v->batch * v->nodes; i += team->size)
         if (children_of(v, i) < 2) reject_children(v, i, residual);
     wait_for_team(team);
-    for (int64_t b = team->rank; b < v->batch; b += team->size) end_draft(v, b, residual);
+    for (int64_t b = team->rank; b < v->batch; b += team->size) end_draft(v, b, residual, scratch);
 }
 
 /* Token by token, or block and traversal verification. */

@@ -31,7 +31,7 @@ from lanternpp.util.registry import unknown
 
 ATTENTION = "lanternpp"  # the attention function's name, in the config of the replicas
 MAX_POSITIONS = 1 << 15  # of the rotary table that drafters get
-BYTES_PER_WEIGHT = {"bfloat16": 2.0, "int8": 1.01}  # packed in this dtype, with the scales of int8
+BYTES_PER_WEIGHT = {"bfloat16": 2.0, "int8": 1.01, "int4": 0.54}  # packed in this dtype, with scales
 M = TypeVar("M", bound=nn.Module)
 
 
