@@ -38,7 +38,7 @@ ENGINES = {
     "torch": ("PyTorch, bf16", 2, 0.2),
     "torch-compile": ("torch.compile, max-autotune, bf16", 2, 4.0),
     "openvino": ("OpenVINO, bf16", 2, 2.5),
-    "openvino-int8": ("OpenVINO, W8A8 in groups of 64, head bf16", 1, 1.5),
+    "openvino-int8": ("OpenVINO, W8A8", 1, 1.5),
     "llama.cpp": ("llama.cpp, BF16", 2, 0.2),
     "llama.cpp-int8": ("llama.cpp, Q8_0", 1, 1.2),
     "llama.cpp-int4": ("llama.cpp, Q4_0", 0.56, 0.7),
@@ -97,14 +97,14 @@ class Machine:
             self.bandwidths[size] = self.library.reading(ctypes.c_int64(min(size, 1 << 31)), self.threads)
         return self.bandwidths[size]
 
-    def rate(self, size: int) -> float:
+    def rate(self, size: float) -> float:
         """Return operations per second with weights of `size` bytes, which may be widened to a larger type."""
         rates = [rate for name, rate in self.rates.items() if INSTRUCTIONS[name][2] >= size]
         return max(rates, default=float("inf"))
 
-    def roofline(self, layers: int, head: int, size: int, rows: int) -> float:
+    def roofline(self, layers: int, head: int, size: float, rows: int) -> float:
         """Return the least milliseconds of a pass. layers, head: numbers of weights; the head has two bytes per weight."""
-        num_bytes = layers * size + head * 2
+        num_bytes = int(layers * size) + head * 2
         compute = 2 * rows * (layers / self.rate(size) + head / self.rate(2))
         return 1e3 * max(num_bytes / self.bandwidth(num_bytes), compute)
 

@@ -126,7 +126,7 @@ def test_unsupported_dtypes_and_too_little_memory_are_rejected(
     model: Any = made("janus").model
     in_float64 = r"in torch\.float64; load it with dtype=torch\.bfloat16"
     rejects(in_float64, lanternpp.accelerate, model, kernels="bfloat16")
-    rejects("'fp4' is unknown; known: bfloat16, int4, int8", lanternpp.accelerate, model, kernels="fp4")
+    rejects("'fp4' is unknown; known: bfloat16, int8, int4", lanternpp.accelerate, model, kernels="fp4")
     monkeypatch.setattr(decoder, "free_memory", lambda device: 1000)
     no_room = r"takes 0\.0 GB, and 0\.0 GB are free; leave out kernels"
     rejects(no_room, lanternpp.accelerate, model, kernels="int8")
