@@ -312,8 +312,8 @@ def accelerate(
     Janus, Emu3, Emu3.5, Chameleon, GLM-Image, Liquid and SimpleAR.
     method: a name of `lanternpp.METHODS`; "auto" takes the drafter's lossless method, or `jacobi-coupled` without a drafter.
     drafter: a folder or hub id. Each call of `generate` says how codes are sampled, as usual.
-    kernels: compute the layers in C, from a copy of their weights in this dtype, of 2, 1.01 or 0.54 bytes a weight; for a model in
-    bfloat16 on a CPU. `model.generate.packed_bytes` is the size of the copy.
+    kernels: compute the layers in C, from a copy of their weights in this dtype, of 2, 1.01 or 0.54 bytes a weight; for
+    a model in bfloat16 on a CPU. `model.generate.packed_bytes` is the size of the copy.
     Raises InputError for a model of another family, a method without its drafter, a wrong dial, and layers that the kernels
     do not compute; the model is then as before.
     """

@@ -130,7 +130,7 @@ def read_target(
 def pick_placement(
     device: str | torch.device, dtype: str | torch.dtype, folder: Path
 ) -> tuple[torch.device, torch.dtype, str | None]:
-    """Return the device, the dtype that a model computes in there, and the dtype of stored weights where it is another. InputError.
+    """Return the device, the dtype that a model computes in there, and that of `STORED` which its weights are kept in. InputError.
 
     On a CPU without products of bfloat16 auto is float32, or bfloat16 where the backend computes: it reads half the bytes and
     multiplies them as floats. auto keeps weights in 8 bits where the backend computes from them: they round less than PyTorch does
@@ -218,8 +218,8 @@ class Model:
     On a CPU the weights are packed for passes over few rows. Networks that are not `packed` can be compiled, as
     torch.compile chooses its own layout. `drafter` is the path of a network that drafts in place of the model's own;
     `size`, as "768x512", is for families that draw several sizes. `stored`: the dtype of `STORED` that the target's
-    weights are kept in; `effect` is the change of its logits where PyTorch computes them. `tensor_parallel`: transformers divides the target's layers among the
-    processes that torchrun started.
+    weights are kept in; `effect` is the change of its logits where PyTorch computes from them. `tensor_parallel`:
+    transformers divides the target's layers among the processes that torchrun started.
     """
 
     folder: Path
