@@ -95,20 +95,20 @@ def test_the_steps_of_a_row_are_those_of_its_engine(pipe: Pipeline, tmp_path: Pa
         assert 2 * row["steps"] == taken[mine.engines[row["method"]]], "with those of the warm-up"
 
 
-def test_a_profile_without_traced_kernels_has_no_shares(
-    pipe: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_profile_without_traced_kernels_has_no_shares(pipe: Pipeline, tmp_path: Path, monkeypatch) -> None:
     made, timed, profiler = race(pipe, field="ar"), [], MagicMock()
     profiler.key_averages().__iter__.return_value = [SimpleNamespace(key="aten::mm", self_cpu_time_total=0)]
     profiler.key_averages().table.return_value = ""
     profiler.export_chrome_trace = lambda path: Path(path).touch()
     monkeypatch.setattr(profile, "profile_steps", lambda *_: profiler)
     monkeypatch.setattr(torch.accelerator, "device_index", lambda i: nullcontext(timed.append(i)))
-    # The rates are those of the named card.
-    rates = profile.machine_rates(torch.device("meta:1"), torch.float32)
-    monkeypatch.setattr(profile, "machine_rates", lambda *_: rates)
+    # The rates are those of the named card, and of the dtype that the backend multiplies in.
+    measure = MagicMock(return_value=profile.machine_rates(torch.device("meta:1"), torch.float32))
+    monkeypatch.setattr(profile, "machine_rates", measure)
+    monkeypatch.setattr(profile, "backend", lambda _: SimpleNamespace(gemm_dtype=lambda _: torch.float64))
     table = report.rows(made.run(tmp_path), made.describe(), {})
     assert profile.profile_race(made, table, tmp_path)[0][-1] == "aten::mm 0" and timed == [1, 1]
+    measure.assert_called_once_with(torch.device("cpu"), torch.float64)
 
 
 def test_a_stopped_run_resumes_at_its_turn_and_with_its_draft(

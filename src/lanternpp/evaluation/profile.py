@@ -22,6 +22,7 @@ from lanternpp.engine.threads import AdaptiveThreads
 from lanternpp.evaluation.race import Race
 from lanternpp.evaluation.report import COLUMNS as RACE_COLUMNS
 from lanternpp.evaluation.report import cell
+from lanternpp.nn.backend import backend
 from lanternpp.util.files import replacing, write_text
 from lanternpp.util.terminal import track
 
@@ -62,8 +63,7 @@ def machine_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, floa
         with torch.accelerator.device_index(device.index):  # that the timer waits for
             return min(timer.timeit(1).median for _ in range(REPEATS))
 
-    source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
-    copy = torch.empty_like(source)
+    source, copy = torch.ones(2, COPY_BYTES, dtype=torch.uint8, device=device)
     matrix = torch.ones(MATRIX_SIDE, MATRIX_SIDE, dtype=dtype, device=device)
     bandwidth = 2 * COPY_BYTES / seconds(lambda: copy.copy_(source))
     return bandwidth, 2 * MATRIX_SIDE**3 / seconds(lambda: matrix @ matrix)
@@ -92,7 +92,8 @@ def profile_race(race: Race, table: Sequence[Mapping[str, Any]], folder: Path) -
     """
     cuda = race.pipe.device.type == "cuda"
     time_key = f"self_{'device' if cuda else 'cpu'}_time_total"
-    bandwidth, arithmetic = machine_rates(race.pipe.device, next(race.pipe.target.parameters()).dtype)
+    weight = next(race.pipe.target.parameters())
+    rates = machine_rates(weight.device, backend(weight.device).gemm_dtype(weight))
     profile_rows = []
     for entry, row in track("profiling", list(zip(race.entries, table, strict=True))):
         engine = race.engines[entry.label]
@@ -112,9 +113,8 @@ def profile_race(race: Race, table: Sequence[Mapping[str, Any]], folder: Path) -
         # The sum is 0 where the driver lets nobody trace kernels.
         shares = [f"{key} {100 * time / (times.total() or 1):.0f}" for key, time in times.most_common(TOP)]
         seconds = row["phases"]["pass"] * row["seconds"] / row["steps"]
-        num_bytes, num_operations = pass_costs(race.pipe, engine)
-        rates = num_bytes / seconds / bandwidth, num_operations / seconds / arithmetic
-        figures = [f"{1000 * seconds:.3g}", *(f"{100 * rate:.0f}" for rate in rates)]
+        costs = zip(pass_costs(race.pipe, engine), rates, strict=True)
+        figures = [f"{1000 * seconds:.3g}", *(f"{100 * cost / seconds / rate:.0f}" for cost, rate in costs)]
         profile_rows.append([row["method"], cell(row, "where"), *figures, ", ".join(shares)])
     return profile_rows
 
