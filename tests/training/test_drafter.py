@@ -159,9 +159,7 @@ def test_a_training_does_not_resume_with_another_target(data: Path, ready: Path)
     rejects(r"other settings \(target", eagle, data, ready, steps=1)
 
 
-def test_an_interrupted_save_leaves_no_provenance(
-    data: Path, ready: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_save_leaves_no_provenance(data: Path, ready: Path, monkeypatch) -> None:
     monkeypatch.setattr(loop.checkpoints, "save", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         eagle(data, ready, steps=1)

@@ -15,7 +15,7 @@ from helpers.photos import NEUTRAL, made_codes, teacher_of
 from lanternpp.api.model import read_target
 from lanternpp.engine.sampling import Sampling
 from lanternpp.engine.verify.joint import chain_tails
-from lanternpp.training import drafter, parallel
+from lanternpp.training import drafter, loop, parallel
 from lanternpp.training.options import DrafterSettings
 from lanternpp.training.parallel import (
     FIRST_LEVEL_WEIGHT,
@@ -89,9 +89,7 @@ def test_the_first_level_is_trained_at_more_slots(ready: Path) -> None:
     assert both.item() == pytest.approx((1 + FIRST_LEVEL_WEIGHT) * alone.item(), rel=1e-5)
 
 
-def test_a_compiled_training_is_one_graph_with_the_same_losses(
-    ready: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_training_is_one_graph_with_the_same_losses(ready: Path, monkeypatch) -> None:
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
@@ -111,6 +109,16 @@ def test_a_compiled_training_is_one_graph_with_the_same_losses(
         made.validate()
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)  # Muon rounds to bfloat16
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_muon_multiplies_in_the_dtype_of_trainings(monkeypatch, dtype: torch.dtype) -> None:
+    addmm, dtypes, layer = torch.addmm, set(), torch.nn.Linear(8, 8)
+    monkeypatch.setattr(loop, "compute_dtype", lambda _: dtype)
+    monkeypatch.setattr(torch, "addmm", lambda x, *rest, **o: dtypes.add(x.dtype) or addmm(x, *rest, **o))
+    optimizers = loop.muon_and_adamw(layer, [layer.weight], 0.1, 0.1, 0.0)
+    loop.descend(optimizers.values(), layer(torch.ones(1, 8)).sum(), layer.parameters())
+    assert dtypes == {dtype} and layer.weight.dtype == torch.float32
 
 
 def test_the_confidence_layer_learns_and_changes_no_other_weight(ready: Path) -> None:

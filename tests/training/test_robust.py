@@ -60,9 +60,7 @@ WRITERS: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_full_disk_is_one_sentence_and_keeps_the_old_file(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_one_sentence_and_keeps_the_old_file(name: str, tmp_path: Path, monkeypatch) -> None:
     write = WRITERS[name]
     write(tmp_path / "state.pt")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -83,9 +81,7 @@ def test_a_full_disk_is_one_sentence_and_keeps_the_old_file(
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_a_cache_that_would_not_fit_is_rejected_after_its_first_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_would_not_fit_is_rejected_after_its_first_file(tmp_path: Path, monkeypatch) -> None:
     free = shutil.disk_usage(tmp_path)._replace(free=codes.SPARE_BYTES + (1 << 21))
     monkeypatch.setattr(codes.shutil, "disk_usage", lambda path: free)
 

@@ -20,10 +20,10 @@ from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.engine.verify import VERIFIERS
 from lanternpp.nn.decoder import line_table
 from lanternpp.proposers.parallel import Parallel
-from lanternpp.training.codes import Codes
+from lanternpp.training.codes import Codes, Split
 from lanternpp.training.drafter import drafter_inputs
 from lanternpp.training.options import DrafterSettings
-from lanternpp.training.rollouts import Rollout, RolloutTask, grown, record, replay, split_of
+from lanternpp.training.rollouts import Rollout, RolloutTask, grown, record, replay
 from lanternpp.trees.static import StaticTree, chain
 
 TEXTS = ["hill", "sea", "stone", "clouds", "a"]
@@ -78,9 +78,7 @@ def test_runs_follow_the_given_rule_and_verifier(rule: DraftMixture | None, veri
 
 
 @pytest.mark.parametrize(("aux_layers", "padding"), [((), 0), ((0, 1), 5)])
-def test_training_drafts_as_the_engine_did(
-    monkeypatch: pytest.MonkeyPatch, aux_layers: tuple[int, ...], padding: int
-) -> None:
+def test_training_drafts_as_the_engine_did(monkeypatch, aux_layers: tuple[int, ...], padding: int) -> None:
     """A recorded run gives the distributions that its drafts were drawn from, with hints, and in a batch with a longer prompt too."""
     target, seen = ToyTarget(layers=3), []
     propose = Parallel.propose
@@ -99,7 +97,7 @@ def test_training_drafts_as_the_engine_did(
     assert run.kept.max() > 1 and len(seen) == len(run.kept) > 4
     settings = settings_of(anchors=len(seen), noise=0.0, aux_layers=len(aux_layers))
     begin = grown(drafter, settings, target)
-    train, val = (split_of([run] * count, ["stone"] * count) for count in (1, 2))
+    train, val = (Split(run.codes.expand(n, 1, -1), ("stone",) * n, runs=(run,) * n) for n in (1, 2))
     made = RolloutTask(settings, teacher_of(target), Codes(train, val, "runs", initial_drafter=begin))
     made.train.slots += padding
     read = made.batch(made.train, torch.tensor([0]), None, torch.Generator())

@@ -9,6 +9,7 @@ import json
 import shutil
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -45,7 +46,8 @@ def build_shards(folder: Path, count: int, shard_size: int, compute: Compute, co
     """
     parts = [range(first, min(first + shard_size, count)) for first in range(0, count, shard_size)]
     files = {part: folder / f"{number:05d}.safetensors" for number, part in enumerate(parts)}
-    with team().leader_first():
+    accelerator = team().accelerator
+    with nullcontext() if accelerator is None else accelerator.main_process_first():
         sweep(folder)
         if missing := {part: path for part, path in files.items() if not path.is_file()}:
             write_shards(missing, compute, contents)
@@ -55,13 +57,12 @@ def build_shards(folder: Path, count: int, shard_size: int, compute: Compute, co
 def write_shards(files: Mapping[range, Path], compute: Compute, contents: str) -> None:
     """Compute shards and write each to its file, with progress on stderr; raise InputError where the others would fill the disk."""
     folder, count = next(iter(files.values())).parent, sum(map(len, files))
-    report, announced, num_missing = Report("training", folder), False, count
+    report, num_missing = Report("training", folder), count
+    say_once = lru_cache(report.say)
 
     def done(pictures: float) -> None:
-        nonlocal announced
-        if not announced:  # only now, so that an error in the first pictures is the only output
-            report.say(f"{contents}: {counted(count, 'picture')}, in {folder}")
-            announced = True
+        # Not earlier, so that an error in the first pictures is the only output.
+        say_once(f"{contents}: {counted(count, 'picture')}, in {folder}")
         report.advance(pictures / count, f"{pictures:.0f}/{count} pictures")
 
     with report.bar():

@@ -28,7 +28,7 @@ from lanternpp.errors import InputError
 from lanternpp.nn import checkpoints
 from lanternpp.nn.files import input_errors, read_pt
 from lanternpp.training.options import Stored, TrainingOptions
-from lanternpp.training.team import LOG, Report, team
+from lanternpp.training.team import LOG, Float32Products, Report, compute_dtype, team
 from lanternpp.util.devices import device_name
 from lanternpp.util.files import locked, sweep
 from lanternpp.util.jsonfile import differences, keep_rows, write_json
@@ -339,8 +339,10 @@ def descend(
     loss.backward()
     team().average_gradients(optimizers)
     nn.utils.clip_grad_norm_(clipped, max_norm)
-    for optimizer in optimizers:
-        optimizer.step()
+    # CPUs without products of bfloat16 take thirty times as long for them; on ARM PyTorch also warns, and stops using oneDNN.
+    with nullcontext() if compute_dtype(loss.device) == torch.bfloat16 else Float32Products():
+        for optimizer in optimizers:
+            optimizer.step()
 
 
 @contextmanager

@@ -95,11 +95,6 @@ def replay(kept: Tensor, depth: int, levels: int) -> tuple[Tensor, Tensor, Tenso
     return decided, F.pad(kept.cumsum(0)[:-1], (1, 0)), F.pad(hints, (0, 0, 1, 0), value=-1)
 
 
-def split_of(runs: Sequence[Rollout], texts: Sequence[str]) -> Split:
-    """Return recorded runs with their texts as a split."""
-    return Split(torch.stack([run.codes for run in runs])[:, None], tuple(texts), runs=tuple(runs))
-
-
 class Runs(OwnCodes):
     """Runs of a target with the drafter of `source`, in shards beside the codes.
 
@@ -127,10 +122,8 @@ class Runs(OwnCodes):
         items = sorted((name, value) for name, value in dials.items() if value is not None)
         drafting = f"{teacher.cfg} {config.queries} {config.aux_layers} {self.seed} {self.draw_settings.accept} {items}"
         self.key = digest([teacher.origin, origin, *self.texts, drafting])
-        self.facts = {"runs": source.rollouts, "drafter": origin}
-        if source.data is not None:
-            self.facts["folder"] = source.data.resolve().name
-        self.facts["prompts"] = self.num_prompts
+        captions = {} if source.data is None else {"folder": source.data.resolve().name}
+        self.facts = {"runs": source.rollouts, "drafter": origin, **captions, "prompts": self.num_prompts}
 
     def build(self) -> Codes:
         """Return the runs in the folder of the teacher's store, where missing ones are recorded now."""
@@ -147,8 +140,9 @@ class Runs(OwnCodes):
                 if on_gpu:
                     run = replace(run, features=run.features.to(device), prompt=run.prompt.to(device))
                 runs.append(run)
+        codes = torch.stack([run.codes for run in runs])[:, None]
         parts = slice(-self.num_held_out), slice(-self.num_held_out, None)
-        train, val = (split_of(runs[part], self.texts[part]) for part in parts)
+        train, val = (Split(codes[x], tuple(self.texts[x]), runs=tuple(runs[x])) for x in parts)
         return Codes(train, val, self.key, self.facts, self.drafter)
 
     def engine(self) -> Engine:

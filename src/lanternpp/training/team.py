@@ -91,10 +91,6 @@ class Team:
         tensor = torch.tensor(numbers, dtype=torch.float32, device=self.accelerator.device)
         return self.accelerator.reduce(tensor, "sum").tolist()
 
-    def leader_first(self) -> AbstractContextManager[None]:
-        """Run the block in the first process first; the other processes then find its results on disk."""
-        return nullcontext() if self.accelerator is None else self.accelerator.main_process_first()
-
     def device(self, name: str) -> torch.device:
         """Return a device by name, or the process's own GPU where the team computes on GPUs."""
         device = pick_device(name)
@@ -114,6 +110,13 @@ def team() -> Team:
 def compute_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype of matrix products in trainings: bfloat16 where the device multiplies in it, else float32."""
     return torch.bfloat16 if half_width(device) is torch.bfloat16 else torch.float32
+
+
+class Float32Products(torch.overrides.TorchFunctionMode):
+    """Leave in float32, within the block, what Muon would multiply in bfloat16."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0].float() if func is Tensor.bfloat16 else func(*args, **(kwargs or {}))
 
 
 def autocast(device: torch.device) -> AbstractContextManager[object]:
