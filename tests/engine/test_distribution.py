@@ -43,7 +43,7 @@ from lanternpp.trees.dynamic import DynamicTree
 from lanternpp.trees.static import StaticTree, chain, chain_tree
 from lanternpp.types import Draft
 
-DRAWS, FEWER_DRAWS, PICTURES = 400_000, 50_000, 20_000  # fewer: for one of many similar cases
+DRAWS, FEWER_DRAWS, PICTURES = 100_000, 50_000, 20_000  # fewer: for one of many similar cases
 # Factors of PICTURES for the cases in which an error of a tenth in q changes too little to show in 20,000.
 TIMES = {"chain, flatter q": 3, "tree, flatter q": 3, "tree": 3, "independent tree": 3, "jacobi maximal": 10}
 UNLIKELY = 1e-3  # the seeds are fixed: a test passes always or never
