@@ -113,9 +113,9 @@ def test_a_tail_of_improbable_codes_keeps_its_share():
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_every_child_is_drawn_without_the_earlier_ones(count):
     q = torch.tensor([0.4, 0.3, 0.2, 0.1, 0.0], dtype=torch.float64)
-    rows = q.expand(200_000, 2, -1)
-    picked = Sampling().children(rows, count, at(torch.arange(200_000)), Noise.DRAFT)
-    assert picked.shape == (200_000, 2, count)
+    rows = q.expand(100_000, 2, -1)
+    picked = Sampling().children(rows, count, at(torch.arange(100_000)), Noise.DRAFT)
+    assert picked.shape == (100_000, 2, count)
     for picks in picked.unbind(1):
         for earlier in set(itertools.permutations(range(4), count - 1)):
             same = (picks[:, :-1] == torch.tensor(earlier)).all(1)
