@@ -40,6 +40,8 @@ JOINTLY = [
     ("oracle tree", "traversal"),
     ("longer than the picture", "block"),
 ]
+# Those of them that meet relaxed rules: a draft of each shape, and drafts of which all codes are accepted.
+RELAXED_JOINTLY = "chain", "tree", "jacobi siblings", "oracle chain", "oracle tree", "longer than the picture"
 RULES = {
     **steps.RULES,
     # Above 1 at every level here: below it, even an oracle's codes are rejected.
@@ -68,7 +70,7 @@ def combinations():
 
     A rule sees probabilities, which guidance and top-k made before, and a draft's children. So the exact rule meets every
     proposer under guidance, and a few without; the others meet every way to draw children at T=1 under guidance, and other samplings
-    with a few. Plain decoding asks no rule, and the papers' residuals are of token-wise verification. Greedy codes of the exact rule
+    with a few, as do the papers' residuals, which are of token-wise verification. Plain decoding asks no rule. Greedy codes of the exact rule
     are compared with those of plain decoding, alone, below.
     """
     for proposer, rule, sampling, cfg in product(PROPOSERS, RULES, SAMPLINGS, CFG):
@@ -78,14 +80,16 @@ def combinations():
         elif rule in ("mixture", "cactus"):
             fits = usual and proposer in CHAINS
         elif proposer in WAYS_TO_DRAW:
-            fits = usual or (cfg == 3 and proposer in WARPED and rule not in (*OTHER_RESIDUALS, "lantern++"))
+            fits = usual and (proposer in WARPED or rule not in OTHER_RESIDUALS)
+            fits |= cfg == 3 and proposer in WARPED and rule not in (*OTHER_RESIDUALS, "lantern++")
         else:
             fits = usual and rule not in OTHER_RESIDUALS and (proposer in ORACLES or rule == "lantern")
         if fits and (proposer != "none" or rule == "exact"):
             yield proposer, "token", rule, sampling, cfg
     relaxed = ("lantern", "lantern++, falling", "cool", "mixture")
     for (proposer, verify), rule in product(JOINTLY, ("exact", *relaxed)):
-        yield proposer, verify, rule, "warped" if rule == "exact" else "T=1", 3.0
+        if rule == "exact" or proposer in RELAXED_JOINTLY:
+            yield proposer, verify, rule, "warped" if rule == "exact" else "T=1", 3.0
 
 
 @cache
