@@ -178,10 +178,10 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 EXP = "torch.rand(10**6).exp()"
 
 
-@installed
+@pytest.mark.parametrize("prepare", ["", pytest.param("loading.library()", marks=installed)])
 @pytest.mark.skipif(sys.platform != "linux", reason="PyTorch has another OpenMP here")
-def test_a_forked_child_computes_with_threads_of_its_own():
-    script = FORK.format(prepare=f"loading.library()\ntorch.set_num_threads(2)\n{EXP}", work=EXP)
+def test_a_forked_child_computes_with_threads_of_its_own(prepare: str):
+    script = FORK.format(prepare=f"{prepare}\ntorch.set_num_threads(2)\n{EXP}", work=EXP)
     assert python("-W", "ignore", "-c", script).stdout == "7\n"
 
 

@@ -26,6 +26,18 @@ SWITCH = "LANTERNPP_KERNELS"
 HERE = Path(__file__).parent
 LIBRARIES = HERE / "lib"
 
+# The kernels are not linked with a library of OpenMP, as a second library has other threads than PyTorch's. PyTorch's own,
+# whose name may have a digest, is made visible to them on Linux; on other systems the kernels have threads of their own.
+if sys.platform == "linux":
+    if not hasattr(ctypes.CDLL(None), "GOMP_parallel"):
+        bundled = sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))
+        with suppress(OSError):  # loading kernels that need OpenMP then raises the error
+            ctypes.CDLL(str(bundled[0]) if bundled else "libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
+    # A forked child would wait forever for OpenMP's threads, which it lacks. Both processes start new ones when needed.
+    with suppress(AttributeError):  # before OpenMP 5.0
+        end_threads = ctypes.CDLL(None).omp_pause_resource_all
+        os.register_at_fork(before=lambda: end_threads(2))  # omp_pause_hard
+
 
 def kernels() -> ctypes.CDLL | None:
     """Return the kernels that LANTERNPP_KERNELS asks for, the best by default; None where it is 0 or there are no kernels."""
@@ -57,17 +69,6 @@ def library(kind: str | None = None) -> ctypes.CDLL | None:
 
 def load(path: Path) -> ctypes.CDLL:
     """Load a library of kernels. OSError where that fails, InputError where its structures are not those of this code."""
-    # The kernels are not linked with a library of OpenMP, as a second library has other threads than PyTorch's. PyTorch's own,
-    # whose name may have a digest, is made visible to them on Linux; on other systems the kernels have threads of their own.
-    if sys.platform == "linux":
-        if not hasattr(ctypes.CDLL(None), "GOMP_parallel"):
-            bundled = sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))
-            with suppress(OSError):  # loading kernels that need OpenMP then raises the error
-                ctypes.CDLL(str(bundled[0]) if bundled else "libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
-        # A forked child would wait forever for OpenMP's threads, which it lacks. Both processes start new ones when needed.
-        with suppress(AttributeError):  # before OpenMP 5.0
-            end_threads = ctypes.CDLL(None).omp_pause_resource_all
-            os.register_at_fork(before=lambda: end_threads(2))  # omp_pause_hard
     loaded = ctypes.CDLL(str(path))
     try:
         bind(loaded)
