@@ -1,6 +1,9 @@
-"""The command line, as `python -m lanternpp` and `accelerate launch -m lanternpp` run it."""
+"""The command line, as the console script, `python -m lanternpp` and `accelerate launch -m lanternpp` run it."""
 
-from lanternpp.cli import main
+try:
+    from lanternpp.cli import main
+except KeyboardInterrupt:  # later ones are `main`'s
+    raise SystemExit(130) from None
 
 if __name__ == "__main__":
     main()

@@ -120,6 +120,12 @@ def test_ctrl_c_and_a_file_that_cannot_be_read_are_one_line(raised, code, said, 
     assert list(empty_dir.iterdir()) == []
 
 
+def test_ctrl_c_during_the_first_imports_shows_no_traceback(empty_dir: Path) -> None:
+    (empty_dir / "cyclopts.py").write_text("raise KeyboardInterrupt")
+    done = python("-m", "lanternpp")
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 class Terminal(io.StringIO):
     """A stderr that is a terminal."""
 
