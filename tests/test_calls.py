@@ -146,7 +146,7 @@ def test_a_pipeline_moves_to_another_dtype_and_back(model: Path) -> None:
     pipe = Pipeline.from_pretrained(model, device="cpu", dtype="float32")
     call = {"method": "lantern++", "lam": 3.0}
     usual, weights = pipe(PROMPT, **call).codes, pipe.target.decoder.norm.weight
-    assert pipe.to("cpu").to("cpu", torch.float32).target.decoder.norm.weight is weights  # nothing to do
+    assert pipe.to("cpu").to("cpu:0", torch.float32).target.decoder.norm.weight is weights  # nothing to do
     wide = Pipeline.from_pretrained(model, device="cpu", dtype="float64")(PROMPT, **call).codes
     stream = pipe.stream(PROMPT, **call)
     next(stream)

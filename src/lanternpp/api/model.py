@@ -136,14 +136,14 @@ def pick_placement(
     multiplies them as floats. auto keeps weights in 8 bits where the backend computes from them: they round less than PyTorch does
     in bfloat16, and take half the time.
     """
-    device, name = pick_device(str(device)), str(dtype).removeprefix("torch.")
-    dtype, half = pick_dtype(name, device), torch.empty(0, dtype=torch.bfloat16, device=device)
+    half = torch.empty(0, dtype=torch.bfloat16, device=pick_device(str(device)))
+    device, name = half.device, str(dtype).removeprefix("torch.")  # of "cuda", the current GPU
+    dtype = pick_dtype(name, device)
     if dtype == torch.float32 and name in ("auto", *STORED) and backend(device).packs(half):
         dtype = torch.bfloat16
     if name != "auto" or latent_family(folder) is not None:
         return device, dtype, name if name in STORED else None
-    packs = backend(device).packs(torch.empty(0, dtype=dtype, device=device))
-    return device, dtype, "int8" if packs else None
+    return device, dtype, "int8" if backend(device).packs(half.to(dtype)) else None
 
 
 def dtype_name(dtype: torch.dtype, stored: str | None) -> str:
