@@ -128,7 +128,7 @@ class Engines:
             return torch.zeros((), dtype=torch.int32).expand(vocab, k)
         width = min(next((width for width in TABLE_WIDTHS if width >= k), k), vocab - 1)
         table_folder = cache_folder(folder.parent if folder.is_file() else folder)
-        table = neighbours(codebook.cpu(), width, table_folder)
+        table = neighbours(codebook, width, table_folder)
         return table[:, :k].contiguous().to(self.model.device)
 
     def warm(self, settings: Settings) -> list[str]:
