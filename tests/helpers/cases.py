@@ -32,9 +32,9 @@ class DrawingChameleon(ChameleonForConditionalGeneration):
     """transformers' Chameleon without the line that forbids image tokens, so that its `generate` can draw."""
 
     def forward(self, input_ids: Any = None, logits_to_keep: int = 0, **more: Any) -> CausalLMOutputWithPast:
-        out = self.model(input_ids=input_ids, **more)
-        logits = self.lm_head(out.last_hidden_state[:, -logits_to_keep:])
-        return CausalLMOutputWithPast(logits=logits, past_key_values=out.past_key_values)
+        out = dict(self.model(input_ids=input_ids, **more))
+        logits = self.lm_head(out.pop("last_hidden_state")[:, -logits_to_keep:])
+        return CausalLMOutputWithPast(logits=logits, **out)
 
 
 def padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
