@@ -20,6 +20,7 @@ from lanternpp.api.options import Settings
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.api.rates import FILE, Counts, strength
 from lanternpp.drafters.base import mark
+from lanternpp.drafters.parallel import branches
 from lanternpp.engine.batching import ContinuousBatch
 from lanternpp.engine.observers import AcceptanceByRank
 from lanternpp.engine.sampling import Guidance
@@ -86,11 +87,7 @@ def causal_mask(start: Tensor | None, count: int) -> Tensor | None:
 
     None where no row is padded. A padding slot attends to itself alone, since a softmax over no slot would be NaN.
     """
-    if start is None:
-        return None
-    slot = torch.arange(count, device=start.device)
-    mask = (slot[:, None] >= slot) & (slot >= start[:, None, None])
-    return (mask | (slot[:, None] == slot))[:, None]
+    return None if start is None else branches(count, start.new_zeros(len(start), 0), 0, start)[1]
 
 
 def slot_inputs(target: Target, prompts: Tensor, codes: Tensor) -> Tensor:
