@@ -184,6 +184,7 @@ def figures(row: Mapping[str, Any]) -> list[str]:
         f"{row['codes']} codes in {row['passes']} passes",
         f"{row['codes_per_pass']:.2f} codes per pass",
     ]
-    if settings["measure_tv"] and tv_cost is not None:
-        phrases.append(f"total variation {tv_cost:.2f} per picture")
+    if settings["measure_tv"]:
+        cost = "cannot be measured" if tv_cost is None else f"{tv_cost:.2f} per picture"
+        phrases.append(f"total variation {cost}")
     return phrases
