@@ -293,11 +293,14 @@ class Decoder(nn.Module):
 
         def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-            gqa = q.shape[1] != k.shape[1]
-            if mask is None and not gqa and torch.compiler.is_compiling() and q.device.type == "cpu":
+            groups = q.shape[1] // k.shape[1]
+            if mask is None and groups == 1 and torch.compiler.is_compiling() and q.device.type == "cpu":
                 causal = causal_mask(q.shape[2], q) if self.causal is None else self.causal
                 return plain_attention(q, k, v, causal).transpose(1, 2)
-            y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=gqa)
+            if mask is not None and groups > 1 and q.device.type == "cuda":
+                # No fused kernel of a GPU takes both masks and fewer heads of keys.
+                k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
+            y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=groups > 1)
             return y.transpose(1, 2)
 
         return self._layers(x, positions, attend, aux_layers)
