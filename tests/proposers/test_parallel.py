@@ -7,14 +7,13 @@ import torch
 from helpers.toys import ToyTarget, codes_of, engine_of, observed_step, parallel
 
 from lanternpp.drafters.base import Drafter
-from lanternpp.drafters.parallel import ParallelDrafter
+from lanternpp.drafters.parallel import ParallelDrafter, branch_mask
 from lanternpp.engine.decode import Engine
 from lanternpp.engine.proposer import Parts
 from lanternpp.engine.sampling import Guidance, Sampling
 from lanternpp.errors import InputError
 from lanternpp.proposers.parallel import Parallel
 from lanternpp.proposers.tree import TreeProposer
-from lanternpp.training.drafter import causal_mask
 from lanternpp.trees.static import EAGLE, StaticTree, chain
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
@@ -60,11 +59,9 @@ def test_the_draft_is_that_of_the_drafter_over_all_decided_codes(cfg, steps, sai
     assert prompt.start[0] == (said == "sea"), "one of the two is padded"
     codes = loop.codes[:, :count]
     read = torch.cat((prompt.embeds, target.embed(guidance.rows(codes))), 1)[:, :-1]
-    features = guidance.merge(
-        target.decoder.forward_sequence(
-            read, mask=causal_mask(prompt.start, read.shape[1]), aux_layers=aux_layers
-        )
-    )
+    slot = torch.arange(read.shape[1])[None]
+    mask = branch_mask(slot, slot, prompt.start)
+    features = guidance.merge(target.decoder.forward_sequence(read, slot, mask, aux_layers))
     ahead = torch.cat((prompt.embeds[:1], target.embed(codes)), 1)[:, 1:]
     anchor = torch.tensor([[features.shape[1] - 1]])
     all_hints = hints[:, : features.shape[1] + 4]

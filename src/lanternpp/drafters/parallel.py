@@ -170,18 +170,21 @@ def branches(slots: int, anchors: Tensor, levels: int, start: Tensor | None) -> 
     N = slots + A * levels. The chain after an anchor, of anchors [B, A], attends to the slots up to the anchor, and to
     no other chain. Rows begin at start [B]; None: at slot 0.
     """
-    device, rows = anchors.device, len(anchors)
-    slot = torch.arange(slots, device=device).expand(rows, -1)
-    level = torch.arange(levels, device=device).repeat(anchors.shape[1]).expand(rows, -1)
-    anchor = anchors.repeat_interleave(levels, 1)
-    last_slot = torch.cat((slot, anchor), 1)  # [B, N]: the last slot that each node attends to
-    no_chain = torch.full_like(slot, -1)
-    chain, depth = torch.cat((no_chain, anchor), 1), torch.cat((no_chain, level), 1)
-    node = torch.arange(last_slot.shape[1], device=device)
-    to_slots = (node < slots) & (node <= last_slot[..., None])
+    slot = torch.arange(slots, device=anchors.device).expand(len(anchors), -1)
+    level = torch.arange(levels, device=anchors.device).repeat(anchors.shape[1])
+    chain_anchor = anchors.repeat_interleave(levels, 1)
+    position, anchor = torch.cat((slot, chain_anchor + 1 + level), 1), torch.cat((slot, chain_anchor), 1)
+    return position, branch_mask(position, anchor, start)
+
+
+def branch_mask(position: Tensor, anchor: Tensor, start: Tensor | None) -> Tensor:
+    """Return the mask [B, 1, N, N] of nodes at positions [B, N]; start as for `branches`.
+
+    A node attends to the slots up to its anchor [B, N], and to itself and the earlier nodes of the same anchor. A slot is its own
+    anchor; a padding slot attends to itself alone, since a softmax over no slot would be NaN.
+    """
+    to_slots = (position == anchor)[:, None] & (position[:, None] <= anchor[..., None])
     if start is not None:
-        to_slots = to_slots & (node >= start[:, None, None])
-    same_chain = (chain[..., None] == chain[:, None]) & (node >= slots)
-    to_chain = same_chain & (depth[..., None] >= depth[:, None])
-    mask = to_slots | to_chain | (node[:, None] == node)  # A padding slot attends to itself alone.
-    return torch.cat((slot, anchor + 1 + level), 1), mask[:, None]
+        to_slots = to_slots & (position[:, None] >= start[:, None, None])
+    same_anchor = anchor[:, None] == anchor[..., None]
+    return (to_slots | (same_anchor & (position[:, None] <= position[..., None])))[:, None]

@@ -20,7 +20,7 @@ from lanternpp.api.options import Settings
 from lanternpp.api.pipeline import Pipeline
 from lanternpp.api.rates import FILE, Counts, strength
 from lanternpp.drafters.base import mark
-from lanternpp.drafters.parallel import branches
+from lanternpp.drafters.parallel import branch_mask
 from lanternpp.engine.batching import ContinuousBatch
 from lanternpp.engine.observers import AcceptanceByRank
 from lanternpp.engine.sampling import Guidance
@@ -82,14 +82,6 @@ class CaptionPrompts:
         return prompt.embeds, prompt.start
 
 
-def causal_mask(start: Tensor | None, count: int) -> Tensor | None:
-    """Return the causal attention mask over `count` slots of rows whose prompts begin at start [R]: [R, 1, count, count] bool.
-
-    None where no row is padded. A padding slot attends to itself alone, since a softmax over no slot would be NaN.
-    """
-    return None if start is None else branches(count, start.new_zeros(len(start), 0), 0, start)[1]
-
-
 def slot_inputs(target: Target, prompts: Tensor, codes: Tensor) -> Tensor:
     """Return the target's inputs, prompts [R, T, D] and all codes [R, length] except the last: [R, T + length - 1, D]."""
     return torch.cat((prompts, target.embed(codes[:, :-1]).to(prompts.dtype)), 1)
@@ -108,7 +100,8 @@ def drafter_inputs(
     features[:, t]. With aux_layers features are [R, S, (1 + aux) D], as `Decoder.forward` returns them.
     """
     inputs = slot_inputs(target, prompts, codes)
-    mask = causal_mask(start, inputs.shape[1])
+    slot = torch.arange(inputs.shape[1], device=inputs.device)[None]
+    mask = None if start is None else branch_mask(slot, slot, start)
     return inputs[:, 1:], target.decoder.forward_sequence(inputs, mask=mask, aux_layers=aux_layers)
 
 

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from lanternpp.drafters.eagle import DiffusionDrafter, EagleDrafter
+from lanternpp.drafters.parallel import branch_mask
 from lanternpp.engine.latents import GaussianMixture, MixtureGuidance
 from lanternpp.engine.sampling import Guidance
 from lanternpp.errors import InputError, counted
@@ -19,7 +20,7 @@ from lanternpp.models.base import Target
 from lanternpp.models.latents import DiffusionTarget, noisy
 from lanternpp.nn.files import input_errors
 from lanternpp.training.codes import REMEDY, Codes, CodesTask, Done, Shard, Split, build_shards
-from lanternpp.training.drafter import CaptionPrompts, DrafterTask, causal_mask, drafter_inputs, slot_inputs
+from lanternpp.training.drafter import CaptionPrompts, DrafterTask, drafter_inputs, slot_inputs
 from lanternpp.training.options import DrafterSettings, TrainingData
 from lanternpp.training.teacher import Teacher
 from lanternpp.training.team import autocast, team
@@ -316,9 +317,8 @@ class EagleTask(CodesTask, DrafterTask):
     ) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
         """Return the target's features [R, n, D] and distributions [R, n, P] at the codes after the first, and the drafter's in each round.
 
-        A round after the first reads the drafter's own features of the previous round at all codes, and predicts one code less.
-        HASS (arXiv 2408.15766) and decoding keep the target's features of decided codes, and accept a little more. noise: the width
-        of uniform noise on the features that the first round reads.
+        A round predicts one code less than the round before. As in decoding and HASS (arXiv 2408.15766), it reads the features that the
+        rounds before predicted, one each, and the target's of all earlier codes. noise: the width of uniform noise on the target's.
         """
         head, target = self.comparison.head, self.target
         with torch.no_grad():
@@ -332,15 +332,17 @@ class EagleTask(CodesTask, DrafterTask):
                 inputs = features + (torch.rand_like(features, dtype=torch.float32) - 0.5) * noise
             prompt_len, points = prompts.shape[1], self.comparison.points(codes[:, 1:])
             logits = head(target, target, features[:, prompt_len:], points)
-        mask = causal_mask(start, next_inputs.shape[1])
-        inputs = inputs[:, :-1].to(features.dtype)
-        drafts = []
+        nodes, drafts = inputs[:, :-1].to(features.dtype), []
+        slot = anchor = torch.arange(nodes.shape[1], device=nodes.device)[None]
         for skipped in range(rounds):
-            drafted = drafter.forward_sequence(next_inputs, inputs, mask)  # [R, S - 1, D] of slots 1 .. S - 1
-            predicted = drafted[:, prompt_len - 1 + skipped :]
+            mask = branch_mask(slot, anchor, start) if skipped or start is not None else None
+            drafted = drafter.forward_sequence(next_inputs[:, slot[0]], nodes, slot, mask)
+            predicted = drafted[:, prompt_len + skipped - features.shape[1] :]
             drafts.append((predicted, head(target, drafter, predicted, points[:, skipped:])))
-            own_features = drafted[:, prompt_len - 1 : -1].to(features.dtype)
-            inputs = torch.cat((features[:, :prompt_len], own_features), 1)
+            # Each of these features is read at the next slot, in a chain after the slot whose feature is the target's last.
+            nodes = torch.cat((nodes, predicted[:, :-1].to(features.dtype)), 1)
+            slot = torch.cat((slot, slot[:, prompt_len + skipped : next_inputs.shape[1]]), 1)
+            anchor = torch.cat((anchor, anchor[:, -predicted.shape[1] : -1]), 1)
         return features[:, prompt_len:], logits, drafts
 
     def validate_on(self, index: Tensor) -> dict[str, float]:
