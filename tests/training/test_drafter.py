@@ -115,10 +115,8 @@ def test_a_second_round_reads_the_drafters_feature_of_the_last_code(ready: Path)
         prompts, _ = made.train(index, 2)
         next_inputs, features = drafter_inputs(made.target, prompts, codes.repeat(2, 1))
         first = made.model.forward_sequence(next_inputs, features[:, :-1])
-        second = []
-        for last in range(3, next_inputs.shape[1]):
-            read = torch.cat((features[:, :last], first[:, last - 1 : last]), 1)
-            second.append(made.model.forward_sequence(next_inputs[:, : last + 1], read)[:, -1])
+        read = [torch.cat((features[:, :last], first[:, last - 1 : last]), 1) for last in range(3, 17)]
+        second = [made.model.forward_sequence(next_inputs[:, : x.shape[1]], x)[:, -1] for x in read]
         p, q = (Guidance(3.0).merge(made.target.head(x)) for x in (features[:, 4:], torch.stack(second, 1)))
     expected = (found[1] + CodeComparison("guided").loss(q, p).item()) / 2
     assert found[2] == pytest.approx(expected, rel=1e-5)
