@@ -74,7 +74,7 @@ def pass_costs(pipe: Pipeline, engine: Engine) -> tuple[float, float]:
     target, config = pipe.target, pipe.target.decoder.config
     # Of queries, keys, values and outputs.
     head_channels = (2 * config.heads + 2 * config.num_kv_heads) * config.head_dim
-    weights = config.layers * config.dim * (head_channels + 3 * config.hidden) + target.vocab * config.dim
+    layers, head = config.layers * config.dim * (head_channels + 3 * config.hidden), target.vocab * config.dim
     sequences = engine.guidance.branches * engine.batch
     rows = sequences * engine.proposer.size
     context = target.slots + target.length / 2
@@ -82,7 +82,8 @@ def pass_costs(pipe: Pipeline, engine: Engine) -> tuple[float, float]:
     attention = 4 * config.layers * config.heads * config.head_dim * context
     cache_bytes = torch.empty(0, dtype=engine.cache.kv.dtype).element_size()
     weight_bytes = {"int8": 1, "int4": 0.54}.get(pipe.dtype.partition(",")[0], cache_bytes)
-    return weights * weight_bytes + keys_values * cache_bytes, rows * (2 * weights + attention)
+    num_bytes = layers * weight_bytes + (head + keys_values) * cache_bytes
+    return num_bytes, rows * (2 * (layers + head) + attention)
 
 
 def profile_race(race: Race, table: Sequence[Mapping[str, Any]], folder: Path) -> list[list[str]]:
