@@ -22,7 +22,7 @@ from lanternpp.engine.threads import AdaptiveThreads
 from lanternpp.evaluation.race import Race
 from lanternpp.evaluation.report import COLUMNS as RACE_COLUMNS
 from lanternpp.evaluation.report import cell
-from lanternpp.nn.backend import backend
+from lanternpp.nn.backend import BYTES_PER_WEIGHT, backend
 from lanternpp.util.files import replacing, write_text
 from lanternpp.util.terminal import track
 
@@ -81,7 +81,7 @@ def pass_costs(pipe: Pipeline, engine: Engine) -> tuple[float, float]:
     keys_values = 2 * config.layers * config.num_kv_heads * config.head_dim * context * sequences
     attention = 4 * config.layers * config.heads * config.head_dim * context
     cache_bytes = torch.empty(0, dtype=engine.cache.kv.dtype).element_size()
-    weight_bytes = {"int8": 1, "int4": 0.54}.get(pipe.dtype.partition(",")[0], cache_bytes)
+    weight_bytes = BYTES_PER_WEIGHT.get(pipe.dtype.partition(",")[0], cache_bytes)
     num_bytes = layers * weight_bytes + (head + keys_values) * cache_bytes
     return num_bytes, rows * (2 * (layers + head) + attention)
 

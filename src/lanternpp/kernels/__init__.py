@@ -47,7 +47,7 @@ class Kernels(Backend):
     def decoder(
         self, stack: Stack, rotary_table: Tensor, dtype: str, release: bool = False
     ) -> KernelDecoder | None:
-        """Return the passes of a stack with weights in bfloat16."""
+        """Return the passes of a stack with weights in `dtype`."""
         return kernel_decoder(stack, rotary_table, self.library, dtype, release)
 
     def head(self, layer: nn.Module | None) -> HeadLogits | None:

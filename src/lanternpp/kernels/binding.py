@@ -31,8 +31,7 @@ Pass decode: shape* layers* rows nodes slots x*:h rotation*:f slot*:i mask*:b kv
 Sampling: temperature:d top_k top_p:d
 Rows row_probs: rows codes sampling:Sampling logits*:f probs&:f
 Children draw_children: rows codes each count q*:f u*:d drawn&:i
-DraftLayers: fc:Linear hint:Linear down:Linear head_up:Linear head:Linear queries*:h query_count dim aux
- eps:f
+DraftLayers: fc:Linear hint:Linear down:Linear head_up:Linear head:Linear queries*:h query_count dim aux eps:f
 Chain sample_chain: layers* batch levels codes sampling:Sampling features*:h query*:h prev*:h bias*:f u*:d probs&:f drawn&:i
 Node: begin:d end:d tail:d parent depth
 Verification verify: joint batch nodes codes ranks levels near optimal sampling:Sampling logits*:f q*:f drawn*:i children*:i order*:i

@@ -62,8 +62,9 @@ class KernelLinear(nn.Module):
 
     def __init__(self, library: CDLL, layers: Layers, dtype: str = "bfloat16", order: Tensor | None = None):
         super().__init__()
+        is_half, is_int4 = dtype == "bfloat16", dtype == "int4"
         pairs: list[Any] = [
-            None if dtype == "bfloat16" else int8_parts(weight) for weight, _ in layers
+            None if is_half else int8_parts(weight) for weight, _ in layers
         ]  # 8 bits and scales
         if all(pairs):
             weights = [bits.contiguous() for bits, _ in pairs]
@@ -85,13 +86,13 @@ class KernelLinear(nn.Module):
             "int8": (width // 4, BLOCK_N, 4),
             "int4": (width * (1 + BLOCK_N // 2),),
         }
-        number_type = torch.bfloat16 if dtype == "bfloat16" else torch.uint8
+        number_type = torch.bfloat16 if is_half else torch.uint8
         self.packed = empty_in_large_pages((blocks, *shapes[dtype]), number_type)
-        self.scale = None if dtype == "bfloat16" else torch.zeros(len(padded_order), dtype=torch.float32)
+        self.scale = None if is_half else torch.zeros(len(padded_order), dtype=torch.float32)
         addresses = arranged(w.data_ptr() + torch.arange(len(w)) * w[0].nbytes for w in weights)
         scales = arranged(scale.float() for _, scale in pairs) if all(pairs) else None
         packing = structs.Packing(addresses, scales, self.packed, self.scale, blocks, self.in_features, width)
-        packing.is_int4 = is_int4 = dtype == "int4"
+        packing.is_int4 = is_int4
         packing.run(library)
         packed_bias = None
         if any(bias is not None for _, bias in layers):

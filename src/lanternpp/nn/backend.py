@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from lanternpp.types import Draft, NeighbourBudget, Nodes, Verdict, Warping
 from lanternpp.util.registry import imported
 
+# Of a decoder's linear layers, packed in a dtype, with scales.
+BYTES_PER_WEIGHT = {"bfloat16": 2.0, "int8": 1.01, "int4": 0.54}
 BACKEND = "lanternpp.kernels:in_use"  # a function that returns the backend; "lanternpp.nn.backend:Backend" is PyTorch alone
 
 
@@ -79,8 +81,9 @@ class Backend:
     def decoder(
         self, stack: Any, rotary_table: Tensor, dtype: str, release: bool = False
     ) -> DecoderForward | None:
-        """Return the passes of a `Stack`, with copies of its weights in `dtype`: "bfloat16", "int8" with a scale for each output, or "int4" with a
-        scale for each output times a whole number for 32 of its inputs.
+        """Return the passes of a `Stack`, with copies of its weights in `dtype`, a name of `BYTES_PER_WEIGHT`.
+
+        "int8" has a scale for each output, "int4" such a scale times a whole number for every 32 inputs of an output.
 
         rotary_table: [positions, 2, head_dim] float32, in the stack's `qk_order`. release: free a layer's weights once copied.
         """

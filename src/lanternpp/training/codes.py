@@ -57,12 +57,13 @@ def build_shards(folder: Path, count: int, shard_size: int, compute: Compute, co
 def write_shards(files: Mapping[range, Path], compute: Compute, contents: str) -> None:
     """Compute shards and write each to its file, with progress on stderr; raise InputError where the others would fill the disk."""
     folder, count = next(iter(files.values())).parent, sum(map(len, files))
-    report, num_missing = Report("training", folder), count
-    say_once = lru_cache(report.say)
+    report, announced, num_missing = Report("training", folder), False, count
 
     def done(pictures: float) -> None:
-        # Not earlier, so that an error in the first pictures is the only output.
-        say_once(f"{contents}: {counted(count, 'picture')}, in {folder}")
+        nonlocal announced
+        if not announced:  # only now, so that an error in the first pictures is the only output
+            report.say(f"{contents}: {counted(count, 'picture')}, in {folder}")
+            announced = True
         report.advance(pictures / count, f"{pictures:.0f}/{count} pictures")
 
     with report.bar():

@@ -148,7 +148,7 @@ ALWAYS_INLINE void attend_bf16(float *query, int64_t count, const bf16 *keys, co
 
 enum { FEW_QUERIES = 4 }; /* up to this many queries AMX tiles are slower */
 
-/* `attend_f32`, with a constant number of channels where that is a usual one, so that a key stays in registers, and of one query, which needs no copy of keys. */
+/* `attend_f32` with constants, so that a key stays in registers: of channels where their number is usual, and of one query, which needs no copy of keys. */
 static void attend(float *query, int64_t count, const bf16 *keys, const bf16 *values, const bf16 *next, const uint8_t **mask, int64_t size,
                    int64_t d, float *weights, int64_t stride, bf16 **out) {
 #ifdef __AVX512BF16__

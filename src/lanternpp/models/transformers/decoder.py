@@ -24,14 +24,13 @@ from transformers import AttentionInterface
 
 from lanternpp.errors import InputError
 from lanternpp.models.transformers.stack import rotary_table, shape_of, stack_of
-from lanternpp.nn.backend import backend
+from lanternpp.nn.backend import BYTES_PER_WEIGHT, backend
 from lanternpp.nn.decoder import Decoder, line_table
 from lanternpp.util.devices import free_memory
 from lanternpp.util.registry import unknown
 
 ATTENTION = "lanternpp"  # the attention function's name, in the config of the replicas
 MAX_POSITIONS = 1 << 15  # of the rotary table that drafters get
-BYTES_PER_WEIGHT = {"bfloat16": 2.0, "int8": 1.01, "int4": 0.54}  # packed in this dtype, with scales
 M = TypeVar("M", bound=nn.Module)
 
 
