@@ -391,6 +391,20 @@ def test_a_config_that_does_not_fit_is_rejected(
     rejects(named, read_target, edited(models / "anole", tmp_path / "copy", **changes), torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("name", "part", "field"),
+    [("anole", "vq_config", "resolution"), ("janus", "vision_config", "num_image_tokens")],
+)
+@pytest.mark.parametrize("value", [0, 1])
+def test_pictures_without_a_second_code_are_rejected(
+    models: Path, tmp_path: Path, name: str, part: str, field: str, value: int
+) -> None:
+    config = json.loads((models / name / "config.json").read_text())
+    config[part][field] = value
+    folder = edited(models / name, tmp_path / "copy", **config)
+    rejects("codes a side: correct its config", read_target, folder, torch.float32)
+
+
 def test_layers_that_a_config_leaves_out_are_rejected(models: Path, tmp_path: Path) -> None:
     for name in ("anole", "emu3"):  # with layers at the top of the config, and below text_config
         config = json.loads((models / name / "config.json").read_text())

@@ -143,6 +143,8 @@ class TransformersTarget(Target):
         if not self.sides:
             ends = self.row_end is not None
             return Raster.of(size or self.default_size, self.pixels_per_code, ends, self.max_codes, self.step)
+        if min(self.sides) < 2:
+            raise InputError(f"{source.path} has pictures of {min(self.sides)} codes a side: {CORRECT}.")
         sides = {side * self.pixels_per_code: side for side in self.sides}
         for width, side in sides.items():
             if size in (None, f"{width}", f"{width}x{width}"):
