@@ -48,7 +48,7 @@ def network(shape: DecoderConfig) -> Decoder:
 
 @every_shape
 def test_a_pass_into_the_cache_is_the_causal_pass(shape):
-    """By the modules, and by plain operations on the decoder's `Stack`, which kernels compute."""
+    """By the modules, by plain operations on the decoder's `Stack`, which kernels compute, and without a cache in two parts."""
     decoder = network(shape)
     x = torch.randn(2, 9, shape.dim, dtype=torch.float64)
     expected = decoder.forward_sequence(x, aux_layers=(0, 1))
@@ -61,6 +61,13 @@ def test_a_pass_into_the_cache_is_the_causal_pass(shape):
         rest = decoder(x[:, 5:], cache.nodes(count, mask.expand(2, -1, -1)), cache, (0, 1))
         assert torch.allclose(torch.cat((first, rest), 1), expected, atol=1e-10)
     assert native.passes == 2
+    past: list[tuple[torch.Tensor, torch.Tensor]] = []
+    slot, mask = torch.arange(9)[None], torch.ones(1, 1, 9, 9, dtype=torch.bool).tril()
+    parts = [
+        decoder.forward_sequence(x[:, part], slot[:, part], mask[:, :, part, : part.stop], (0, 1), past)
+        for part in (slice(0, 5), slice(5, 9))
+    ]
+    assert torch.allclose(torch.cat(parts, 1), expected, atol=1e-10)
 
 
 @every_shape

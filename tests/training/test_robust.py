@@ -1,6 +1,7 @@
 """Trainings by several processes, full disks, and what is rejected before work is lost."""
 
 import errno
+import platform
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ from lanternpp.api.model import Model, read_target
 from lanternpp.drafters.base import DrafterWarning, mark
 from lanternpp.nn import checkpoints
 from lanternpp.training import codes
-from lanternpp.training.team import Team
+from lanternpp.training.team import Team, keep_freed_memory
 
 CPU = torch.device("cpu")
 
@@ -94,6 +95,19 @@ def test_a_cache_that_would_not_fit_is_rejected_after_its_first_file(tmp_path: P
     said = r"the features takes another 3.1 MB in .*large and the disk has 270.5 MB free, of which 268.4 MB stay free"
     rejects(said, codes.build_shards, tmp_path / "large", 8, 2, compute, "the features")
     assert [path.name for path in (tmp_path / "large").iterdir()] == ["00000.safetensors"]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have other limits")
+def test_the_memory_of_a_large_tensor_is_used_again() -> None:
+    import resource  # not on Windows
+
+    keep_freed_memory()
+    size = 1 << 26  # bytes, 16,384 pages
+    torch.ones(size, dtype=torch.uint8)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(4):
+        torch.ones(size, dtype=torch.uint8)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults < 2 * 16_384
 
 
 def test_a_batch_that_processes_cannot_share_is_rejected() -> None:

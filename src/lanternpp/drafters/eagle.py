@@ -57,9 +57,9 @@ class EagleDrafter(Drafter):
         """next_embeds [R, N, D], features [R, N, D] -> the features at the next positions, [R, N, D]."""
         return self.decoder(self.fc(torch.cat((next_embeds, features), -1)), nodes, cache)
 
-    def forward_sequence(self, next_embeds: Tensor, features: Tensor, *layout: Any) -> Tensor:
-        """next_embeds [B, T, D], features [B, T, D] -> [B, T, D]; layout: the positions and mask of `Decoder.forward_sequence`."""
-        return self.decoder.forward_sequence(self.fc(torch.cat((next_embeds, features), -1)), *layout)
+    def forward_sequence(self, next_embeds: Tensor, features: Tensor, *layout: Any, **past: Any) -> Tensor:
+        """next_embeds [B, T, D], features [B, T, D] -> [B, T, D]; layout: positions and mask of `Decoder.forward_sequence`; its `past`."""
+        return self.decoder.forward_sequence(self.fc(torch.cat((next_embeds, features), -1)), *layout, **past)
 
 
 @dataclass(frozen=True)

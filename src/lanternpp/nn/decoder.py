@@ -285,18 +285,25 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         mask: Tensor | None = None,
         aux_layers: tuple[int, ...] = (),
+        past: list[tuple[Tensor, Tensor]] | None = None,
     ) -> Tensor:
         """x [B, T, D] -> features [B, T, D], without a cache; aux_layers as in `forward`.
 
-        positions [b, T]; None: 0..T-1. mask [b, 1, T, T]: the mask, True where attended to; None: causal. b is B or 1.
+        positions [b, T]; None: 0..T-1. mask [b, 1, T, S]: the mask, True where attended to; None: causal. b is B or 1.
+        past: keys and values of each layer [B, Hkv, S - T, d], which gradients pass through; [] at first. Those of x are added.
         """
 
-        def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            if past is not None:
+                if layer < len(past):
+                    k, v = (torch.cat(pair, 2) for pair in zip(past[layer], (k, v), strict=True))
+                past[layer : layer + 1] = [(k, v)]
             groups = q.shape[1] // k.shape[1]
-            if mask is None and groups == 1 and torch.compiler.is_compiling() and q.device.type == "cpu":
+            if groups == 1 and torch.compiler.is_compiling() and q.device.type == "cpu":
                 causal = causal_mask(q.shape[2], q) if self.causal is None else self.causal
-                return plain_attention(q, k, v, causal).transpose(1, 2)
+                scores_mask = causal if mask is None else additive_mask(mask, q.dtype)
+                return plain_attention(q, k, v, scores_mask).transpose(1, 2)
             if mask is not None and groups > 1 and q.device.type == "cuda":
                 # No fused kernel of a GPU takes both masks and fewer heads of keys.
                 k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1

@@ -295,15 +295,27 @@ class EagleTask(CodesTask, DrafterTask):
 
         cached [R, S, D]: the target's features from the cache.
         """
-        guidance, rounds, noise = self.guidance, self.hparams.rounds, self.hparams.noise
-        features, logits, drafts = self.draft(self.model, prompts, start, codes, rounds, noise, cached)
-        p, losses = guidance.merge(logits), []
-        for skipped, (predicted, q_logits) in enumerate(drafts):
+        rounds, noise = self.hparams.rounds, self.hparams.noise
+        features, drafts = self.draft(self.model, prompts, start, codes, rounds, noise, cached)
+        points, losses = self.comparison.points(codes[:, 1:]), []
+        with torch.no_grad():
+            p = self.guided(self.guidance, self.target, features, points)  # [B, n, P]
+        for skipped, predicted in enumerate(drafts):
             feature = F.smooth_l1_loss(predicted.float(), features[:, skipped:].float())
-            distribution = self.comparison.loss(guidance.merge(q_logits), p[:, skipped:])
-            losses.append(torch.stack((feature, distribution)))
+            q = self.guided(self.guidance, self.model, predicted, points[:, skipped:])
+            losses.append(torch.stack((feature, self.comparison.loss(q, p[:, skipped:]))))
         feature, distribution = torch.stack(losses).mean(0)
         return feature, distribution
+
+    def guided(
+        self, guidance: Guidance, model: Target | EagleDrafter, features: Tensor, points: Tensor
+    ) -> Tensor:
+        """Return the guided distributions [B, n, P] of a model's features [R, n, D]; points [B, n, ...]."""
+        head, target = self.comparison.head, self.target
+        if type(guidance) is Guidance and target.head_linear is not None:
+            # The logits of guided features are the guided logits.
+            return head(target, model, guidance.merge(features).to(features.dtype), points).float()
+        return guidance.merge(head(target, model, features, points))
 
     def draft(
         self,
@@ -314,36 +326,37 @@ class EagleTask(CodesTask, DrafterTask):
         rounds: int,
         noise: float | None = None,
         cached: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
-        """Return the target's features [R, n, D] and distributions [R, n, P] at the codes after the first, and the drafter's in each round.
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return the target's features [R, n, D] of the codes after the first, and the drafter's in each round.
 
         A round predicts one code less than the round before. As in decoding and HASS (arXiv 2408.15766), it reads the features that the
         rounds before predicted, one each, and the target's of all earlier codes. noise: the width of uniform noise on the target's.
         """
-        head, target = self.comparison.head, self.target
         with torch.no_grad():
             rows = torch.cat([codes] * (len(prompts) // len(codes)))
             if cached is None:
-                next_inputs, features = drafter_inputs(target, prompts, rows, start)
+                next_inputs, features = drafter_inputs(self.target, prompts, rows, start)
             else:
-                next_inputs, features = slot_inputs(target, prompts, rows)[:, 1:], cached
+                next_inputs, features = slot_inputs(self.target, prompts, rows)[:, 1:], cached
             inputs = features
             if noise is not None:
                 inputs = features + (torch.rand_like(features, dtype=torch.float32) - 0.5) * noise
-            prompt_len, points = prompts.shape[1], self.comparison.points(codes[:, 1:])
-            logits = head(target, target, features[:, prompt_len:], points)
-        nodes, drafts = inputs[:, :-1].to(features.dtype), []
-        slot = anchor = torch.arange(nodes.shape[1], device=nodes.device)[None]
-        for skipped in range(rounds):
-            mask = branch_mask(slot, anchor, start) if skipped or start is not None else None
-            drafted = drafter.forward_sequence(next_inputs[:, slot[0]], nodes, slot, mask)
-            predicted = drafted[:, prompt_len + skipped - features.shape[1] :]
-            drafts.append((predicted, head(target, drafter, predicted, points[:, skipped:])))
+        features, nodes = features[:, prompts.shape[1] :], inputs[:, :-1].to(features.dtype)
+        slots = anchors = slot = anchor = torch.arange(nodes.shape[1], device=nodes.device)[None]
+        past: list[tuple[Tensor, Tensor]] = []
+        drafts: list[Tensor] = []
+        for count in range(features.shape[1], features.shape[1] - rounds, -1):
+            mask = None
+            if drafts or start is not None:
+                mask = branch_mask(slots, anchors, start)[:, :, -nodes.shape[1] :]
+            drafted = drafter.forward_sequence(next_inputs[:, slot[0]], nodes, slot, mask, past=past)
+            predicted = drafted[:, -count:]
+            drafts.append(predicted)
             # Each of these features is read at the next slot, in a chain after the slot whose feature is the target's last.
-            nodes = torch.cat((nodes, predicted[:, :-1].to(features.dtype)), 1)
-            slot = torch.cat((slot, slot[:, prompt_len + skipped : next_inputs.shape[1]]), 1)
-            anchor = torch.cat((anchor, anchor[:, -predicted.shape[1] : -1]), 1)
-        return features[:, prompt_len:], logits, drafts
+            nodes = predicted[:, :-1].to(features.dtype)
+            slot, anchor = slot[:, 1 - count :], anchor[:, -count:-1]
+            slots, anchors = torch.cat((slots, slot), 1), torch.cat((anchors, anchor), 1)
+        return features, drafts
 
     def validate_on(self, index: Tensor) -> dict[str, float]:
         """Return expected acceptance after guidance (of one round and of a second), agreement of the best code, and losses."""
@@ -354,11 +367,15 @@ class EagleTask(CodesTask, DrafterTask):
             stored = self.codes.val.pick(part).to(self.device)
             codes = self.target.from_cache(stored, torch.Generator().manual_seed(0))
             prompts = self.val(part, guidance.branches)
+            points, count = comparison.points(codes[:, 1:]), len(part)
             with autocast(self.device):
-                features, p_logits, drafts = self.draft(self.average, *prompts, codes, 2)
-            (predicted, q_logits), (_, q2_logits) = drafts
-            p, q, q2 = (guidance.merge(x) for x in (p_logits, q_logits, q2_logits))
-            sampled, count = [q, p, q2, p[:, 1:]], len(part)
+                features, (predicted, second) = self.draft(self.average, *prompts, codes, 2)
+                p = self.guided(guidance, self.target, features, points)
+                q = self.guided(guidance, self.average, predicted, points)
+                q2 = self.guided(guidance, self.average, second, points[:, 1:])
+                p_logits = comparison.head(self.target, self.target, features[:count], points)
+                q_logits = comparison.head(self.target, self.average, predicted[:count], points)
+            sampled = [q, p, q2, p[:, 1:]]
             if not self.samples_softmax and not self.target.channels:
                 positions = torch.arange(1, self.target.length, device=self.device).expand(count, -1)
                 sampled = [self.sampling_probs(x, positions[:, -x.shape[1] :]).log() for x in sampled]
@@ -368,7 +385,7 @@ class EagleTask(CodesTask, DrafterTask):
                 "accept2": acceptance2.mean(),
                 "agree": comparison.agreement(q, p),
                 "feature": F.smooth_l1_loss(predicted.float(), features.float()),
-                "paper": comparison.cross_entropy(q_logits[:count], p_logits[:count]),
+                "paper": comparison.cross_entropy(q_logits, p_logits),
                 "guided": comparison.cross_entropy(q, p),
                 "lk": -acceptance.log().mean(),
             }
