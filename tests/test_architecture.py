@@ -61,6 +61,7 @@ RECIPES = {path.stem for path in (SOURCE.parent / "recipes").rglob("*.py")} | {"
 NAMES_KERNELS = {
     "nn.backend": "lanternpp.kernels",
     "serve.new_thread": "ctypes",  # of Python's own threads
+    "training.team": "ctypes",  # of the C library
 }
 
 
